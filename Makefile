@@ -1,0 +1,49 @@
+# `make` shows the targets. Every target builds the environment first where it is missing: python3 (3.11 or later, with
+# venv), make and an internet connection (or a wheel directory that pip knows) are all that is needed; no compiler.
+
+PYTHON ?= python3
+VENV ?= .venv
+# More arguments for pip, for example an index with CPU-only torch: make demo PIP_ARGS='--index-url ...'
+PIP_ARGS ?=
+# More arguments for the command that demo and test run: make test ARGS='-m "not slow" -x'
+ARGS ?=
+# A directory on the drive that bench measures: make bench DIR=/mnt/nvme0
+DIR ?= .
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench clean
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## train a small GPT with and without the SSD: what is saved, at what cost, and that the weights are equal
+	$(BIN)/python -m recipes.demo $(ARGS)
+
+test: $(STAMP) ## all tests that this machine can run
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## ruff, formatting, mypy --strict on the package
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## measure storage against fio, and steps against keeping, recomputing and naive disk hooks
+	$(BIN)/python -m recipes.bench_io --dir $(DIR)
+	$(BIN)/python -m recipes.bench_step --dir $(DIR)
+
+clean: ## remove the environment and caches; outputs/ stays
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# The stamp is younger than what it was built from, so that the environment is made once and again after a change.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "lightning_ssd needs Python 3.11 or later, got %d.%d; name another: make PYTHON=python3.12 ..." % v[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[recipes,dev]'
+	touch $(STAMP)
