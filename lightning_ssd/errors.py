@@ -1,0 +1,67 @@
+"""Every exception that lightning_ssd raises on purpose.
+
+::
+
+    OffloadError
+    |-- ConfigError (also ValueError)        a setting is wrong; nothing was opened or changed
+    |-- StorageError (also OSError)          a directory, file or drive refused
+    |   |-- UnsuitablePathError              tmpfs, network file system, not writable
+    |   |-- OutOfSpaceError                  the file system is full (ENOSPC, EDQUOT)
+    |   |-- ShortTransferError               fewer bytes moved than asked for
+    |   `-- CorruptionError                  what was read back differs from what was written
+    |-- BackendUnavailableError              a backend was asked for by name and cannot work here
+    `-- OffloaderClosedError                 used before it was opened or after it was closed
+
+An in-place edit of a saved tensor raises plain ``RuntimeError`` with PyTorch's own text, because that is what
+the same program raises without us.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendUnavailableError",
+    "ConfigError",
+    "CorruptionError",
+    "OffloadError",
+    "OffloaderClosedError",
+    "OutOfSpaceError",
+    "ShortTransferError",
+    "StorageError",
+    "UnsuitablePathError",
+]
+
+
+class OffloadError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """A setting is wrong. The message gives the dotted name, the value and what is allowed."""
+
+
+class StorageError(OffloadError, OSError):
+    """A directory, file or drive refused. ``errno`` is kept where the system gave one."""
+
+
+class UnsuitablePathError(StorageError):
+    """The directory cannot serve as a tier (tmpfs, network file system, not writable)."""
+
+
+class OutOfSpaceError(StorageError):
+    """The file system has no room. The message names the path, the need and the free space."""
+
+
+class ShortTransferError(StorageError):
+    """Fewer bytes moved than were asked for, and trying again did not help."""
+
+
+class CorruptionError(StorageError):
+    """What was read back is not what was written, twice. The message names tensor, path and offset."""
+
+
+class BackendUnavailableError(OffloadError):
+    """A backend was asked for by name and cannot work on this machine. The message says why."""
+
+
+class OffloaderClosedError(OffloadError, RuntimeError):
+    """The offloader was used before ``open`` or after ``close``."""

@@ -1,0 +1,77 @@
+"""Counters of one offloader: a mutable set inside, a frozen snapshot outside."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+__all__ = ["Counters", "OffloadStats"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadStats:
+    """Totals since the offloader was opened (peaks: since the last :meth:`Offloader.reset_peaks`)."""
+
+    bytes_saved: int = 0
+    """Unique saved storages handed to us that are at least ``min_tensor_bytes`` large (parameters excluded)."""
+    bytes_kept: int = 0
+    """Of these, kept in memory by decision or because a write failed."""
+    bytes_written: int = 0
+    """Bytes that reached a drive."""
+    bytes_read: int = 0
+    """Bytes that came back from a drive."""
+    bytes_forwarded: int = 0
+    """Taken back before or during their write, or found still alive in memory, so that no read was needed."""
+    writes_cancelled_bytes: int = 0
+    """Of the forwarded bytes, those whose write never began."""
+    stall_s: float = 0.0
+    """Time that training threads waited for transfers."""
+    write_busy_s: float = 0.0
+    """Time in which at least one write was under way."""
+    read_busy_s: float = 0.0
+    """Time in which at least one read was under way."""
+    resident_bytes: int = 0
+    """Saved activations in memory now."""
+    resident_peak_bytes: int = 0
+    """Saved activations in memory at the worst moment."""
+    saved_peak_bytes: int = 0
+    """What keeping all of them would have held at its worst moment."""
+    disk_bytes: int = 0
+    """Size of the spill files now."""
+    num_saved: int = 0
+    """Unique saved storages behind ``bytes_saved``."""
+    num_kept_small: int = 0
+    """Saved tensors below ``min_tensor_bytes``, kept."""
+    num_kept_foreign: int = 0
+    """Tensor subclasses, sparse, quantised, meta and other-device tensors, kept as they are."""
+    num_kept_parameters: int = 0
+    """Saved tensors that are parameters, buffers or views of them, kept."""
+    failures: int = 0
+    """Transfers that failed."""
+    fallbacks: int = 0
+    """Failures after which training went on with the tensor in memory, or after a second try."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Counters:
+    """What the tensor cache counts itself; same names and meanings as in :class:`OffloadStats`. Its lock guards it."""
+
+    bytes_saved: int = 0
+    bytes_kept: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    bytes_forwarded: int = 0
+    writes_cancelled_bytes: int = 0
+    stall_s: float = 0.0
+    resident_bytes: int = 0
+    resident_peak_bytes: int = 0
+    saved_peak_bytes: int = 0
+    num_saved: int = 0
+    num_kept_small: int = 0
+    num_kept_foreign: int = 0
+    num_kept_parameters: int = 0
+    failures: int = 0
+    fallbacks: int = 0
+
+    def snapshot(self) -> OffloadStats:
+        """A frozen copy."""
+        return OffloadStats(**asdict(self))

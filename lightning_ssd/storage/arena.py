@@ -1,0 +1,353 @@
+"""Where offloaded bytes lie on a drive: one anonymous file per directory, cut into extents.
+
+The file never has a name that outlives its opening, so that the kernel frees it however the process ends. It grows in
+preallocated chunks and never shrinks; extents are reused, lowest offset first, so that its size stays constant once a
+training step has been seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_ssd.errors import OffloaderClosedError, OutOfSpaceError, StorageError
+from lightning_ssd.storage.extents import Extent, ExtentAllocator
+
+__all__ = ["Arena", "Extent", "ExtentAllocator", "as_storage_error"]
+
+_FIRST_GROWTH_BYTES = 64 << 20
+_MAX_GROWTH_BYTES = 4 << 30
+_RETRY_AFTER_S = 5.0
+_MAX_VANISHED = 100
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS})
+_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
+
+_fallocate: Any = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+
+
+def as_storage_error(error: OSError, what: str) -> StorageError:
+    """Turn a system error into ours; ``what`` says what was tried, on which path, offset and length."""
+    kind = OutOfSpaceError if error.errno in _FULL else StorageError
+    return kind(error.errno, f"{what}: {os.strerror(error.errno or 0)}")
+
+
+class Arena:
+    """One anonymous file in ``directory`` and the allocator over it. Thread-safe; of use to the opening process only.
+
+    The file lies in ``directory/.lightning_ssd-<uid>`` (0700, ours, no symlink), which is made when missing and
+    removed at close.
+
+    Note [freeing inside garbage collection]: an extent's owner may be finalised anywhere, also inside ``allocate``
+    of the same thread, with the lock taken. So ``free`` never waits for the lock: it checks and forgets the extent
+    with one atomic dictionary operation, and hands the range to whoever holds the lock next.
+
+    Args:
+        directory: the user's directory.
+        block_bytes: granularity of extents, a multiple of what direct I/O wants.
+        direct: open with ``O_DIRECT``.
+        growth_bytes: first and smallest preallocation; later ones are a quarter of the size, at most 4 GiB.
+        clock: seconds, for the pause between attempts to grow on a full file system.
+
+    Raises:
+        StorageError: if the directory or file cannot be opened, or the private directory is not safely ours.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        block_bytes: int,
+        direct: bool,
+        growth_bytes: int = _FIRST_GROWTH_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.directory = Path(directory)
+        self.path = self.directory / f".lightning_ssd-{os.geteuid()}"
+        self.block_bytes = block_bytes
+        self.direct = direct
+        self._growth_bytes = growth_bytes
+        self._clock = clock
+        self._pid = os.getpid()
+        self._extents = ExtentAllocator(block_bytes)
+        self._lent: dict[int, Extent] = {}
+        self._returned: deque[Extent] = deque()
+        self._full_until = 0.0
+        self._refused_bytes = 0
+        self._num_users = 0
+        self._closed = False
+        # Guards allocator, growth, users and closing. A leaf lock: nothing else is locked and nobody called under it.
+        self._lock = threading.Lock()
+        self._fd = _open_anonymous(self.directory, self.path.name, direct=direct)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return self._extents.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in extents that are lent."""
+        self._drain_returned()
+        return self._extents.used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the file system would still give."""
+        with self.use() as fd:
+            facts = os.fstatvfs(fd)
+        return facts.f_bavail * facts.f_frsize
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor. For transfers take :meth:`use`, which keeps it open."""
+        self._check_usable()
+        return self._fd
+
+    @contextmanager
+    def use(self) -> Iterator[int]:
+        """The file descriptor for one transfer.
+
+        ``close`` meanwhile only takes effect when the last user is done, so that a late write cannot hit another file
+        that got the same number.
+        """
+        self._check_usable()
+        with self._lock:
+            self._check_usable()
+            self._num_users += 1
+        try:
+            yield self._fd
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                last = self._closed and self._num_users == 0
+            if last:
+                self._release()
+
+    def allocate(self, nbytes: int) -> Extent:
+        """An extent of at least ``nbytes`` bytes; the file grows where needed. Zero bytes need no place in the file.
+
+        Raises:
+            OutOfSpaceError: if the file system is full. Within some seconds after that, requests that would have to
+                grow the file as much again fail at once, because the attempt makes the file system search hard.
+            StorageError: if growing fails otherwise, or after a fork.
+            OffloaderClosedError: after close.
+        """
+        self._check_usable()
+        if nbytes == 0:
+            return Extent(0, 0)
+        with self._lock:
+            self._check_usable()
+            self._merge_returned()
+            extent = self._extents.allocate(nbytes)
+            if extent is None:
+                self._grow(nbytes)
+                extent = self._extents.allocate(nbytes)
+            if extent is None:
+                raise StorageError(
+                    f"growing {self.path} for {nbytes} bytes gave no extent; please report this as a bug"
+                )
+            self._lent[extent.offset] = extent
+            return extent
+
+    def free(self, extent: Extent) -> None:
+        """Take an extent back. Never waits; harmless after close and in a forked child.
+
+        Raises:
+            ValueError: if the extent is not lent: freed twice, or from another arena.
+        """
+        if extent.nbytes == 0 or self._closed or os.getpid() != self._pid:
+            return
+        lent = self._lent.pop(extent.offset, None)
+        if lent != extent:
+            if lent is not None:
+                self._lent[lent.offset] = lent
+            raise ValueError(f"{extent} is not lent by {self.path}: it was freed twice, or belongs to another arena")
+        self._returned.append(extent)
+        self._drain_returned()
+
+    def close(self) -> None:
+        """Give file and space back to the system. Idempotent; takes effect when the last transfer is done."""
+        if os.getpid() != self._pid:
+            # The lock may have been taken by another thread at the fork: it is never released in this process.
+            if not self._closed:
+                self._closed = True
+                os.close(self._fd)
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            last = self._num_users == 0
+        if last:
+            self._release()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise OffloaderClosedError(f"the spill file in {self.path} is closed; open the offloader again to use it")
+        if os.getpid() != self._pid:
+            raise StorageError(
+                f"the spill file in {self.path} was opened by process {self._pid} and cannot be shared with its child "
+                f"{os.getpid()}: both would hand out the same extents. Open the offloader after the fork"
+            )
+
+    def _release(self) -> None:
+        os.close(self._fd)
+        # Removing the directory is a courtesy: it may be gone, or (without O_TMPFILE) in use by another process.
+        with suppress(OSError):
+            os.rmdir(self.path)
+
+    def _drain_returned(self) -> None:
+        if os.getpid() == self._pid and self._lock.acquire(blocking=False):
+            try:
+                self._merge_returned()
+            finally:
+                self._lock.release()
+
+    def _merge_returned(self) -> None:
+        while self._returned:
+            self._extents.free(self._returned.popleft())
+
+    def _grow(self, nbytes: int) -> None:
+        need = self._extents.round_up(nbytes) - self._extents.tail_free_bytes
+        resting = self._clock() < self._full_until
+        if resting and 0 < self._refused_bytes <= need:
+            raise self._out_of_space(need)
+        for step in self._growth_steps(need, resting=resting):
+            if self._preallocate(step):
+                self._extents.grow(step)
+                return
+            self._full_until = self._clock() + _RETRY_AFTER_S
+            self._refused_bytes = 0
+        self._refused_bytes = need
+        raise self._out_of_space(need)
+
+    def _growth_steps(self, need: int, *, resting: bool) -> list[int]:
+        """What to try: a comfortable chunk first, unless that would take most of what others have left."""
+        chunk = self._extents.round_up(min(max(self._growth_bytes, self.size_bytes // 4), _MAX_GROWTH_BYTES))
+        facts = os.fstatvfs(self._fd)
+        if resting or chunk <= need or chunk > facts.f_bavail * facts.f_frsize // 2:
+            return [need]
+        return [chunk, need]
+
+    def _preallocate(self, nbytes: int) -> bool:
+        """Reserve ``nbytes`` behind the end; ``False`` where the file system is full."""
+        size = self.size_bytes
+        try:
+            _reserve(self._fd, size, nbytes)
+        except OSError as error:
+            # A refused reservation may have been granted in part.
+            os.ftruncate(self._fd, size)
+            if error.errno in _FULL:
+                return False
+            raise as_storage_error(error, f"cannot grow the spill file in {self.path} by {nbytes:,} bytes") from error
+        return True
+
+    def _out_of_space(self, need: int) -> OutOfSpaceError:
+        facts = os.fstatvfs(self._fd)
+        return OutOfSpaceError(
+            errno.ENOSPC,
+            f"the file system of {self.path} is full: {need:,} more bytes are needed, "
+            f"{facts.f_bavail * facts.f_frsize:,} are free, the spill file has {self.size_bytes:,}. "
+            "Free space there, or name other directories in HardwareProfile(paths=...)",
+        )
+
+
+def _reserve(fd: int, offset: int, nbytes: int) -> None:
+    """``fallocate``, else a sparse file. Not ``os.posix_fallocate``: glibc emulates it by writing into every block."""
+    while _fallocate is not None:
+        if _fallocate(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) == 0:
+            return
+        code = ctypes.get_errno()
+        if code in _NO_FALLOCATE:
+            break
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    os.ftruncate(fd, offset + nbytes)
+
+
+def _open_anonymous(directory: Path, name: str, *, direct: bool) -> int:
+    """A file without a name in ``directory/name``, which is made when missing."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (_O_DIRECT if direct else 0)
+    try:
+        parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return _create_in_private(parent, directory / name, flags)
+        finally:
+            os.close(parent)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise as_storage_error(error, f"cannot create a spill file in {directory / name}") from error
+
+
+def _create_in_private(parent: int, path: Path, flags: int) -> int:
+    """Create in the private directory; again where another process, closing its last arena, has just removed it."""
+    for _ in range(_MAX_VANISHED):
+        try:
+            folder = _open_private(parent, path)
+        except FileNotFoundError:
+            continue
+        try:
+            return _create(folder, flags)
+        except OSError:
+            if os.fstat(folder).st_nlink:
+                raise
+        finally:
+            os.close(folder)
+    raise FileNotFoundError(errno.ENOENT, "the directory vanishes as often as it is made", str(path))
+
+
+def _open_private(parent: int, path: Path) -> int:
+    """Open (make) the 0700 directory through ``parent``, so that nobody can swap it for a link in between."""
+    with suppress(FileExistsError):
+        os.mkdir(path.name, 0o700, dir_fd=parent)
+    try:
+        folder = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    except NotADirectoryError as error:
+        raise StorageError(
+            error.errno, f"{path} is a symbolic link or a file; allowed: a directory that we made. Remove it"
+        ) from error
+    facts = os.fstat(folder)
+    if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        os.close(folder)
+        raise StorageError(
+            errno.EPERM,
+            f"{path} belongs to user {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):04o}; allowed: user "
+            f"{os.geteuid()} with mode 0700, because spill files hold training data. Remove it or take another path",
+        )
+    return folder
+
+
+def _create(folder: int, flags: int) -> int:
+    """``O_TMPFILE``, else a file with an unpredictable name that is unlinked at once."""
+    if _O_TMPFILE:
+        try:
+            return os.open(".", flags | _O_TMPFILE, 0o600, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+    name = secrets.token_hex(16)
+    try:
+        return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+    finally:
+        # Also on failure: where O_DIRECT is refused the file may have been created all the same.
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)

@@ -1,0 +1,182 @@
+"""How the bytes of one storage get between its memory and a file: three ways, one contract.
+
+* :class:`HostMover`: CPU memory, no copy. The aligned body goes straight from the tensor; the unaligned edges, less
+  than a block each, stay in memory, and the reload gets memory of the same alignment.
+* :class:`StagedMover`: device memory through staging buffers and streams of our own (``storage/streams.py``).
+* :class:`DeviceMover`: device memory that the backend moves by itself (GPUDirect Storage).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple, Protocol
+
+import torch
+
+from lightning_ssd.storage.arena import Arena
+from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.integrity import checksum
+from lightning_ssd.storage.staging import ReloadPool, StagingPool
+from lightning_ssd.storage.streams import Copies, Mark
+from lightning_ssd.tensors import Region
+
+__all__ = ["DeviceMover", "Edges", "HostMover", "Mover", "Piece", "StagedMover"]
+
+
+class Edges(NamedTuple):
+    """The first and last bytes of a storage, kept in memory because direct I/O cannot move them in place."""
+
+    head: bytes
+    tail: bytes
+
+
+class Piece(NamedTuple):
+    """One chunk: ``nbytes`` bytes at ``start`` of the storage, at ``offset`` of the arena's file."""
+
+    start: int
+    nbytes: int
+    arena: Arena
+    offset: int
+
+
+class Mover(Protocol):
+    """The contract of the three ways. ``store`` and ``load`` block and run in workers."""
+
+    def edges(self, storage: torch.UntypedStorage) -> Edges:
+        """Copy the bytes that do not go to the file."""
+
+    def store(self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, *, check: bool) -> int | None:
+        """Write one piece, once ``after`` has passed. Return its checksum where ``check`` asks for one."""
+
+    def allocate(self, nbytes: int, edges: Edges, device: torch.device) -> tuple[torch.UntypedStorage, Mark | None]:
+        """Memory to reload into, from the consuming thread and stream; its mark guards its earlier user."""
+
+    def load(
+        self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None
+    ) -> tuple[Mark | None, bool]:
+        """Read one piece. Return the mark after which it is there, and whether it has the expected checksum."""
+
+
+class HostMover:
+    """CPU memory, without a copy.
+
+    Args:
+        backend: moves aligned bodies.
+        reload: gives recycled memory for reloads (first touches of fresh pages cost more than the read itself).
+    """
+
+    def __init__(self, backend: Backend, reload: ReloadPool) -> None:
+        self._backend = backend
+        self._reload = reload
+
+    def edges(self, storage: torch.UntypedStorage) -> Edges:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        head = min(-address % self._backend.memory_alignment, nbytes)
+        tail = (nbytes - head) % self._backend.block_bytes
+        return Edges(ctypes.string_at(address, head), ctypes.string_at(address + nbytes - tail, tail))
+
+    def store(self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, *, check: bool) -> int | None:
+        region = Region(storage.data_ptr() + piece.start, piece.nbytes)
+        self._backend.write(piece.arena, region, piece.offset)
+        return checksum(region) if check else None
+
+    def allocate(self, nbytes: int, edges: Edges, device: torch.device) -> tuple[torch.UntypedStorage, Mark | None]:
+        alignment = self._backend.memory_alignment
+        storage = self._reload.take(nbytes, -len(edges.head) % alignment, alignment)
+        ctypes.memmove(storage.data_ptr(), edges.head, len(edges.head))
+        ctypes.memmove(storage.data_ptr() + nbytes - len(edges.tail), edges.tail, len(edges.tail))
+        return storage, None
+
+    def load(
+        self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None
+    ) -> tuple[Mark | None, bool]:
+        region = Region(storage.data_ptr() + piece.start, piece.nbytes)
+        self._backend.read(piece.arena, region, piece.offset)
+        return None, expected is None or checksum(region) == expected
+
+
+class StagedMover:
+    """Device memory through (pinned) staging buffers: copy, mark, wait, write; read, copy, mark.
+
+    Args:
+        backend: moves the staging buffers, which are aligned and whole blocks long.
+        staging: bounded pool; a worker waits there when it is exhausted.
+        copies: the streams.
+    """
+
+    def __init__(self, backend: Backend, staging: StagingPool, copies: Copies) -> None:
+        self._backend = backend
+        self._staging = staging
+        self._copies = copies
+
+    def edges(self, storage: torch.UntypedStorage) -> Edges:
+        return Edges(b"", b"")
+
+    def store(self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, *, check: bool) -> int | None:
+        with self._staging.lease(self._padded(piece)) as region:
+            mark = self._copies.copy_out(
+                _host_bytes(region, piece.nbytes), _bytes_of(storage, piece), after or self._copies.mark()
+            )
+            mark.synchronize()  # the file must not get the buffer before the copy has filled it
+            self._backend.write(piece.arena, region, piece.offset)
+            return checksum(Region(region.address, piece.nbytes)) if check else None
+
+    def allocate(self, nbytes: int, edges: Edges, device: torch.device) -> tuple[torch.UntypedStorage, Mark | None]:
+        storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        return storage, self._copies.mark()
+
+    def load(
+        self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None
+    ) -> tuple[Mark | None, bool]:
+        with self._staging.lease(self._padded(piece)) as region:
+            self._backend.read(piece.arena, region, piece.offset)
+            if expected is not None and checksum(Region(region.address, piece.nbytes)) != expected:
+                return None, False
+            mark = self._copies.copy_in(
+                _bytes_of(storage, piece), _host_bytes(region, piece.nbytes), after or self._copies.mark()
+            )
+            mark.synchronize()  # the buffer goes back to the pool, so the copy must have left it
+            return mark, True
+
+    def _padded(self, piece: Piece) -> int:
+        block = self._backend.block_bytes
+        return -(-piece.nbytes // block) * block
+
+
+class DeviceMover:
+    """Device memory that the backend reaches by itself. Checksums need the bytes on the host: use StagedMover."""
+
+    def __init__(self, backend: Backend, copies: Copies) -> None:
+        self._backend = backend
+        self._copies = copies
+
+    def edges(self, storage: torch.UntypedStorage) -> Edges:
+        return Edges(b"", b"")
+
+    def store(self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, *, check: bool) -> int | None:
+        if after is not None:
+            after.synchronize()  # the drive reads device memory outside of any stream
+        self._backend.write(piece.arena, Region(storage.data_ptr() + piece.start, piece.nbytes), piece.offset)
+        return None
+
+    def allocate(self, nbytes: int, edges: Edges, device: torch.device) -> tuple[torch.UntypedStorage, Mark | None]:
+        storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        return storage, self._copies.mark()
+
+    def load(
+        self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None
+    ) -> tuple[Mark | None, bool]:
+        if after is not None:
+            after.synchronize()  # kernels queued earlier may still use this memory under its former owner
+        self._backend.read(piece.arena, Region(storage.data_ptr() + piece.start, piece.nbytes), piece.offset)
+        return None, True
+
+
+def _bytes_of(storage: torch.UntypedStorage, piece: Piece) -> torch.Tensor:
+    """The piece of a storage as a byte tensor over the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, piece.start, (piece.nbytes,), (1,))
+
+
+def _host_bytes(region: Region, nbytes: int) -> torch.Tensor:
+    """The first ``nbytes`` bytes of a staging buffer as a byte tensor over the same memory."""
+    return torch.frombuffer(Region(region.address, nbytes).view(), dtype=torch.uint8)

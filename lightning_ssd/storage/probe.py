@@ -1,0 +1,239 @@
+"""Facts about a directory: what it lies on, what direct I/O wants there, how fast it is, and whether it will do."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_ssd.errors import UnsuitablePathError
+from lightning_ssd.storage.arena import Arena
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
+from lightning_ssd.tensors import Region
+
+__all__ = [
+    "DirectAlignment",
+    "DirectoryFacts",
+    "Rates",
+    "check_directory",
+    "direct_alignment",
+    "inspect_directory",
+    "measure_rates",
+    "read_back_ok",
+]
+
+_MEMORY_TYPES = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+_NETWORK_TYPES = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "coda", "gpfs", "glusterfs", "lustre", "ncpfs", "nfs", "nfs4", "orangefs"}
+    | {"panfs", "pvfs2", "smb3", "smbfs", "wekafs"}
+    | {f"fuse.{name}" for name in ("beeond", "ceph-fuse", "davfs2", "gcsfuse", "glusterfs", "juicefs", "mount-s3")}
+    | {f"fuse.{name}" for name in ("rclone", "s3fs", "sshfs")}
+)
+
+_BLOCK_DEVICES = Path("/sys/dev/block")
+
+# struct statx of linux/stat.h: stx_mask at byte 0, stx_dio_mem_align and stx_dio_offset_align at byte 0x98 (Linux 6.1).
+_STATX_NBYTES = 256
+_STATX_DIO_AT = 0x98
+_STATX_DIOALIGN = 0x2000
+_AT_EMPTY_PATH = 0x1000
+_statx: Any = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+
+
+class DirectAlignment(NamedTuple):
+    """What direct I/O wants of a memory address, and of an offset or length in the file."""
+
+    memory: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectoryFacts:
+    """What a directory lies on."""
+
+    path: Path
+    file_system: str
+    """Type as in ``/proc/self/mountinfo``, such as "ext4"; "unknown" where that cannot be read."""
+    device: str
+    """Source of the mount, such as "/dev/nvme0n1p2"."""
+    is_memory: bool
+    is_network: bool
+    is_rotational: bool | None
+    """What the kernel believes; virtual disks often say ``True`` wrongly. ``None``: unknown."""
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured bytes per second."""
+
+    write_per_s: float
+    read_per_s: float
+
+
+def inspect_directory(path: str | os.PathLike[str]) -> DirectoryFacts:
+    """Look, without writing. The directory must exist."""
+    path = Path(path)
+    file_system, device = _mount_of(path)
+    space = os.statvfs(path)
+    return DirectoryFacts(
+        path=path,
+        file_system=file_system,
+        device=device,
+        is_memory=file_system in _MEMORY_TYPES,
+        is_network=file_system in _NETWORK_TYPES,
+        is_rotational=_read_flag(os.stat(path).st_dev, "rotational"),
+        free_bytes=space.f_bavail * space.f_frsize,
+        total_bytes=space.f_blocks * space.f_frsize,
+    )
+
+
+def check_directory(path: str | os.PathLike[str], *, allow_unsuitable: bool = False) -> DirectoryFacts:
+    """Make the directory when missing and refuse it where it cannot serve, or should not.
+
+    Raises:
+        UnsuitablePathError: not a directory, not writable; without ``allow_unsuitable`` also memory and network file
+            systems.
+    """
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "exists and is no directory" if path.exists() else f"cannot be made ({os.strerror(error.errno or 0)})"
+        raise _unsuitable(path, reason, "name a directory on a local SSD", error.errno) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise _unsuitable(
+            path, "is not writable for this user", "change its owner or mode, or name another", errno.EACCES
+        )
+    facts = inspect_directory(path)
+    if facts.is_memory and not allow_unsuitable:
+        raise _unsuitable(
+            path,
+            f"lies on {facts.file_system}, which is memory: nothing would be saved",
+            "name a directory on a local SSD, or set allow_unsuitable_paths=True",
+            errno.EINVAL,
+        )
+    if facts.is_network and not allow_unsuitable:
+        raise _unsuitable(
+            path,
+            f"lies on {facts.file_system}, a network file system: slow, and shared with others",
+            "name a directory on a local SSD, or set allow_unsuitable_paths=True",
+            errno.EINVAL,
+        )
+    return facts
+
+
+def _unsuitable(path: Path, reason: str, advice: str, code: int | None) -> UnsuitablePathError:
+    return UnsuitablePathError(code, f"{path} {reason}; {advice} (HardwareProfile.paths, $LIGHTNING_SSD_PATHS)")
+
+
+def direct_alignment(fd: int) -> DirectAlignment | None:
+    """What ``O_DIRECT`` wants for this file, or ``None`` where the file system says that it has no direct I/O.
+
+    Asks ``statx``; else the limits of the drive's queue; else assumes one page, which suits every drive.
+    """
+    buffer = ctypes.create_string_buffer(_STATX_NBYTES)
+    if _statx is not None and _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) == 0:
+        (mask,) = struct.unpack_from("=I", buffer, 0)
+        if mask & _STATX_DIOALIGN:
+            memory, offset = struct.unpack_from("=II", buffer, _STATX_DIO_AT)
+            return DirectAlignment(memory, offset) if memory and offset else None
+    device = os.fstat(fd).st_dev
+    mask_bits, sector = _read_queue(device, "dma_alignment"), _read_queue(device, "logical_block_size")
+    if mask_bits is None or sector is None:
+        return DirectAlignment(4096, 4096)
+    return DirectAlignment(max(mask_bits + 1, 4), sector)
+
+
+def _read_queue(device: int, name: str) -> int | None:
+    """A limit of the queue of a block device; a partition has none of its own, its parent has."""
+    node = _BLOCK_DEVICES / f"{os.major(device)}:{os.minor(device)}"
+    for queue in (node / "queue", node.resolve().parent / "queue"):
+        try:
+            return int((queue / name).read_text())
+        except (OSError, ValueError):
+            continue  # no block device below (overlay, btrfs, zfs), no sysfs, or an old kernel: the next may know
+    return None
+
+
+def _read_flag(device: int, name: str) -> bool | None:
+    value = _read_queue(device, name)
+    return None if value is None else bool(value)
+
+
+def _mount_of(path: Path) -> tuple[str, str]:
+    """File system type and source of the mount under ``path``, by mount id: paths may be mounted over one another."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+        finally:
+            os.close(fd)
+        mount_id = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            if line.split(" ", 1)[0] == mount_id:
+                kind, source = line.rpartition(" - ")[2].split(" ")[:2]
+                return kind, source
+    except (OSError, StopIteration):
+        pass  # no /proc here: the type stays unknown, and the probe's own reads and writes still have to pass
+    return "unknown", "unknown"
+
+
+def measure_rates(
+    backend: Backend,
+    directory: Path,
+    *,
+    nbytes: int = 64 << 20,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    num_workers: int = DEFAULT_WORKERS,
+) -> Rates:
+    """A short measurement: writes ``nbytes`` and reads them back, after one round that preallocates and warms up."""
+    memory = torch.empty(nbytes + 4096, dtype=torch.uint8).fill_(1)
+    base = memory.data_ptr() + -memory.data_ptr() % 4096
+    arena = backend.open_arena(directory)
+    try:
+        extent = arena.allocate(nbytes)
+        offsets = range(0, nbytes - nbytes % backend.block_bytes, chunk_bytes)
+
+        def timed(move: Callable[[Arena, Region, int], None]) -> float:
+            def one(start: int) -> None:
+                move(arena, Region(base + start, min(chunk_bytes, offsets.stop - start)), extent.offset + start)
+
+            begin = time.perf_counter()
+            with ThreadPoolExecutor(num_workers) as pool:
+                list(pool.map(one, offsets))
+            return offsets.stop / (time.perf_counter() - begin)
+
+        timed(backend.write)
+        return Rates(timed(backend.write), timed(backend.read))
+    finally:
+        arena.close()
+
+
+def read_back_ok(
+    backend: Backend, directory: Path, *, device: torch.device | str = "cpu", nbytes: int = 1 << 20
+) -> bool:
+    """Whether random bytes come back as they were written, from and to memory of ``device``."""
+    generator = torch.Generator().manual_seed(0)
+    written = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)
+    read = torch.zeros_like(written)
+    if written.is_cuda:
+        torch.cuda.synchronize(written.device)  # backends reach device memory outside of any stream
+    arena = backend.open_arena(directory)
+    try:
+        extent = arena.allocate(nbytes)
+        backend.write(arena, Region(written.data_ptr(), nbytes), extent.offset)
+        backend.read(arena, Region(read.data_ptr(), nbytes), extent.offset)
+    finally:
+        arena.close()
+    return torch.equal(written, read)

@@ -1,0 +1,361 @@
+"""Host memory for transfers: bounded staging buffers, and recycled memory that reloads go to.
+
+Both pools hold anonymous memory in transparent huge pages. Fresh memory is dear: its first touch costs a page fault
+per 4 KiB, which takes longer than reading the page from a drive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.tensors import Region
+
+__all__ = ["ReloadPool", "StagingPool"]
+
+_log = logging.getLogger(__name__)
+
+_PAGE = 4096
+_HUGE_PAGE = 2 << 20
+_MAX_WASTE = 1.25
+_SMALL_NBYTES = 64 << 10
+
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_DONTFORK: int = getattr(mmap, "MADV_DONTFORK", 10)
+_HUGEPAGE: int = getattr(mmap, "MADV_HUGEPAGE", 14)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+@functools.lru_cache(maxsize=256)
+def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """Kept, because each is a class that only the garbage collector could free, and the same lengths come again."""
+    return ctypes.c_char * nbytes
+
+
+class _Block:
+    """Anonymous memory, freed with its last reference. Only bytes that are touched cost memory.
+
+    Note [fork]: before Linux 6.3 a direct read into private memory may be lost when another thread forks meanwhile
+    and two requests share a page (chunks of a tensor do). So children do not inherit the memory; and since something
+    else may lie at its address there, only the process that mapped it unmaps it, which ``mmap.mmap`` cannot promise.
+    """
+
+    __slots__ = ("_length", "_mapped", "_pid", "address", "nbytes", "pinned")
+
+    def __init__(self, nbytes: int, alignment: int = _PAGE) -> None:
+        huge = nbytes >= _HUGE_PAGE
+        alignment = max(alignment, _HUGE_PAGE if huge else _PAGE)
+        self._pid = os.getpid()
+        self._length = nbytes + alignment - _PAGE
+        self._mapped = 0
+        mapped = _libc.mmap(None, self._length, _READ_WRITE, _PRIVATE_ANONYMOUS, -1, 0)
+        if mapped == _MAP_FAILED:
+            raise MemoryError(f"the system has no {self._length:,} bytes for a transfer buffer; lower host_memory")
+        self._mapped = mapped
+        self.address = mapped + -mapped % alignment
+        self.nbytes = nbytes
+        self.pinned = False
+        # Advice: kernels without the feature refuse it, and everything still works.
+        _libc.madvise(mapped, self._length, _DONTFORK)
+        if huge:
+            # Whole huge pages only: the tail must not cost up to 2 MiB more than was asked for.
+            _libc.madvise(self.address, nbytes // _HUGE_PAGE * _HUGE_PAGE, _HUGEPAGE)
+
+    def __del__(self, _unmap: Any = _libc.munmap, _getpid: Any = os.getpid) -> None:
+        # Both are bound early: at interpreter exit the modules may be gone before us.
+        if self._mapped and _getpid() == self._pid:
+            _unmap(self._mapped, self._length)
+
+    def export(self) -> ctypes.Array[ctypes.c_char]:
+        """The memory as an object that keeps it mapped and can be watched by a weak reference."""
+        array = _array_type(self.nbytes).from_address(self.address)
+        array.block = self  # type: ignore[attr-defined]
+        return array
+
+
+def _best_fit(spare: list[_Block], need: int, alignment: int = _PAGE) -> _Block | None:
+    """The smallest spare block that fits without much waste."""
+    fitting = (b for b in spare if need <= b.nbytes <= need * _MAX_WASTE and b.address % alignment == 0)
+    return min(fitting, key=lambda block: block.nbytes, default=None)
+
+
+class StagingPool:
+    """Bounded pool of page-aligned host buffers. ``lease`` waits, first come first served, while it is exhausted.
+
+    A thread holds one lease at a time: two threads that each hold one and wait for another would never end.
+
+    Args:
+        capacity_bytes: of all buffers, lent and spare. A larger request waits for all others to end and runs alone.
+        pin: lock the buffers in memory for CUDA (done once per buffer: it costs more than a copy through it).
+    """
+
+    def __init__(self, capacity_bytes: int, *, pin: bool = False) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._pin = pin
+        self._spare: list[_Block] = []
+        self._lent_bytes = 0
+        self._closed = False
+        # Guards all of the above and the queue. A leaf lock: memory is mapped and pinned outside of it.
+        self._changed = threading.Condition(threading.Lock())
+        self._queue: deque[object] = deque()
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes in use."""
+        return self._lent_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes kept for the next lease."""
+        with self._changed:
+            return sum(block.nbytes for block in self._spare)
+
+    @contextmanager
+    def lease(self, nbytes: int) -> Iterator[Region]:
+        """``nbytes`` bytes for the length of a ``with`` block; the address is a multiple of 4,096.
+
+        Raises:
+            OffloaderClosedError: after close, also while waiting.
+        """
+        block = self._acquire(_round_up(max(nbytes, 1), _PAGE))
+        try:
+            yield Region(block.address, nbytes)
+        finally:
+            self._give_back(block)
+
+    def close(self) -> None:
+        """Free the spare buffers; lent ones are freed when their lease ends. Idempotent."""
+        with self._changed:
+            self._closed = True
+            spare, self._spare = self._spare, []
+            self._changed.notify_all()
+        self._free(spare)
+
+    def _acquire(self, need: int) -> _Block:
+        ticket = object()
+        with self._changed:
+            self._queue.append(ticket)
+            try:
+                self._changed.wait_for(lambda: self._closed or (self._queue[0] is ticket and self._has_room(need)))
+                if self._closed:
+                    raise OffloaderClosedError("a staging buffer was asked for after the pool was closed")
+                block = _best_fit(self._spare, need)
+                if block is not None:
+                    self._spare.remove(block)
+                evicted = [] if block else self._evict(need)
+                self._lent_bytes += block.nbytes if block else need
+            finally:
+                self._queue.remove(ticket)
+                self._changed.notify_all()
+        self._free(evicted)
+        return block or self._create(need)
+
+    def _has_room(self, need: int) -> bool:
+        block = _best_fit(self._spare, need)
+        return self._lent_bytes == 0 or self._lent_bytes + (block.nbytes if block else need) <= self._capacity_bytes
+
+    def _evict(self, need: int) -> list[_Block]:
+        evicted = []
+        while self._spare and self._lent_bytes + need + sum(b.nbytes for b in self._spare) > self._capacity_bytes:
+            evicted.append(self._spare.pop(0))
+        return evicted
+
+    def _create(self, need: int) -> _Block:
+        try:
+            block = _Block(need)
+        except BaseException:
+            with self._changed:
+                self._lent_bytes -= need
+                self._changed.notify_all()
+            raise
+        if self._pin:
+            self._register(block)
+        return block
+
+    def _register(self, block: _Block) -> None:
+        code = int(torch.cuda.cudart().cudaHostRegister(block.address, block.nbytes, 0))  # type: ignore[no-untyped-call]
+        block.pinned = code == 0
+        if code:
+            self._pin = False
+            _log.warning(
+                "CUDA could not lock staging memory (error %s); copies to and from the device are slower", code
+            )
+
+    def _give_back(self, block: _Block) -> None:
+        with self._changed:
+            self._lent_bytes -= block.nbytes
+            keep = not self._closed and block.nbytes <= self._capacity_bytes
+            if keep:
+                self._spare.append(block)
+            self._changed.notify_all()
+        if not keep:
+            self._free([block])
+
+    def _free(self, blocks: list[_Block]) -> None:
+        for block in blocks:
+            if block.pinned:
+                block.pinned = False
+                torch.cuda.cudart().cudaHostUnregister(block.address)  # type: ignore[no-untyped-call]
+
+
+class _Loan(weakref.ref["ctypes.Array[ctypes.c_char]"]):
+    """Watches the object through which torch holds a block."""
+
+    __slots__ = ("block",)
+
+    block: _Block
+
+
+class ReloadPool:
+    """Gives torch storages for reloads on CPU, backed by memory that is recycled when torch lets go of them.
+
+    Note [coming back]: torch drops a storage in whatever thread, also inside garbage collection, so that the callback
+    of the weak reference only appends to a deque. The next ``take`` (or ``trim``) empties it under the lock.
+
+    Args:
+        max_spare_bytes: memory that may be kept for the next reload; beyond it the least recently used is freed.
+    """
+
+    def __init__(self, max_spare_bytes: int) -> None:
+        self._max_spare_bytes = max_spare_bytes
+        self._spare: list[_Block] = []
+        self._lent: dict[int, _Loan] = {}
+        self._returned: deque[_Loan] = deque()
+        self._closed = False
+        # Guards spare, lent and closed. A leaf lock; finalisers that run under it only append to the deque.
+        self._lock = threading.Lock()
+
+    @property
+    def max_spare_bytes(self) -> int:
+        """Memory that may be kept for the next reload. Lowering it frees at once."""
+        return self._max_spare_bytes
+
+    @max_spare_bytes.setter
+    def max_spare_bytes(self, value: int) -> None:
+        self._max_spare_bytes = value
+        self.trim()
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory kept for the next reload."""
+        self.trim()
+        with self._lock:
+            return sum(block.nbytes for block in self._spare)
+
+    @property
+    def lent_bytes(self) -> int:
+        """Memory under storages that torch still holds."""
+        self.trim()
+        with self._lock:
+            return sum(loan.block.nbytes for loan in self._lent.values())
+
+    def take(self, nbytes: int, phase: int, memory_alignment: int) -> torch.UntypedStorage:
+        """A CPU storage of exactly ``nbytes`` whose address is ``phase`` behind a multiple of ``memory_alignment``.
+
+        Its content is arbitrary: the caller fills all of it.
+
+        Raises:
+            OffloaderClosedError: after close.
+        """
+        if not 0 <= phase < memory_alignment:
+            raise ValueError(f"phase={phase}; allowed: 0 up to {memory_alignment - 1}, the alignment less one")
+        if nbytes < _SMALL_NBYTES:
+            return _small_storage(nbytes, phase, memory_alignment)
+        need = _round_up(phase + nbytes, _PAGE)
+        with self._lock:
+            if self._closed:
+                raise OffloaderClosedError("memory for a reload was asked for after the pool was closed")
+            self._drain()
+            block = _best_fit(self._spare, need, memory_alignment)
+            if block is not None:
+                self._spare.remove(block)
+            surplus = self._surplus()
+        del surplus  # unmapped here, outside of the lock
+        if block is None:
+            block = _Block(need, memory_alignment)
+        array = block.export()
+        loan = _Loan(array, self._returned.append)
+        loan.block = block
+        with self._lock:
+            if not self._closed:
+                self._lent[id(loan)] = loan
+        return torch.frombuffer(array, dtype=torch.uint8, offset=phase, count=nbytes).untyped_storage()
+
+    def trim(self) -> None:
+        """Take back what torch has let go of, and free what exceeds ``max_spare_bytes``."""
+        with self._lock:
+            self._drain()
+            surplus = self._surplus()
+        del surplus
+
+    def release(self) -> None:
+        """Free all spare memory; the pool stays open."""
+        with self._lock:
+            self._drain()
+            spare, self._spare = self._spare, []
+        del spare
+
+    def close(self) -> None:
+        """Free the spare memory. Storages that torch still holds stay valid and free theirs themselves. Idempotent."""
+        with self._lock:
+            self._closed = True
+            spare, self._spare = self._spare, []
+            # Without a loan nobody is told when torch lets go, and the memory goes with its last reference.
+            self._lent.clear()
+            self._returned.clear()
+        del spare
+
+    def _drain(self) -> None:
+        while self._returned:
+            loan = self._returned.popleft()
+            if self._lent.pop(id(loan), None) is not None:
+                self._spare.append(loan.block)
+
+    def _surplus(self) -> list[_Block]:
+        surplus = []
+        spare_bytes = sum(block.nbytes for block in self._spare)
+        while spare_bytes > self._max_spare_bytes:
+            surplus.append(self._spare.pop(0))
+            spare_bytes -= surplus[-1].nbytes
+        return surplus
+
+
+def _small_storage(nbytes: int, phase: int, memory_alignment: int) -> torch.UntypedStorage:
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    memory = bytearray(nbytes + memory_alignment)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return torch.frombuffer(
+        memory, dtype=torch.uint8, offset=(phase - address) % memory_alignment, count=nbytes
+    ).untyped_storage()

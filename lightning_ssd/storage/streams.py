@@ -1,0 +1,90 @@
+"""Copies between a device and host memory, on streams of their own.
+
+Note: Who waits for whom
+    Pack runs on the *producing* stream and marks it. A copy out runs on the copy-out stream, which first waits for
+    that mark; the worker then waits (on the host) for the copy's own mark before it writes the staging buffer. A
+    reload allocates its memory on the *consuming* stream and marks it, since the allocator may hand out memory
+    whose earlier user is still queued there; the copy-in stream waits for that mark, and the consuming stream waits
+    for the copy's mark, so that no Python thread waits for a copy. "Current" streams are asked for at each call.
+    Memory in flight is held by the transfer until its mark has passed.
+
+Note: Memory that several streams use
+    Plain autograd holds a saved tensor until backward, whichever stream uses it. We let go of it after its write, and
+    a reload is allocated by whoever prefetches it. So every packed and every unpacked tensor is recorded for
+    the stream that uses it; for the stream that allocated it this does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+
+__all__ = ["Copies", "CudaCopies", "Mark"]
+
+
+# PyTorch leaves these two constructors without types.
+_STREAM: Any = torch.cuda.Stream
+_EVENT: Any = torch.cuda.Event
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the stream has passed this point."""
+
+
+class Copies(Protocol):
+    """Asynchronous copies of one device. Tests put adversarially slow ones in its place."""
+
+    def mark(self) -> Mark:
+        """The current stream's present end: all that has been queued so far."""
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: Mark) -> Mark:
+        """Queue ``host <- device`` on the copy-out stream, behind ``after``; return the copy's own mark."""
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: Mark) -> Mark:
+        """Queue ``device <- host`` on the copy-in stream, behind ``after``; return the copy's own mark."""
+
+    def wait_on_current_stream(self, mark: Mark) -> None:
+        """Let the current stream, not the calling thread, wait for ``mark``."""
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        """The current stream uses ``tensor``: when it is freed, its memory may be reused only behind that use."""
+
+
+class CudaCopies:
+    """The real thing: two streams of our own on one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out: torch.cuda.Stream = _STREAM(device)
+        self._in: torch.cuda.Stream = _STREAM(device)
+
+    def mark(self) -> Mark:
+        return self._record(torch.cuda.current_stream(self._device))
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: Mark) -> Mark:
+        return self._copy(self._out, host, device, after)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: Mark) -> Mark:
+        return self._copy(self._in, device, host, after)
+
+    def wait_on_current_stream(self, mark: Mark) -> None:
+        torch.cuda.current_stream(self._device).wait_event(cast(torch.cuda.Event, mark))
+
+    def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Mark) -> Mark:
+        with torch.cuda.stream(stream):
+            stream.wait_event(cast(torch.cuda.Event, after))
+            target.copy_(source, non_blocking=True)
+            return self._record(stream)
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+
+    @staticmethod
+    def _record(stream: torch.cuda.Stream) -> Mark:
+        event: torch.cuda.Event = _EVENT()
+        event.record(stream)
+        return event

@@ -1,0 +1,313 @@
+"""A tier: a place with capacity where the bytes of storages wait.
+
+:class:`SsdTier` spreads storages over its directories, cuts each into chunks, and lets its workers move them.
+It checks what comes back (``verify``), tries a failed or wrong chunk once more, and never returns other bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lightning_ssd.errors import CorruptionError, OffloaderClosedError, OutOfSpaceError, StorageError
+from lightning_ssd.events import EventLog
+from lightning_ssd.storage.arena import Arena, Extent
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
+from lightning_ssd.storage.integrity import Sampler
+from lightning_ssd.storage.movers import Edges, Mover, Piece
+from lightning_ssd.storage.streams import Mark
+from lightning_ssd.storage.transfer import Chunk, Transfer, TransferQueue
+
+__all__ = ["ReadOwner", "SsdTier", "StoredBytes", "WriteOwner"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Where the bytes of one storage wait. ``checksums`` holds one value per chunk, or nothing."""
+
+    arena: Arena
+    extent: Extent
+    nbytes: int
+    edges: Edges
+    checksums: tuple[int, ...]
+    label: str
+
+    @property
+    def body_nbytes(self) -> int:
+        """Bytes that are in the file."""
+        return self.nbytes - len(self.edges.head) - len(self.edges.tail)
+
+
+class WriteOwner(Protocol):
+    """Whose bytes are written. Both methods are called from a worker."""
+
+    def write_begins(self) -> torch.UntypedStorage | None:
+        """Hand over the storage to write, or ``None`` when that is no longer wanted."""
+
+    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
+        """Either ``stored`` or ``error`` is given. The owner frees ``stored`` through the tier. Must not raise."""
+
+
+class ReadOwner(Protocol):
+    """Who wants bytes back. Called from a worker."""
+
+    def read_ended(self, storage: torch.UntypedStorage | None, mark: Mark | None, error: BaseException | None) -> None:
+        """Either ``storage`` (there once ``mark`` has passed) or ``error`` is given. Must not raise."""
+
+
+class SsdTier:
+    """Directories on drives, one arena each, with workers that write and workers that read.
+
+    Args:
+        backend: how bytes reach a file.
+        mover: how bytes leave and enter tensor memory.
+        directories: one per drive; storages go round robin, an arena that is full is passed over.
+        events: gets one event per move.
+        sampler: which storages get checksums.
+        chunk_bytes: largest request; a transfer is shared by the workers of its direction chunk by chunk.
+        num_workers: workers per direction.
+    """
+
+    name = "ssd"
+
+    def __init__(
+        self,
+        backend: Backend,
+        mover: Mover,
+        directories: Sequence[Path],
+        *,
+        events: EventLog,
+        sampler: Sampler,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        num_workers: int = DEFAULT_WORKERS,
+    ) -> None:
+        self._backend = backend
+        self.mover = mover
+        self._sampler = sampler
+        self._chunk_bytes = max(chunk_bytes // backend.block_bytes, 1) * backend.block_bytes
+        self._arenas: list[Arena] = []
+        try:
+            for directory in directories:
+                self._arenas.append(backend.open_arena(directory))
+        except BaseException:
+            for arena in self._arenas:
+                arena.close()
+            raise
+        self._turn = itertools.count()
+        self._writes = TransferQueue("write", num_workers, events)
+        self._reads = TransferQueue("read", num_workers, events)
+        self.num_retries = 0
+        self._write_rate = _Rate(self._writes)
+        self._read_rate = _Rate(self._reads)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the spill files."""
+        return sum(arena.size_bytes for arena in self._arenas)
+
+    def write(self, owner: WriteOwner, nbytes: int, after: Mark | None, *, label: str) -> None:
+        """Queue a write. The owner is asked for its storage only when a worker gets to it."""
+        self._writes.submit(_Write(self, owner, nbytes, after, label))
+
+    def read(self, owner: ReadOwner, stored: StoredBytes, device: torch.device, *, urgent: bool) -> Transfer:
+        """Queue a read into new memory, which is allocated here, in the calling thread and on its stream."""
+        storage, after = self.mover.allocate(stored.nbytes, stored.edges, device)
+        transfer = _Read(self, owner, stored, storage, after, urgent=urgent)
+        self._reads.submit(transfer)
+        return transfer
+
+    def promote(self, read: Transfer) -> None:
+        """Somebody waits for this read: serve it before the speculative ones."""
+        self._reads.promote(read)
+
+    def free(self, stored: StoredBytes) -> None:
+        """Give the extent back. Nobody may read ``stored`` any more."""
+        if stored.extent.nbytes:
+            stored.arena.free(stored.extent)
+
+    def sample_rates(self) -> tuple[float, float]:
+        """Write and read rate while busy, in bytes per second: moving averages over the calls; 0 if unknown."""
+        return self._write_rate.sample(), self._read_rate.sample()
+
+    @property
+    def busy_s(self) -> tuple[float, float]:
+        """Seconds in which at least one write, and at least one read, was under way."""
+        return self._writes.progress()[1], self._reads.progress()[1]
+
+    def flush(self) -> None:
+        """Block until every queued write has ended."""
+        self._writes.wait_idle()
+
+    def close(self) -> None:
+        """End what is under way, drop what has not begun, close the files. Idempotent."""
+        self._writes.close()
+        self._reads.close()
+        for arena in self._arenas:
+            arena.close()
+
+    # -- used by the two transfers below -----------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> tuple[Arena, Extent]:
+        """An extent on the next directory in turn; on another one when that is full."""
+        if nbytes == 0:  # a storage smaller than a block: its edges are all there is
+            return self._arenas[0], Extent(0, 0)
+        first = next(self._turn)
+        error: OutOfSpaceError | None = None
+        for i in range(len(self._arenas)):
+            arena = self._arenas[(first + i) % len(self._arenas)]
+            try:
+                return arena, arena.allocate(nbytes)
+            except OutOfSpaceError as full:
+                error = full
+        raise error or StorageError("this tier has no directory; give at least one in HardwareProfile.paths")
+
+    def wants_check(self) -> bool:
+        """Whether the next storage gets checksums."""
+        return self._sampler.wants()
+
+    def pieces(self, arena: Arena, extent: Extent, start: int, nbytes: int) -> Iterable[Piece]:
+        """Cut a body into chunks."""
+        for done in range(0, nbytes, self._chunk_bytes):
+            yield Piece(start + done, min(self._chunk_bytes, nbytes - done), arena, extent.offset + done)
+
+
+class _Rate:
+    """Moving average of a queue's rate while it is busy; samples of less than 8 MiB say nothing."""
+
+    def __init__(self, queue: TransferQueue) -> None:
+        self._queue = queue
+        self._seen_bytes, self._seen_s = 0, 0.0
+        self._value = 0.0
+
+    def sample(self) -> float:
+        nbytes, busy_s = self._queue.progress()
+        new_bytes, new_s = nbytes - self._seen_bytes, busy_s - self._seen_s
+        if new_bytes >= 8 << 20 and new_s > 0:
+            self._seen_bytes, self._seen_s = nbytes, busy_s
+            rate = new_bytes / new_s
+            self._value = rate if self._value == 0 else 0.7 * self._value + 0.3 * rate
+        return self._value
+
+
+class _Write(Transfer):
+    """One storage on its way down."""
+
+    def __init__(self, tier: SsdTier, owner: WriteOwner, nbytes: int, after: Mark | None, label: str) -> None:
+        super().__init__("write", nbytes)
+        self._tier = tier
+        self._owner = owner
+        self._after = after
+        self._label = label
+        self._storage: torch.UntypedStorage | None = None
+        self._stored: StoredBytes | None = None
+        self._checksums: list[int | None] = []
+
+    def begin(self) -> Sequence[Chunk] | None:
+        storage = self._storage = self._owner.write_begins()
+        if storage is None:
+            return None
+        edges = self._tier.mover.edges(storage)
+        body = storage.nbytes() - len(edges.head) - len(edges.tail)
+        self.nbytes = body
+        arena, extent = self._tier.allocate(body)
+        self._stored = StoredBytes(arena, extent, storage.nbytes(), edges, (), self._label)
+        pieces = list(self._tier.pieces(arena, extent, len(edges.head), body))
+        self._checksums = [None] * len(pieces)
+        check = self._tier.wants_check()
+        return [self._chunk(i, storage, piece, check) for i, piece in enumerate(pieces)]
+
+    def _chunk(self, index: int, storage: torch.UntypedStorage, piece: Piece, check: bool) -> Chunk:
+        def run() -> None:
+            self._checksums[index] = self._tier.mover.store(storage, piece, self._after, check=check)
+
+        return run
+
+    def finish(self, error: BaseException | None) -> None:
+        stored, self._storage, self._after = self._stored, None, None  # the tensor's memory may go now
+        if stored is not None and error is None:
+            checksums = tuple(value for value in self._checksums if value is not None)
+            stored = StoredBytes(stored.arena, stored.extent, stored.nbytes, stored.edges, checksums, stored.label)
+        elif stored is not None:
+            self._tier.free(stored)
+            stored = None
+        self._owner.write_ended(stored, error)
+
+    def discard(self) -> None:
+        self._storage = None
+
+
+class _Read(Transfer):
+    """One storage on its way up."""
+
+    def __init__(
+        self,
+        tier: SsdTier,
+        owner: ReadOwner,
+        stored: StoredBytes,
+        storage: torch.UntypedStorage,
+        after: Mark | None,
+        *,
+        urgent: bool,
+    ) -> None:
+        super().__init__("read", stored.body_nbytes, urgent=urgent)
+        self._tier = tier
+        self._owner = owner
+        self._stored = stored
+        self._storage: torch.UntypedStorage | None = storage
+        self._after = after
+        self._marks: list[Mark | None] = []
+
+    def begin(self) -> Sequence[Chunk] | None:
+        stored, storage = self._stored, self._storage
+        if storage is None:
+            return None
+        pieces = list(self._tier.pieces(stored.arena, stored.extent, len(stored.edges.head), stored.body_nbytes))
+        expected: Sequence[int | None] = stored.checksums or [None] * len(pieces)
+        self._marks = [None] * len(pieces)
+        return [
+            self._chunk(i, storage, piece, value) for i, (piece, value) in enumerate(zip(pieces, expected, strict=True))
+        ]
+
+    def _chunk(self, index: int, storage: torch.UntypedStorage, piece: Piece, expected: int | None) -> Chunk:
+        def run() -> None:
+            self._marks[index] = self._load(storage, piece, expected)
+
+        return run
+
+    def _load(self, storage: torch.UntypedStorage, piece: Piece, expected: int | None) -> Mark | None:
+        """Read one piece; once more when that failed or the bytes are wrong."""
+        try:
+            mark, right = self._tier.mover.load(storage, piece, self._after, expected)
+            if right:
+                return mark
+        except OSError as error:
+            # As text: a log handler may keep its records, and the traceback holds the memory that we read into.
+            _log.warning("reading %s again after: %s", self._stored.label, str(error))
+        self._tier.num_retries += 1
+        mark, right = self._tier.mover.load(storage, piece, self._after, expected)
+        if not right:
+            raise CorruptionError(
+                f"{self._stored.label}: {piece.nbytes} bytes at offset {piece.offset} of the spill file in "
+                f"{piece.arena.path} are not what was written, in two reads; nothing was handed on. "
+                "Check the drive (SMART, dmesg) or take another directory in HardwareProfile.paths"
+            )
+        return mark
+
+    def finish(self, error: BaseException | None) -> None:
+        storage, self._storage = self._storage, None
+        # Copies of one transfer run on one stream, in the order in which they were queued, not of the pieces:
+        # every mark has been synchronised with by its chunk, so that any one stands for all.
+        mark = next((mark for mark in self._marks if mark is not None), None)
+        self._owner.read_ended(None if error else storage, None if error else mark, error)
+
+    def discard(self) -> None:
+        self._storage = None
+        self._owner.read_ended(None, None, OffloaderClosedError("the offloader was closed before this read began"))

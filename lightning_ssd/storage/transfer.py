@@ -1,0 +1,249 @@
+"""One move in flight, and the worker threads that carry moves out.
+
+A :class:`Transfer` is cut into chunks, so that several workers share a large one and an urgent one overtakes at
+chunk borders. The queue knows nothing of tensors or files; ``storage/tiers.py`` says what a chunk does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.events import Direction, EventLog, TransferEvent
+
+__all__ = ["Transfer", "TransferQueue"]
+
+Chunk = Callable[[], None]
+
+
+class Transfer(ABC):
+    """One move: what it is, whether it has ended, and how.
+
+    A subclass says what happens. All three methods run in a worker, never in the thread that submitted.
+    """
+
+    def __init__(self, direction: Direction, nbytes: int, *, urgent: bool = False) -> None:
+        self.direction: Direction = direction
+        self.nbytes = nbytes
+        self.urgent = urgent
+        self.queued_s = time.perf_counter()
+        self.start_s = 0.0
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        # The queue's lock guards these three.
+        self._chunks: list[Chunk] | None = None
+        self._num_unfinished = 0
+        self._seq = 0
+
+    @abstractmethod
+    def begin(self) -> Sequence[Chunk] | None:
+        """Return the chunks to run, or ``None`` when the move is no longer wanted. May raise: the move failed."""
+
+    @abstractmethod
+    def finish(self, error: BaseException | None) -> None:
+        """Called once, after the last chunk or the first failure. Must not raise."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Called once instead of the others when the queue closes before the move began."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether :meth:`finish` has run."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Block until the move has ended. The caller looks at ``error`` itself."""
+        self._ended.wait()
+
+
+class TransferQueue:
+    """Workers of one direction. Urgent moves first, else in the order of submission.
+
+    Args:
+        direction: what the workers do, for thread names and events.
+        num_workers: moves (or chunks of one) under way at once.
+        events: receives one ``TransferEvent`` per finished move.
+    """
+
+    def __init__(self, direction: Direction, num_workers: int, events: EventLog) -> None:
+        self._events = events
+        # Guards the heap and each transfer's chunk list. Held only for bookkeeping, never during I/O nor while
+        # calling into a transfer, so that it can be taken under any lock of the layers above (never the reverse).
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)
+        self._heap: list[tuple[int, int, Transfer]] = []
+        self._seq = itertools.count(1)
+        self._num_active = 0
+        self._busy_since = 0.0
+        self._busy_s = 0.0
+        self._moved_bytes = 0
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"lightning_ssd-{direction}-{i}", daemon=True)
+            for i in range(num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, transfer: Transfer) -> None:
+        """Queue a move. Raises OffloaderClosedError after :meth:`close`."""
+        with self._lock:
+            if self._closed:
+                raise OffloaderClosedError("a transfer was submitted after the offloader was closed; open it again")
+            transfer._seq = next(self._seq)
+            self._push(transfer)
+            self._wake.notify()
+
+    def promote(self, transfer: Transfer) -> None:
+        """Make a queued move urgent: somebody waits for it."""
+        with self._lock:
+            if not transfer.urgent:
+                transfer.urgent = True
+                if not transfer.ended:
+                    # A second entry with a better rank; the first one is skipped when it surfaces.
+                    self._push(transfer)
+                    self._wake.notify()
+
+    def progress(self) -> tuple[int, float]:
+        """Bytes moved so far, and the seconds in which at least one worker was busy."""
+        with self._lock:
+            under_way_s = time.perf_counter() - self._busy_since if self._num_active else 0.0
+            return self._moved_bytes, self._busy_s + under_way_s
+
+    def wait_idle(self) -> None:
+        """Block until every submitted move has ended."""
+        with self._lock:
+            self._idle.wait_for(lambda: not self._num_active and not self._has_work())
+
+    def close(self) -> None:
+        """Finish what is under way, discard what has not begun, join the workers. Idempotent."""
+        with self._lock:
+            self._closed = True
+            # A transfer that has begun still needs its remaining chunks: workers drain those before they leave.
+            unbegun = {id(t): t for _, _, t in self._heap if t._chunks is None and not t.ended}
+            self._heap = [entry for entry in self._heap if id(entry[2]) not in unbegun]
+            heapq.heapify(self._heap)
+            self._wake.notify_all()
+            self._idle.notify_all()
+        for transfer in unbegun.values():
+            transfer.discard()
+            transfer._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    # -- everything below runs in the workers ------------------------------------------------------------------
+
+    def _push(self, transfer: Transfer) -> None:
+        heapq.heappush(self._heap, (0 if transfer.urgent else 1, transfer._seq, transfer))
+
+    def _has_work(self) -> bool:
+        """Drop entries that have nothing left to start; say whether one remains."""
+        while self._heap:
+            transfer = self._heap[0][2]
+            exhausted = transfer._chunks is not None and not transfer._chunks
+            if not exhausted and not transfer.ended:
+                return True
+            heapq.heappop(self._heap)
+        return False
+
+    def _next(self) -> tuple[Transfer, Chunk | None] | None:
+        """Claim a chunk of the best transfer, or the right to begin it; ``None`` when the queue has closed."""
+        with self._lock:
+            while not self._has_work():
+                if self._closed:
+                    return None
+                self._wake.wait()
+            transfer = self._heap[0][2]
+            if self._num_active == 0:
+                self._busy_since = time.perf_counter()
+            self._num_active += 1
+            if transfer._chunks is None:
+                heapq.heappop(self._heap)
+                transfer._chunks = []  # claimed: a second heap entry of a promoted transfer is skipped
+                return transfer, None
+            return transfer, transfer._chunks.pop()
+
+    def _work(self) -> None:
+        while (claim := self._next()) is not None:
+            transfer, chunk = claim
+            try:
+                if chunk is None:
+                    self._begin(transfer)
+                else:
+                    self._run(transfer, chunk)
+            finally:
+                # No reference may outlive the work: an idle worker must not keep a tensor alive.
+                del claim, transfer, chunk
+                self._rest()
+
+    def _rest(self) -> None:
+        with self._lock:
+            self._num_active -= 1
+            if self._num_active == 0:
+                self._busy_s += time.perf_counter() - self._busy_since
+                if not self._has_work():
+                    self._idle.notify_all()
+
+    def _begin(self, transfer: Transfer) -> None:
+        transfer.start_s = time.perf_counter()
+        try:
+            chunks = transfer.begin()
+        except BaseException as error:  # handed to the waiting thread by finish(); nothing is swallowed
+            self._end(transfer, error)
+            return
+        if chunks is None:
+            transfer._ended.set()
+            return
+        with self._lock:
+            transfer._num_unfinished = len(chunks)
+            transfer._chunks = list(reversed(chunks))
+            if len(chunks) > 1:
+                self._push(transfer)
+                self._wake.notify(len(chunks) - 1)
+            first = transfer._chunks.pop() if chunks else None
+        if first is None:
+            self._end(transfer, None)
+        else:
+            self._run(transfer, first)
+
+    def _run(self, transfer: Transfer, chunk: Chunk) -> None:
+        error: BaseException | None = None
+        try:
+            if transfer.error is None:
+                chunk()
+        except BaseException as caught:  # handed to the waiting thread by finish(); nothing is swallowed
+            error = caught
+        with self._lock:
+            transfer.error = transfer.error or error
+            transfer._num_unfinished -= 1
+            last = transfer._num_unfinished == 0
+        if last:
+            self._end(transfer, transfer.error)
+
+    def _end(self, transfer: Transfer, error: BaseException | None) -> None:
+        transfer.error = error
+        if error is None:
+            with self._lock:
+                self._moved_bytes += transfer.nbytes
+        self._events.append(
+            TransferEvent(
+                direction=transfer.direction,
+                nbytes=transfer.nbytes,
+                queued_s=transfer.queued_s,
+                start_s=transfer.start_s,
+                end_s=time.perf_counter(),
+                urgent=transfer.urgent,
+                failed=error is not None,
+            )
+        )
+        try:
+            transfer.finish(error)
+        finally:
+            transfer._ended.set()

@@ -1,0 +1,107 @@
+"""How a saved tensor is named, described and rebuilt, without holding its memory.
+
+Three small things, none of which moves a byte:
+
+* :class:`StorageKey`: identity of the memory under a tensor, held weakly;
+* :class:`TensorSpec`: how to rebuild one view over a storage;
+* :class:`Region`: an address range, which is all that storage code gets to see.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple, cast
+
+import torch
+
+__all__ = ["PLAIN_TYPES", "Region", "StorageKey", "TensorSpec"]
+
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+"""Tensors of these very types, not of subclasses, are nothing but a view of a storage."""
+
+# A ctypes array would do the same, but makes a new class for each length, which only the garbage collector frees.
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view_memory.restype = ctypes.py_object
+_WRITABLE = 0x200
+
+
+class Region(NamedTuple):
+    """``nbytes`` bytes of memory at ``address``. Whoever makes one keeps its memory alive while it is used."""
+
+    address: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage) -> Region:
+        """The whole of a storage."""
+        return cls(storage.data_ptr(), storage.nbytes())
+
+    def view(self) -> memoryview:
+        """The bytes themselves, writable. Valid while the memory is."""
+        view: memoryview = _view_memory(self.address, self.nbytes, _WRITABLE)
+        return view
+
+
+class StorageKey:
+    """Weak identity of a storage.
+
+    An address or a ``StorageImpl`` pointer alone is no identity: both are recycled within one forward. While a
+    ``StorageKey`` lives, its ``StorageImpl`` struct (not its memory) stays allocated, so that ``cdata`` cannot
+    name another storage.
+    """
+
+    __slots__ = ("_weak", "cdata")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.cdata: int = storage._cdata
+        self._weak = cast(int, storage._weak_ref())
+
+    def alive(self) -> bool:
+        """Whether anyone still holds the storage."""
+        return not torch.UntypedStorage._expired(self._weak)
+
+    def resolve(self) -> torch.UntypedStorage | None:
+        """The storage itself if anyone still holds it. From then on the caller holds it too."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak)
+        return storage
+
+    def __del__(self, _free: Any = torch.UntypedStorage._free_weak_ref) -> None:
+        # `_free` is bound early: at interpreter exit the torch module may be gone before us.
+        _free(self._weak)
+
+
+class TensorSpec(NamedTuple):
+    """How to rebuild one view of a storage.
+
+    Two views with equal shape and stride may differ in nothing but the offset (``qkv.chunk(3)``), so it belongs here.
+    """
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """Describe ``tensor`` as a view of its storage; the offset counts elements."""
+        return cls(
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same view over another storage with the same bytes. Copies nothing."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        if self.is_conj:
+            tensor = torch._conj(tensor)
+        if self.is_neg:
+            tensor = torch._neg_view(tensor)
+        return tensor

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from lightning_ssd.errors import BackendUnavailableError, ConfigError, UnsuitablePathError
+from lightning_ssd.storage.backend import open_backend
+
+SHM = Path("/dev/shm")
+
+
+def kvikio_works() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return importlib.util.find_spec("kvikio") is not None
+
+
+without_kvikio = pytest.mark.skipif(kvikio_works(), reason="kvikio works here")
+
+
+@pytest.mark.parametrize("choice", ["auto", "posix"])
+def test_posix_on_cpu(tmp_path: Path, choice: str) -> None:
+    backend, why = open_backend(choice, directories=[tmp_path / "new"], device_type="cpu", allow_unsuitable_paths=True)  # type: ignore[arg-type]
+    assert backend.name in {"posix O_DIRECT", "posix page cache"}
+    assert why.startswith(f"{backend.name} (")
+    expected = {
+        "auto": "because kvikio serves CUDA devices, and this run uses cpu",
+        "posix": "because backend='posix' was asked for",
+    }
+    assert why.endswith(expected[choice])
+    assert (tmp_path / "new").is_dir()
+    backend.close()
+
+
+@without_kvikio
+def test_posix_on_cuda_where_kvikio_does_not_work(tmp_path: Path) -> None:
+    backend, why = open_backend("auto", directories=[tmp_path], device_type="cuda", allow_unsuitable_paths=True)
+    assert backend.name.startswith("posix")
+    assert "because kvikio does not work here: kvikio" in why
+    backend.close()
+
+
+@without_kvikio
+def test_kvikio_by_name_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailableError, match=r'or use HardwareProfile\(backend="posix"\)|on machines without'):
+        open_backend("kvikio", directories=[tmp_path], device_type="cpu", allow_unsuitable_paths=True)
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
+def test_memory_is_refused_unless_told(tmp_path: Path) -> None:
+    with pytest.raises(UnsuitablePathError, match="is memory"):
+        open_backend("auto", directories=[SHM], device_type="cpu")
+    backend, _ = open_backend("auto", directories=[tmp_path, SHM], device_type="cpu", allow_unsuitable_paths=True)
+    assert backend.memory_alignment <= 4096
+    backend.close()
+
+
+def test_no_directory() -> None:
+    with pytest.raises(ConfigError, match="name at least one"):
+        open_backend("auto", directories=[], device_type="cpu")

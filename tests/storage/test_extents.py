@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lightning_ssd.storage.extents import Extent, ExtentAllocator
+
+BLOCK = 4096
+
+
+class AllocatorAgainstByteMap(RuleBasedStateMachine):
+    """The allocator does what a list with one entry per block does by looking at every entry."""
+
+    @initialize(block=st.sampled_from([1, 512, 4096]))
+    def start(self, block: int) -> None:
+        self.block = block
+        self.allocator = ExtentAllocator(block)
+        self.blocks: list[bool] = []
+        self.lent: list[Extent] = []
+
+    def first_fit(self, num_blocks: int) -> int | None:
+        for start in range(len(self.blocks) - num_blocks + 1):
+            if not any(self.blocks[start : start + num_blocks]):
+                return start
+        return None
+
+    def mark(self, extent: Extent, used: bool) -> None:
+        start, count = extent.offset // self.block, extent.nbytes // self.block
+        assert self.blocks[start : start + count] == [not used] * count, "overlap, or freed twice"
+        self.blocks[start : start + count] = [used] * count
+
+    @rule(num_blocks=st.integers(1, 12))
+    def grow(self, num_blocks: int) -> None:
+        self.allocator.grow(num_blocks * self.block)
+        self.blocks += [False] * num_blocks
+
+    @rule(nbytes=st.integers(1, 9 * 4096))
+    def allocate(self, nbytes: int) -> None:
+        count = -(-nbytes // self.block)
+        if self.block == 1:
+            count = nbytes = nbytes % 13 + 1
+        expected = self.first_fit(count)
+        extent = self.allocator.allocate(nbytes)
+        if expected is None:
+            assert extent is None
+            return
+        assert extent == Extent(expected * self.block, count * self.block)
+        self.mark(extent, True)
+        self.lent.append(extent)
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        extent = self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
+        self.allocator.free(extent)
+        self.mark(extent, False)
+        with pytest.raises(ValueError, match="freed twice"):
+            self.allocator.free(extent)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.allocator.capacity_bytes == len(self.blocks) * self.block
+        assert self.allocator.used_bytes == sum(self.blocks) * self.block
+        tail = next((i for i, used in enumerate(reversed(self.blocks)) if used), len(self.blocks))
+        assert self.allocator.tail_free_bytes == tail * self.block
+
+    def teardown(self) -> None:
+        for extent in self.lent:
+            self.allocator.free(extent)
+        if self.blocks:
+            whole = self.allocator.allocate(len(self.blocks) * self.block)
+            assert whole == Extent(0, len(self.blocks) * self.block), "free neighbours were not merged"
+
+
+TestAllocatorAgainstByteMap = AllocatorAgainstByteMap.TestCase
+TestAllocatorAgainstByteMap.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_byte_map_test_can_fail() -> None:
+    class Forgetful(ExtentAllocator):
+        def _merge(self, start: int, nbytes: int) -> None:
+            self._add_free(start, nbytes)
+
+    allocator = Forgetful(BLOCK)
+    allocator.grow(2 * BLOCK)
+    extents = [allocator.allocate(BLOCK), allocator.allocate(BLOCK)]
+    for extent in extents:
+        assert extent is not None
+        allocator.free(extent)
+    assert allocator.allocate(2 * BLOCK) is None
+
+
+def test_capacity_stays_constant_under_steady_load() -> None:
+    random.seed(0)
+    sizes = [random.choice([12, 48, 9, 3]) * 256 * 1024 + random.randrange(4096) for _ in range(60)]
+    allocator = ExtentAllocator(BLOCK)
+    capacities = []
+    for _ in range(50):
+        lent = []
+        for nbytes in sizes:
+            while (extent := allocator.allocate(nbytes)) is None:
+                allocator.grow(BLOCK * 64)
+            lent.append(extent)
+        random.shuffle(lent)
+        for extent in lent:
+            allocator.free(extent)
+        capacities.append(allocator.capacity_bytes)
+    assert len(set(capacities)) == 1
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_refuses_empty_extents(nbytes: int) -> None:
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        ExtentAllocator(BLOCK).allocate(nbytes)
+
+
+def test_refuses_growth_by_part_of_a_block() -> None:
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        ExtentAllocator(BLOCK).grow(100)
+
+
+def test_refuses_extents_of_another_allocator() -> None:
+    allocator = ExtentAllocator(BLOCK)
+    allocator.grow(4 * BLOCK)
+    assert allocator.allocate(2 * BLOCK) == Extent(0, 2 * BLOCK)
+    with pytest.raises(ValueError, match="belongs to another arena"):
+        allocator.free(Extent(0, BLOCK))
+    allocator.free(Extent(0, 2 * BLOCK))

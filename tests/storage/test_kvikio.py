@@ -1,0 +1,178 @@
+"""Against the real kvikio: on a GPU where there is one; else on host memory with a stand-in CUDA driver."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd.errors import BackendUnavailableError, StorageError
+from lightning_ssd.storage import kvikio as kvikio_module
+from lightning_ssd.storage.backend import Backend, open_backend
+from lightning_ssd.storage.kvikio import KvikioBackend
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.storage.probe import read_back_ok
+from lightning_ssd.tensors import Region
+from tests.storage.suite import BackendSuite, Memory
+
+HAS_KVIKIO = importlib.util.find_spec("kvikio") is not None
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+needs_kvikio = pytest.mark.skipif(not HAS_KVIKIO, reason="kvikio is not installed (extras cu12, cu13)")
+needs_driver = pytest.mark.skipif(not has_driver(), reason="kvikio needs a CUDA driver, or the stand-in")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class TestKvikioOnHostMemory(BackendSuite):
+    __test__ = HAS_KVIKIO and has_driver()  # no crowd of skips: the stand-in test below says why it did not run
+
+    def make_backend(self, directory: Path) -> Backend:
+        return KvikioBackend(device_type="cpu", gds=False)
+
+    @pytest.mark.parametrize("nbytes", [1, 511, 4097, 100_003])
+    def test_odd_sizes(self, backend: Backend, arena: kvikio_module.Arena, nbytes: int) -> None:
+        extent = arena.allocate(nbytes)
+        written, read = Memory.random(nbytes, 3), Memory.make(nbytes, 70)
+        backend.write(arena, written.region, extent.offset)
+        backend.read(arena, read.region, extent.offset)
+        assert read.content == written.content
+        assert read.guards_intact()
+
+    def test_settings_are_restored(self, backend: Backend) -> None:
+        import kvikio.defaults
+
+        assert kvikio.defaults.get("num_threads") > 1
+        backend.close()
+        assert kvikio.defaults.get("num_threads") == 1
+        assert kvikio.defaults.get("compat_mode") == kvikio.CompatMode.AUTO
+
+    def test_closes_what_it_opens(self, backend: Backend, tmp_path: Path) -> None:
+        for _ in range(3):
+            backend.open_arena(tmp_path).close()
+        before = os.listdir("/proc/self/fd")
+        for _ in range(10):
+            arena = backend.open_arena(tmp_path)
+            arena.close()
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
+    def test_arenas_of_others_are_refused(self, backend: Backend, tmp_path: Path) -> None:
+        posix = PosixBackend([tmp_path])
+        arena = posix.open_arena(tmp_path)
+        with pytest.raises(StorageError, match="opened by another backend"):
+            backend.write(arena, Memory.random(4096).region, 0)
+        arena.close()
+        posix.close()
+
+
+class TestKvikioInItsDeviceForm(BackendSuite):
+    """Host addresses in the form of device memory: what a staging buffer looks like to a backend for CUDA."""
+
+    __test__ = HAS_KVIKIO and has_driver()
+
+    def make_backend(self, directory: Path) -> Backend:
+        backend = KvikioBackend(device_type="cuda", gds=False)
+        assert backend.moves_device_memory
+        return backend
+
+
+@needs_kvikio
+@needs_driver
+def test_by_name_it_proves_itself_and_says_why(tmp_path: Path) -> None:
+    backend, why = open_backend("kvikio", directories=[tmp_path], device_type="cpu", allow_unsuitable_paths=True)
+    assert why.startswith(f"{backend.name}, because ")
+    backend.close()
+
+
+@needs_kvikio
+@pytest.mark.skipif(has_driver(), reason="a CUDA driver is here")
+def test_without_a_driver_it_says_so() -> None:
+    with pytest.raises(BackendUnavailableError, match="needs the CUDA driver"):
+        KvikioBackend()
+
+
+@pytest.mark.skipif(HAS_KVIKIO, reason="kvikio is installed")
+def test_without_kvikio_it_names_the_extra() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"pip install lightning_ssd\[cu13\]"):
+        KvikioBackend()
+
+
+@needs_kvikio
+@pytest.mark.skipif(has_driver(), reason="a CUDA driver is here: the tests above ran on it")
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="needs a C compiler")
+def test_with_a_stand_in_driver(tmp_path: Path) -> None:
+    """Runs the tests above once more, in a process that finds a CUDA driver without devices."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler is not None
+    source = Path(__file__).with_name("standin_cuda.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestKvikio or proves", __file__]
+    search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH")]))
+    done = subprocess.run(
+        command,
+        env=os.environ | {"LD_LIBRARY_PATH": search},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = re.search(r"(\d+) passed", done.stdout)
+    assert ran is not None
+    assert int(ran[1]) > 50, done.stdout
+    assert "skipped" not in done.stdout, done.stdout
+
+
+@pytest.mark.gpu
+@needs_gpu
+@needs_kvikio
+class TestOnTheGpu:
+    @pytest.fixture(params=[True, False], ids=["GDS", "POSIX"])
+    def backend(self, request: pytest.FixtureRequest) -> Iterator[KvikioBackend]:
+        backend = KvikioBackend(device_type="cuda", gds=request.param)
+        if request.param and backend.name != "kvikio GDS":
+            backend.close()
+            pytest.skip(f"no GDS here: {backend.why}")
+        yield backend
+        backend.close()
+
+    def test_reads_back(self, backend: KvikioBackend, tmp_path: Path) -> None:
+        assert read_back_ok(backend, tmp_path, device="cuda", nbytes=64 << 20)
+
+    @pytest.mark.parametrize("start", [0, 1, 64, 4096])
+    @pytest.mark.parametrize("nbytes", [1, 4096, 100_003, 32 << 20])
+    def test_device_memory_of_any_address_and_size(
+        self, backend: KvikioBackend, tmp_path: Path, start: int, nbytes: int
+    ) -> None:
+        written = torch.randint(0, 256, (start + nbytes + 64,), dtype=torch.uint8, device="cuda")
+        read = torch.zeros_like(written)
+        torch.cuda.synchronize()
+        arena = backend.open_arena(tmp_path)
+        extent = arena.allocate(nbytes)
+        backend.write(arena, Region(written.data_ptr() + start, nbytes), extent.offset)
+        backend.read(arena, Region(read.data_ptr() + start, nbytes), extent.offset)
+        arena.close()
+        assert torch.equal(read[start : start + nbytes], written[start : start + nbytes])
+        assert not read[:start].any()
+        assert not read[start + nbytes :].any()
+
+    def test_chosen_by_auto(self, tmp_path: Path) -> None:
+        backend, why = open_backend("auto", directories=[tmp_path], device_type="cuda", allow_unsuitable_paths=True)
+        assert backend.name in {"kvikio GDS", "kvikio POSIX"}, why
+        backend.close()

@@ -1,0 +1,228 @@
+"""The queue and its workers: order, sharing, cancelling, failing, closing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.events import EventLog, TransferEvent
+from lightning_ssd.storage.transfer import Transfer, TransferQueue
+
+
+class Move(Transfer):
+    """Runs the given chunks and records what happens to it."""
+
+    def __init__(self, *chunks: Callable[[], None], wanted: bool = True, urgent: bool = False) -> None:
+        super().__init__("read", 7, urgent=urgent)
+        self._work = chunks
+        self._wanted = wanted
+        self.begin_error: Exception | None = None
+        self.calls: list[str] = []
+        self.result: BaseException | None = None
+
+    def begin(self) -> Sequence[Callable[[], None]] | None:
+        self.calls.append("begin")
+        if self.begin_error:
+            raise self.begin_error
+        return list(self._work) if self._wanted else None
+
+    def finish(self, error: BaseException | None) -> None:
+        self.calls.append("finish")
+        self.result = error
+
+    def discard(self) -> None:
+        self.calls.append("discard")
+
+
+@pytest.fixture
+def events() -> EventLog:
+    return EventLog()
+
+
+@pytest.fixture
+def single(events: EventLog) -> Iterator[TransferQueue]:
+    queue = TransferQueue("read", 1, events)
+    yield queue
+    queue.close()
+
+
+def blocked(queue: TransferQueue) -> threading.Event:
+    """Occupy one worker until the event is set."""
+    started, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        started.set()
+        assert release.wait(10)
+
+    queue.submit(Move(wait))
+    assert started.wait(10)
+    return release
+
+
+def test_runs_all_chunks_and_reports_once(single: TransferQueue, events: EventLog) -> None:
+    done: list[int] = []
+    move = Move(*(lambda i=i: done.append(i) for i in range(5)))
+    single.submit(move)
+    move.wait()
+    assert sorted(done) == [0, 1, 2, 3, 4]
+    assert move.calls == ["begin", "finish"]
+    (event,) = events.drain()
+    assert isinstance(event, TransferEvent)
+    assert (event.direction, event.nbytes, event.failed) == ("read", 7, False)
+    assert event.queued_s <= event.start_s <= event.end_s
+
+
+def test_a_move_without_chunks_ends(single: TransferQueue) -> None:
+    move = Move()
+    single.submit(move)
+    move.wait()
+    assert move.calls == ["begin", "finish"]
+
+
+def test_urgent_overtakes_at_chunk_borders(single: TransferQueue) -> None:
+    order: list[str] = []
+    release = blocked(single)
+    slow = Move(*(lambda: order.append("slow") for _ in range(3)))
+    other = Move(lambda: order.append("other"))
+    single.submit(slow)
+    single.submit(other)
+    single.promote(other)
+    release.set()
+    slow.wait()
+    other.wait()
+    assert order == ["other", "slow", "slow", "slow"]
+
+
+def test_promoting_what_is_under_way_puts_its_other_chunks_first(single: TransferQueue) -> None:
+    order: list[str] = []
+    started, release = threading.Event(), threading.Event()
+
+    def first() -> None:
+        started.set()
+        assert release.wait(10)
+
+    big = Move(first, lambda: order.append("big"), lambda: order.append("big"))
+    single.submit(big)
+    assert started.wait(10)
+    urgent = Move(lambda: order.append("urgent"), urgent=True)
+    single.submit(urgent)
+    single.promote(big)
+    release.set()
+    big.wait()
+    urgent.wait()
+    assert order == ["big", "big", "urgent"]
+
+
+def test_workers_share_a_large_move(events: EventLog) -> None:
+    queue = TransferQueue("write", 2, events)
+    barrier = threading.Barrier(2, timeout=10)  # both chunks must be under way at once
+    move = Move(lambda: barrier.wait() and None, lambda: barrier.wait() and None)
+    queue.submit(move)
+    move.wait()
+    queue.close()
+    assert move.result is None
+
+
+def test_unwanted_moves_end_silently(single: TransferQueue, events: EventLog) -> None:
+    move = Move(lambda: pytest.fail("ran"), wanted=False)
+    single.submit(move)
+    move.wait()
+    assert move.calls == ["begin"]
+    assert events.drain() == []
+
+
+@pytest.mark.parametrize("where", ["begin", "chunk"])
+def test_failures_reach_the_one_who_waits(single: TransferQueue, events: EventLog, where: str) -> None:
+    def fail() -> None:
+        raise OSError(5, "drive on fire")
+
+    skipped: list[int] = []
+    move = Move(fail, lambda: skipped.append(1))
+    if where == "begin":
+        move.begin_error = OSError(5, "drive on fire")
+    single.submit(move)
+    move.wait()
+    assert isinstance(move.error, OSError)
+    assert move.result is move.error
+    assert skipped == []
+    (event,) = events.drain()
+    assert isinstance(event, TransferEvent)
+    assert event.failed
+    after = Move(lambda: None)  # the worker lives on
+    single.submit(after)
+    after.wait()
+    assert after.error is None
+
+
+def test_close_discards_what_has_not_begun(events: EventLog) -> None:
+    queue = TransferQueue("read", 1, events)
+    release = blocked(queue)
+    waiting = Move(lambda: None)
+    queue.submit(waiting)
+    threading.Timer(0.05, release.set).start()
+    queue.close()
+    queue.close()
+    waiting.wait()
+    assert waiting.calls == ["discard"]
+    with pytest.raises(OffloaderClosedError, match="open it again"):
+        queue.submit(Move())
+
+
+def test_wait_idle_and_progress(events: EventLog) -> None:
+    queue = TransferQueue("read", 2, events)
+    moves = [Move(lambda: time.sleep(0.002)) for _ in range(20)]
+    for move in moves:
+        queue.submit(move)
+    queue.wait_idle()
+    assert all(move.ended for move in moves)
+    nbytes, busy_s = queue.progress()
+    assert nbytes == 20 * 7
+    assert busy_s >= 0.02  # ten rounds of two workers, overlapping: not the 0.04 s that a sum would give at least
+    queue.close()
+
+
+def test_idle_workers_hold_no_move(single: TransferQueue) -> None:
+    """A finished move's memory must not wait for the worker's next job."""
+    import gc
+    import weakref
+
+    move = Move(lambda: None)
+    ref = weakref.ref(move)
+    single.submit(move)
+    move.wait()
+    del move
+    single.wait_idle()
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while ref() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ref() is None
+
+
+def test_many_threads(events: EventLog) -> None:
+    queue = TransferQueue("read", 3, events)
+    lock, total = threading.Lock(), [0]
+
+    def add() -> None:
+        with lock:
+            total[0] += 1
+
+    def submit() -> None:
+        for i in range(100):
+            move = Move(*[add] * (i % 4))
+            queue.submit(move)
+            if i % 3 == 0:
+                queue.promote(move)
+
+    threads = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    queue.wait_idle()
+    queue.close()
+    assert total[0] == 4 * 25 * (0 + 1 + 2 + 3)
