@@ -1,0 +1,183 @@
+"""The table of metric keys, and the arithmetic from events and counters to numbers. Pure: no clock, no Trainer.
+
+:data:`METRICS` is the only place where a key is written down. :func:`compute` makes one sample of it, for one step or
+for as long as nobody asked; :class:`MetricWindow` merges samples of several steps by the rule that the table gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_ssd.events import Event, StallEvent, TransferEvent
+from lightning_ssd.memory import MemoryReadings
+from lightning_ssd.stats import OffloadStats
+
+__all__ = ["METRICS", "Metric", "MetricWindow", "compute", "overlap_ratio", "union_s"]
+
+GIB = 1 << 30
+TB = 10**12
+
+Merge = Literal["mean", "max", "last", "bytes_weighted", "rate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table."""
+
+    key: str
+    """``group/name_unit``."""
+    meaning: str
+    divisor: float
+    """Raw bytes or seconds (or a ratio) divided by this give the number."""
+    merge: Merge
+    """How several steps become one number: the mean per step, the largest, the last, the mean weighted with the bytes
+    moved, or all bytes over all busy time."""
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("memory/device_peak_gib", "peak of PyTorch's CUDA allocator on our device; absent on CPU", GIB, "max"),
+    Metric("memory/host_peak_gib", "peak resident set of this process; absent without /proc", GIB, "max"),
+    Metric("memory/activations_resident_peak_gib", "saved activations in memory at the worst moment", GIB, "max"),
+    Metric("memory/activations_saved_peak_gib", "what keeping all of them would have held at its worst", GIB, "max"),
+    Metric("io/write_gib", "bytes that reached a drive", GIB, "mean"),
+    Metric("io/read_gib", "bytes that came back from a drive", GIB, "mean"),
+    Metric("io/forwarded_gib", "bytes taken back before or during their write, without a read", GIB, "mean"),
+    Metric("io/stall_s", "time that training threads waited for transfers", 1, "mean"),
+    Metric(
+        "io/overlap_ratio",
+        "1 - time with a stall / time with a transfer in flight, clipped to [0, 1]; absent when nothing moved",
+        1,
+        "bytes_weighted",
+    ),
+    Metric("io/write_gib_per_s", "bytes written to drives / time with a write in flight; absent without", GIB, "rate"),
+    Metric("io/read_gib_per_s", "bytes read from drives / time with a read in flight; absent without", GIB, "rate"),
+    Metric("wear/written_tb", "bytes written to drives since the start, in units of 10**12", TB, "last"),
+)
+"""Peaks hold since the start or the last reset, ``io/`` numbers since the last sample. No key is called ``step`` or
+lies under ``system/``: Lightning and W&B take those for themselves."""
+
+_RATES = {"io/write_gib_per_s": "io/write_gib", "io/read_gib_per_s": "io/read_gib"}
+
+
+def union_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of ``(start, end)`` intervals; those with ``end <= start`` count nothing."""
+    total = 0.0
+    covered_until = float("-inf")
+    for start, end in sorted(intervals):
+        start = max(start, covered_until)
+        if end > start:
+            total += end - start
+            covered_until = end
+    return total
+
+
+def overlap_ratio(stalls: Iterable[tuple[float, float]], transfers: Iterable[tuple[float, float]]) -> float | None:
+    """``1 - union(stalls) / union(transfers)``, clipped to [0, 1]: 1 means that no transfer was waited for.
+
+    ``None`` when no transfer took any time: neither 0 nor 1 would be true.
+    """
+    busy_s = union_s(transfers)
+    if busy_s <= 0:
+        return None
+    return min(1.0, max(0.0, 1 - union_s(stalls) / busy_s))
+
+
+def compute(
+    events: Iterable[Event],
+    *,
+    stats_before: OffloadStats,
+    stats_now: OffloadStats,
+    readings: MemoryReadings,
+) -> dict[str, float]:
+    """One sample: what happened between two snapshots.
+
+    Args:
+        events: what the log held since the last sample.
+        stats_before: counters at the last sample.
+        stats_now: counters now.
+        readings: memory now.
+
+    Returns:
+        Keys of :data:`METRICS`. A key is absent where there is no number: no CUDA, nothing moved.
+    """
+    raw: dict[str, float | None] = {
+        "memory/device_peak_gib": readings.device_peak_bytes,
+        "memory/host_peak_gib": readings.host_peak_bytes,
+        "memory/activations_resident_peak_gib": stats_now.resident_peak_bytes,
+        "memory/activations_saved_peak_gib": stats_now.saved_peak_bytes,
+        "io/write_gib": stats_now.bytes_written - stats_before.bytes_written,
+        "io/read_gib": stats_now.bytes_read - stats_before.bytes_read,
+        "io/forwarded_gib": stats_now.bytes_forwarded - stats_before.bytes_forwarded,
+        "io/stall_s": stats_now.stall_s - stats_before.stall_s,
+        "wear/written_tb": stats_now.bytes_written,
+    } | _from_events(events)
+    return {metric.key: value / metric.divisor for metric in METRICS if (value := raw[metric.key]) is not None}
+
+
+def _from_events(events: Iterable[Event]) -> dict[str, float | None]:
+    stalls: list[tuple[float, float]] = []
+    moved: list[TransferEvent] = []
+    for event in events:
+        if isinstance(event, StallEvent):
+            stalls.append((event.start_s, event.end_s))
+        elif isinstance(event, TransferEvent) and not event.failed:
+            moved.append(event)
+    return {
+        "io/overlap_ratio": overlap_ratio(stalls, [(event.start_s, event.end_s) for event in moved]),
+        "io/write_gib_per_s": _bytes_per_s(event for event in moved if event.direction == "write"),
+        "io/read_gib_per_s": _bytes_per_s(event for event in moved if event.direction == "read"),
+    }
+
+
+def _bytes_per_s(transfers: Iterable[TransferEvent]) -> float | None:
+    """Rate of the drives together: the host tier's copies would only flatter it."""
+    to_drives = [event for event in transfers if event.tier != "host"]
+    busy_s = union_s((event.start_s, event.end_s) for event in to_drives)
+    return sum(event.nbytes for event in to_drives) / busy_s if busy_s > 0 else None
+
+
+class MetricWindow:
+    """Samples of several steps, merged into one row by :attr:`Metric.merge`. Holds a few numbers, not the samples."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._values: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, sample: Mapping[str, float]) -> None:
+        """Add what :func:`compute` returned for one step."""
+        self.num_steps += 1
+        moved = sample.get("io/write_gib", 0.0) + sample.get("io/read_gib", 0.0)
+        for metric in METRICS:
+            value = sample.get(metric.key)
+            if value is None:
+                continue
+            before = self._values.get(metric.key)
+            if metric.merge == "max":
+                self._values[metric.key] = value if before is None else max(before, value)
+            elif metric.merge == "last":
+                self._values[metric.key] = value
+            else:
+                weight = _weight(metric, value, sample, moved)
+                self._values[metric.key] = (before or 0.0) + value * weight
+                self._weights[metric.key] = self._weights.get(metric.key, 0.0) + weight
+
+    def result(self) -> dict[str, float]:
+        """The merged row; empty without a sample. A key that no step had is absent."""
+        row: dict[str, float] = {}
+        for metric in METRICS:
+            if metric.key not in self._values:
+                continue
+            weight = self._weights.get(metric.key, 1.0)
+            if weight > 0:
+                row[metric.key] = self._values[metric.key] / weight
+        return row
+
+
+def _weight(metric: Metric, value: float, sample: Mapping[str, float], moved: float) -> float:
+    """A rate weighs as long as it lasted, so that the merged one is all bytes over all busy time."""
+    if metric.merge == "rate":
+        return sample.get(_RATES[metric.key], 0.0) / value if value > 0 else 0.0
+    return moved if metric.merge == "bytes_weighted" else 1.0

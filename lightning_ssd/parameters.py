@@ -1,0 +1,56 @@
+"""Which storages are parameters or buffers, and so never move, whatever view of them autograd saves."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from lightning_ssd.tensors import PLAIN_TYPES, StorageKey
+
+__all__ = ["ParameterStorages"]
+
+
+class ParameterStorages:
+    """Known by storage, not by type: ``nn.Linear`` saves ``weight.t()``, which is a plain tensor.
+
+    :attr:`keys` is read on the hot path without a lock; single operations on a ``dict`` are atomic.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[int, StorageKey] = {}
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def register_module(self, module: torch.nn.Module) -> None:
+        """Take this module's parameters and buffers in. The module is held weakly."""
+        self._modules.add(module)
+        self._take(module)
+
+    def refresh(self) -> None:
+        """Ask the modules again, since they change, and forget storages that are gone."""
+        for cdata, key in list(self.keys.items()):  # a copy: other threads may be packing
+            if not key.alive():
+                self.keys.pop(cdata, None)
+        for module in list(self._modules):
+            self._take(module)
+
+    def recognise(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether ``tensor`` is a parameter that nobody registered, or a view of one; then it is known from now on.
+
+        Leaves that want gradients count: they stay alive anyway.
+        """
+        base = tensor if tensor._base is None else tensor._base
+        if isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad):
+            self._add(storage)
+            return True
+        return False
+
+    def _take(self, module: torch.nn.Module) -> None:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided:
+                self._add(tensor.untyped_storage())
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.keys:
+            # The weak reference keeps the address from naming another storage later.
+            self.keys[storage._cdata] = StorageKey(storage)

@@ -1,0 +1,1 @@
+"""Decisions: pure arithmetic. No I/O, no clock, no tensors."""

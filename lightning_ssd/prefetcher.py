@@ -1,0 +1,91 @@
+"""Brings storages up ahead of their use, within a byte budget, in the order that earlier passes recorded."""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+
+import torch
+
+from lightning_ssd.planning.passes import PrefetchBudget, ProfileBook
+from lightning_ssd.saved_pass import SavedPass
+from lightning_ssd.saved_storage import Ledger, SavedStorage, State
+from lightning_ssd.storage.transfer import Transfer
+
+__all__ = ["Prefetcher", "is_out_of_memory"]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether device or host memory could not be had."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    )
+
+
+class Prefetcher:
+    """Walks the expected order. The ledger's lock is held by every caller.
+
+    Bytes count as *ahead* from the moment their memory is taken (or, for a write that is taken back, given up)
+    until somebody asks for them.
+    """
+
+    def __init__(self, ledger: Ledger, book: ProfileBook, device: torch.device) -> None:
+        self.budget = PrefetchBudget()
+        self._ledger = ledger
+        self._book = book
+        self._device = device
+
+    def advance(self, current: SavedPass, passes: deque[SavedPass]) -> None:
+        """Look ahead from where ``current`` has got to; then, while the budget lasts, into earlier passes."""
+        if not self._walk(current):
+            return
+        earlier = False
+        for other in reversed(passes):
+            if earlier and not self._walk(other):
+                return
+            earlier = earlier or other is current
+
+    def _walk(self, current: SavedPass) -> bool:
+        """Return False when the budget is used up."""
+        ledger, order = self._ledger, current.expected_order(self._book)
+        while current.next_ahead < len(order):
+            record = current.records[order[current.next_ahead]]
+            if record.state not in (State.READY, State.READING, State.FREED):
+                if ledger.ahead_bytes and ledger.ahead_bytes + record.nbytes > self.budget.nbytes:
+                    return False  # one that is larger than the whole budget goes alone
+                if not self._bring_up(record):
+                    return False
+            current.next_ahead += 1
+        return True
+
+    def _bring_up(self, record: SavedStorage) -> bool:
+        if not record.forward():
+            try:
+                record.start_read(self._device, urgent=False)
+            except (RuntimeError, MemoryError, OSError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Nobody waits for this one yet: look less far ahead, and let the unpack ask for it.
+                self.budget.out_of_memory()
+                return False
+        record.hold_ahead()
+        return True
+
+    def give_up(self, passes: deque[SavedPass]) -> tuple[bool, list[Transfer]]:
+        """Memory ran out: let go of what was brought up too early.
+
+        Returns:
+            Whether any memory was given back, and the reads that must end before theirs can be.
+        """
+        self.budget.out_of_memory()
+        dropped, under_way = False, []
+        for current in passes:
+            for record in current.records:
+                if record.ahead and record.state is State.READING and record.read is not None:
+                    under_way.append(record.read)
+                elif record.ahead and record.state is State.READY and record.stored is not None:
+                    record.drop_copy()
+                    record.asked_for()
+                    current.step_back(record)
+                    dropped = True
+        return dropped, under_way

@@ -1,0 +1,126 @@
+"""One entry into ``saved_tensors()`` and the backward that follows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_ssd.planning.passes import PassProfile, ProfileBook, profile_of
+from lightning_ssd.planning.placement import PassTimes
+from lightning_ssd.saved_storage import SavedStorage
+
+__all__ = ["SavedPass"]
+
+
+class SavedPass:
+    """What was saved in one forward, in order, and what backward has asked for so far.
+
+    A context manager that installs the hooks. The ledger's lock guards everything else.
+
+    Args:
+        enter: called once, when the forward begins.
+        pack: called with this pass and each tensor that autograd saves.
+        unpack: called with what ``pack`` returned.
+    """
+
+    def __init__(
+        self,
+        enter: Callable[[SavedPass], None],
+        pack: Callable[[SavedPass, Any], Any],
+        unpack: Callable[[Any], Any],
+    ) -> None:
+        self.records: list[SavedStorage] = []
+        self.sizes: list[int] = []
+        self.order: list[int] = []
+        self.next_ahead = 0
+        self.keeps_alive: object = None  # while the forward runs
+        self._enter = enter
+        self._pack = pack
+        self._unpack = unpack
+        self._installed: list[saved_tensors_hooks] = []
+        self._guess: PassProfile | None = None
+        self._is_new = False
+        self._expected: tuple[int, ...] = ()
+        self._position: dict[int, int] = {}
+
+    def __enter__(self) -> None:
+        _stay_out_of_compiled_code()
+        self._enter(self)
+        # Made here, and let go at the exit: they refer to us, and would keep us and themselves alive in a cycle. The
+        # graph has its own reference to what it still needs.
+        hooks = saved_tensors_hooks(partial(self._pack, self), self._unpack)
+        hooks.__enter__()
+        self._installed.append(hooks)
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._installed.pop().__exit__(exc_type, exc, traceback)
+        if not self._installed:
+            self.keeps_alive = None
+
+    def add(self, record: SavedStorage) -> None:
+        """A storage was seen for the first time."""
+        self.records.append(record)
+        self.sizes.append(record.nbytes)
+
+    def expects_keep(self, book: ProfileBook, nbytes: int) -> bool:
+        """Whether an earlier pass that began like this one says that the next storage had better stay."""
+        index = len(self.sizes)
+        known = self._guess.sizes if self._guess is not None else ()
+        if not self._is_new and (index >= len(known) or known[index] != nbytes):
+            self._guess = book.guess([*self.sizes, nbytes])
+            self._is_new = self._guess is None
+        return self._guess is not None and index in self._guess.keep
+
+    def expected_order(self, book: ProfileBook) -> tuple[int, ...]:
+        """Indices in the order in which backward will want them: as recorded, else the reverse of forward."""
+        if len(self._expected) == 0 and self.records:
+            profile = book.exact(self.sizes)
+            self._expected = profile.order if profile else tuple(reversed(range(len(self.records))))
+            self._position = {index: position for position, index in enumerate(self._expected)}
+        return self._expected
+
+    def asked_for(self, record: SavedStorage, now_s: float, book: ProfileBook) -> None:
+        """Backward unpacks this storage; what lies before it in the expected order is not prefetched any more."""
+        if record.wanted_s is None:
+            record.wanted_s = now_s
+            self.order.append(record.index)
+        self.expected_order(book)
+        self.next_ahead = max(self.next_ahead, self._position.get(record.index, -1) + 1)
+
+    def step_back(self, record: SavedStorage) -> None:
+        """What was brought up ahead had to go: look ahead from there again."""
+        self.next_ahead = min(self.next_ahead, self._position.get(record.index, self.next_ahead))
+
+    def profile(self, *, write_rate: float, read_rate: float) -> PassProfile:
+        """What the next pass of this shape can learn from this one."""
+        times = PassTimes(
+            sizes=self.sizes,
+            packed_s=[record.packed_s for record in self.records],
+            wanted_s=[record.wanted_s for record in self.records],
+            stayed=frozenset(record.index for record in self.records if record.held_elsewhere),
+        )
+        return profile_of(times, self.order, write_rate=write_rate, read_rate=read_rate)
+
+
+def _stay_out_of_compiled_code() -> None:
+    """Have the compiler run our hooks as they are.
+
+    Autograd calls them from within a compiled region too, where the compiler would otherwise trace and compile the
+    hooks themselves, and fail. ``torch.compiler.disable`` would do, at a microsecond per call; and importing the
+    compiler takes seconds, so that it is left alone until somebody else has imported it.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    package = __name__.partition(".")[0]
+    if rules is not None and package not in _told_compiler:
+        _told_compiler.add(package)
+        rules.add(package)
+
+
+_told_compiler: set[str] = set()

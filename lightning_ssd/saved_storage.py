@@ -1,0 +1,338 @@
+"""The life of one saved storage, from pack to the death of the graph that saved it.
+
+::
+
+    pack --> QUEUED --> WRITING --> ON_DISK --> READING --> READY --> FREED
+               |           |           ^------------------'   ^
+               '-----------'----------------------------------'   forwarded: wanted back before the write ended
+    pack --> READY                                                kept by decision
+
+Who holds what: autograd's graph holds :class:`SavedTensor` objects, these share one :class:`Lease`, and the lease
+holds the :class:`SavedStorage`. When the last of them dies, nobody can ask for the bytes again. Nothing here
+depends on steps, modules or stack traces.
+
+Note: What a dying lease may do
+    A lease can die anywhere: in autograd's thread, in a worker, or inside the garbage collector while the same
+    thread holds any lock of ours. So it takes no lock: it drops the memory and leaves a note in a queue, which
+    :class:`Ledger` works off at the next regular operation.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.inplace import Origin, VersionProbe
+from lightning_ssd.stats import Counters
+from lightning_ssd.storage.streams import Mark
+from lightning_ssd.storage.tiers import SsdTier, StoredBytes
+from lightning_ssd.storage.transfer import Transfer
+from lightning_ssd.tensors import StorageKey, TensorSpec
+
+if TYPE_CHECKING:
+    from lightning_ssd.saved_pass import SavedPass
+
+__all__ = ["Lease", "Ledger", "SavedStorage", "SavedTensor", "State"]
+
+
+class State(enum.Enum):
+    """Where the bytes are. The ledger's lock guards every change."""
+
+    QUEUED = "queued"  # in memory, a write is queued
+    WRITING = "writing"  # in memory, a worker writes it
+    ON_DISK = "on disk"  # we hold no memory
+    READING = "reading"  # a worker fills new memory
+    READY = "ready"  # in memory: kept, forwarded or reloaded
+    FREED = "freed"  # the graph let go
+
+
+class Ledger:
+    """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory."""
+
+    def __init__(self, tier: SsdTier | None) -> None:
+        self.tier = tier
+        self.counters = Counters()
+        # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
+        # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
+        self.lock = threading.Lock()
+        self.write_failure: BaseException | None = None  # the first one nobody has been told of
+        self.ahead_bytes = 0
+        self.saved_bytes = 0
+        self.num_live = 0
+        self._leaving: deque[SavedStorage] = deque()
+        self._released: deque[SavedStorage] = deque()
+
+    # -- callers of the following hold the lock ------------------------------------------------------------------
+
+    def opened(self, record: SavedStorage) -> None:
+        """A new saved storage, in memory."""
+        counters = self.counters
+        counters.num_saved += 1
+        counters.bytes_saved += record.nbytes
+        self.num_live += 1
+        self.saved_bytes += record.nbytes
+        counters.saved_peak_bytes = max(counters.saved_peak_bytes, self.saved_bytes)
+        self.occupy(record.nbytes)
+
+    def occupy(self, nbytes: int) -> None:
+        """Memory was taken for a saved storage."""
+        counters = self.counters
+        counters.resident_bytes += nbytes
+        if counters.resident_bytes > counters.resident_peak_bytes:
+            self.sweep_all()
+            counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
+
+    def leave(self, record: SavedStorage) -> None:
+        """We let go of the memory. It counts until nobody else holds it either."""
+        record.leaving = True
+        self._leaving.append(record)
+
+    def sweep(self, num_records: int = 4) -> None:
+        """Look at some of those that are leaving: has their memory gone by now?"""
+        for _ in range(min(num_records, len(self._leaving))):
+            record = self._leaving.popleft()
+            if not record.leaving:
+                continue
+            if record.key.alive():
+                self._leaving.append(record)
+            else:
+                record.leaving = False
+                self.counters.resident_bytes -= record.nbytes
+
+    def sweep_all(self) -> None:
+        """Look at all that are leaving."""
+        self.sweep(len(self._leaving))
+
+    def settle(self) -> None:
+        """Work off the notes of dead leases: free extents, correct the sums."""
+        while self._released:
+            record = self._released.popleft()
+            self.num_live -= 1
+            self.saved_bytes -= record.nbytes
+            record.free()
+        self.sweep()
+
+    def note_death(self, record: SavedStorage) -> None:
+        """From a dying lease: see "What a dying lease may do"."""
+        self._released.append(record)
+
+
+class SavedStorage:
+    """One storage that autograd saved, whatever number of tensors over it. See the module's drawing."""
+
+    __slots__ = (
+        "ahead",
+        "error",
+        "held_elsewhere",
+        "home",
+        "identity",
+        "index",
+        "key",
+        "lease",
+        "leaving",
+        "ledger",
+        "mark",
+        "nbytes",
+        "num_tensors",
+        "num_unpacked",
+        "packed_s",
+        "probe",
+        "read",
+        "state",
+        "storage",
+        "stored",
+        "wanted_s",
+    )
+
+    def __init__(
+        self, ledger: Ledger, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe, *, index: int
+    ) -> None:
+        self.ledger = ledger
+        self.storage: torch.UntypedStorage | None = storage
+        self.key = StorageKey(storage)
+        # Held as long as the cache finds this record by its `cdata`: `key` changes with each reload, and without this
+        # one the cdata of the packed storage would be recycled and name another storage.
+        self.identity = self.key
+        self.nbytes = nbytes
+        self.probe = probe
+        self.index = index
+        self.state = State.READY
+        self.stored: StoredBytes | None = None
+        self.read: Transfer | None = None
+        self.mark: Mark | None = None  # the reloaded bytes are there once this has passed
+        self.error: BaseException | None = None
+        self.ahead = False  # brought up, or held back, before it was asked for
+        self.leaving = False
+        self.held_elsewhere = False
+        self.num_tensors = 0
+        self.num_unpacked = 0
+        self.packed_s = time.perf_counter()
+        self.wanted_s: float | None = None
+        self.lease: weakref.ref[Lease] | None = None
+        self.home: SavedPass | None = None  # the pass that saw it first
+
+    # -- callers of the following hold the ledger's lock ---------------------------------------------------------
+
+    def is_same_value(self, version: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor over our storage, now at ``version``, still has the bytes that we saved."""
+        return version == self.probe.saved == self.probe.version and self.probe.shares_counter(tensor)
+
+    def forward(self) -> bool:
+        """Hand the bytes over without a read, if they are in memory in any way. Afterwards the state is READY."""
+        if self.state is State.QUEUED or self.state is State.WRITING:
+            if self.state is State.QUEUED:
+                self.ledger.counters.writes_cancelled_bytes += self.nbytes
+        elif self.state is State.ON_DISK:
+            storage = self.key.resolve()
+            if storage is None or storage.nbytes() != self.nbytes:
+                return False
+            self.storage = storage
+            self.held_elsewhere = True
+            if self.leaving:
+                self.leaving = False  # still counted
+            else:
+                self.ledger.occupy(self.nbytes)
+        else:
+            return self.state is State.READY
+        self.state = State.READY
+        self.ledger.counters.bytes_forwarded += self.nbytes
+        return True
+
+    def start_read(self, device: torch.device, *, urgent: bool) -> None:
+        """ON_DISK -> READING. Allocates in the calling thread, on its current stream; out of memory changes nothing."""
+        tier, stored = self.ledger.tier, self.stored
+        if tier is None or stored is None:
+            raise RuntimeError(f"saved storage {self.index} is {self.state.value}, with nothing stored; report it")
+        self.error = None
+        self.state = State.READING  # before a worker can end it
+        try:
+            self.read = tier.read(self, stored, device, urgent=urgent)
+        except BaseException:
+            self.state = State.ON_DISK
+            raise
+        if self.leaving:  # its former memory has gone, only nobody had looked yet
+            self.leaving = False
+            self.ledger.counters.resident_bytes -= self.nbytes
+        self.ledger.occupy(self.nbytes)
+
+    def drop_copy(self) -> None:
+        """READY -> ON_DISK for a reloaded storage: its bytes are still in the file."""
+        if self.state is State.READY and self.stored is not None and self.storage is not None:
+            self.storage = self.mark = None
+            self.state = State.ON_DISK
+            self.ledger.leave(self)
+
+    def hold_ahead(self) -> None:
+        """Count this towards the prefetch budget until it is asked for."""
+        if not self.ahead:
+            self.ahead = True
+            self.ledger.ahead_bytes += self.nbytes
+
+    def asked_for(self) -> None:
+        """Somebody unpacks: from now on the memory is in use, not ahead."""
+        if self.ahead:
+            self.ahead = False
+            self.ledger.ahead_bytes -= self.nbytes
+
+    def free(self) -> None:
+        """The lease is dead: nobody asks again. A transfer under way frees the extent when it ends."""
+        ledger, state = self.ledger, self.state
+        self.asked_for()
+        self.state = State.FREED
+        self.storage = self.mark = self.home = None
+        if state is not State.ON_DISK or self.leaving:
+            self.leaving = False
+            ledger.counters.resident_bytes -= self.nbytes
+        if self.stored is not None and state is not State.READING:
+            self._free_extent()
+
+    def _free_extent(self) -> None:
+        stored, self.stored = self.stored, None
+        if stored is not None and self.ledger.tier is not None:
+            self.ledger.tier.free(stored)
+
+    # -- called by the tier's workers ----------------------------------------------------------------------------
+
+    def write_begins(self) -> torch.UntypedStorage | None:
+        """QUEUED -> WRITING, unless somebody took it back meanwhile."""
+        with self.ledger.lock:
+            if self.state is not State.QUEUED or self.storage is None:
+                return None
+            self.state = State.WRITING
+            return self.storage
+
+    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
+        """WRITING -> ON_DISK, where memory returns; or, after a failure, back to READY: kept, with nothing lost."""
+        storage = None
+        with self.ledger.lock:
+            self.ledger.settle()
+            if stored is not None:
+                self.ledger.counters.bytes_written += stored.body_nbytes
+            if error is not None:
+                self.ledger.counters.failures += 1
+                self.ledger.counters.fallbacks += 1
+                self.ledger.counters.bytes_kept += self.nbytes
+                self.ledger.write_failure = self.ledger.write_failure or error
+                if self.state is State.WRITING:
+                    self.state = State.READY
+            elif self.state is State.WRITING and self.storage is not None:
+                self.state, self.stored = State.ON_DISK, stored
+                storage, self.storage = self.storage, None
+                self.ledger.leave(self)
+            else:  # forwarded or freed while it was written, or the lease has just died
+                self.stored = stored
+                self._free_extent()
+        # The memory goes here, outside of the lock: unmapping it can take milliseconds.
+        del storage
+
+    def read_ended(self, storage: torch.UntypedStorage | None, mark: Mark | None, error: BaseException | None) -> None:
+        """READING -> READY, or back to ON_DISK with the error for whoever waits."""
+        with self.ledger.lock:
+            self.ledger.settle()
+            counters = self.ledger.counters
+            self.read = None
+            if error is not None:
+                counters.failures += not isinstance(error, OffloaderClosedError)
+                self.error = error
+            elif self.stored is not None:
+                counters.bytes_read += self.stored.body_nbytes
+            if self.state is not State.READING:
+                self._free_extent()  # the lease died while we read
+            elif storage is None:
+                self.state = State.ON_DISK
+                counters.resident_bytes -= self.nbytes
+                self.asked_for()
+            else:
+                self.storage, self.mark = storage, mark
+                self.key = StorageKey(storage)
+                self.state = State.READY
+
+
+class Lease:
+    """Held by every saved tensor over one storage; its death frees the storage's memory and extent."""
+
+    __slots__ = ("__weakref__", "record")
+
+    def __init__(self, record: SavedStorage) -> None:
+        self.record = record
+
+    def __del__(self) -> None:
+        record = self.record
+        record.storage = None  # a write under way holds the memory itself
+        record.ledger.note_death(record)
+
+
+class SavedTensor(NamedTuple):
+    """What autograd holds in place of a tensor: how to rebuild it, and its share in the storage."""
+
+    lease: Lease
+    spec: TensorSpec
+    probe: VersionProbe
+    origin: Origin | None
