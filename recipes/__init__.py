@@ -1,0 +1,6 @@
+"""What is run from a checkout: training, comparisons and benchmarks. Not part of the installed package."""
+
+import os
+
+# Before any module here imports transformers: architectures are built from configurations, no hub is ever asked.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")

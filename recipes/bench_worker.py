@@ -1,0 +1,162 @@
+"""One process of ``recipes.bench_step``: trains in one mode, a step at a time, when its parent says so.
+
+Speaks JSON, one object per line: the job comes first, then commands; each is answered with one line.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import transformers
+import xxhash
+from torch import Tensor, nn
+
+from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak, trim
+from recipes.bench_modes import Account, Mode, Shape, open_mode
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process does."""
+
+    mode: str
+    shape: Shape
+    directory: str
+    threads: int
+    verify: str = "off"
+
+    def to_json(self) -> str:
+        """For the child's first line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Job:
+        """The inverse."""
+        fields = json.loads(line)
+        return cls(**fields | {"shape": Shape(**fields["shape"])})
+
+
+def fingerprint(tensors: list[Tensor]) -> str:
+    """One hash over the bytes of all tensors, in order."""
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+class Trainer:
+    """Model, optimizer and mode; one method per command."""
+
+    def __init__(self, job: Job, model: nn.Module, mode: Mode) -> None:
+        self._job, self._model, self._mode = job, model, mode
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self._num_steps = 0
+
+    def step(self) -> dict[str, Any]:
+        """One training step: times, faults, peaks, what was moved, and hashes of what came out."""
+        tokens = self._job.shape.tokens(self._num_steps)
+        self._num_steps += 1
+        self._mode.begin_step()
+        reset_host_peak()
+        reset_device_peak(self._job.shape.device)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        times = [self._now()]
+        with self._mode.forward(), self._job.shape.precision():
+            loss = self._model(input_ids=tokens, labels=tokens).loss
+        times.append(self._now())
+        loss.backward()
+        self._mode.end_backward()
+        times.append(self._now())
+        self._optimizer.step()
+        times.append(self._now())
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        memory = read_memory(self._job.shape.device)
+        parameters = list(self._model.parameters())
+        result = {
+            "forward_s": times[1] - times[0],
+            "backward_s": times[2] - times[1],
+            "optimizer_s": times[3] - times[2],
+            "step_s": times[3] - times[0],
+            "user_s": after.ru_utime - before.ru_utime,
+            "system_s": after.ru_stime - before.ru_stime,
+            "page_faults": after.ru_minflt - before.ru_minflt,
+            "host_peak_bytes": memory.host_peak_bytes,
+            "device_peak_bytes": memory.device_peak_bytes,
+            "loss": fingerprint([loss]),
+            "loss_value": float(loss.detach()),
+            "gradients": fingerprint([p.grad for p in parameters if p.grad is not None]),
+            "weights": fingerprint(parameters),
+        } | self._mode.counters()
+        self._optimizer.zero_grad()
+        return result
+
+    def rest(self) -> dict[str, Any]:
+        """The resident size between steps: what is in use, without what malloc holds back."""
+        before = read_memory().host_bytes
+        trim()
+        memory = read_memory(self._job.shape.device)
+        return {"untrimmed_bytes": before, "host_bytes": memory.host_bytes, "device_bytes": memory.device_bytes}
+
+    def release(self) -> dict[str, Any]:
+        """Let the next process have the device's memory."""
+        if self._job.shape.device == "cuda":
+            torch.cuda.empty_cache()
+        return {}
+
+    def account(self) -> dict[str, Any]:
+        """What plain PyTorch holds at its worst moment. Makes no optimizer step, so that the run goes on as it was."""
+        account = Account(self._model)
+        tokens = self._job.shape.tokens(0)
+        with account.hooks(), self._job.shape.precision():
+            loss = self._model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self._optimizer.zero_grad()
+        return {"held_bytes": account.peak_bytes, "num_parameters": sum(p.numel() for p in self._model.parameters())}
+
+    def _now(self) -> float:
+        if self._job.shape.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+@contextmanager
+def open_trainer(job: Job) -> Iterator[Trainer]:
+    """Everything that a job needs; opened and closed in this process."""
+    torch.set_num_threads(job.threads)
+    model = job.shape.model()
+    with open_mode(job.mode, model, Path(job.directory), verify=job.verify) as mode:
+        yield Trainer(job, model, mode)
+
+
+def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
+    """Work off commands until there are none."""
+    with open_trainer(Job.from_json(lines.readline())) as trainer:
+        commands = {
+            "step": trainer.step,
+            "rest": trainer.rest,
+            "release": trainer.release,
+            "account": trainer.account,
+        }
+        answer({})
+        for line in lines:
+            answer(commands[line.strip()]())
+
+
+def main() -> int:
+    """Entry of the child process."""
+    transformers.logging.set_verbosity_error()  # it remarks on the defaults of a model built from a configuration
+    serve(sys.stdin, lambda result: print(json.dumps(result), flush=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""Token windows to train on: real text that needs no download, or random numbers.
+
+Every Python carries several megabytes of English and code: the language reference that ``help()`` shows and the
+sources of the standard library. A byte-pair vocabulary is trained on it locally.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+import tempfile
+from abc import abstractmethod
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+__all__ = ["EOS_TOKEN", "MASK_TOKEN", "PAD_TOKEN", "SyntheticData", "TextData", "TokenData", "python_text", "tokenize"]
+
+PAD_TOKEN, EOS_TOKEN, MASK_TOKEN = range(3)
+_SPECIAL_TOKENS = ["<pad>", "<eos>", "<mask>"]
+_DOCUMENT_BORDER = "\0"
+_MIN_VOCABULARY = 256 + len(_SPECIAL_TOKENS)
+# Part of the cache's key: raise it when the way from text to tokens changes.
+_FORMAT = 1
+
+
+def python_text(max_text_bytes: int) -> str:
+    """Documentation and sources of this Python, in a fixed order, documents separated by a NUL.
+
+    The text is the same for every run of one Python version; another version has other text.
+
+    Args:
+        max_text_bytes: how much to take at most (UTF-8).
+    """
+    documents = [topics[name] for name in sorted(topics)]
+    library = Path(sysconfig.get_path("stdlib"))
+    documents += [path.read_text(encoding="utf-8") for path in sorted(library.glob("*.py"))]
+    encoded = _DOCUMENT_BORDER.join(documents).encode()[:max_text_bytes]
+    # The cut may have gone through a character; half a character is no text.
+    return encoded.decode(errors="ignore")
+
+
+def tokenize(text: str, vocab_size: int) -> Tensor:
+    """Train a byte-pair vocabulary on ``text`` and return the text as int32 token numbers.
+
+    Args:
+        text: documents separated by a NUL; each gets an end-of-document token.
+        vocab_size: number of tokens, the three special ones and the 256 bytes included.
+    """
+    # Imported here: only this function needs it, and random tokens work without the package.
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    if vocab_size < _MIN_VOCABULARY:
+        raise ValueError(f"data.vocab_size={vocab_size}; allowed: at least {_MIN_VOCABULARY} (256 bytes and specials)")
+    documents = [document for document in text.split(_DOCUMENT_BORDER) if document]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=_SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    numbers: list[int] = []
+    for encoding in tokenizer.encode_batch(documents, add_special_tokens=False):
+        numbers += encoding.ids
+        numbers.append(EOS_TOKEN)
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def _default_cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_ssd"
+
+
+class TokenData(pl.LightningDataModule):
+    """Windows of tokens, cut and shuffled the same way in every run.
+
+    Args:
+        vocab_size: number of different tokens.
+        sequence_length: tokens in a window.
+        batch_size: windows in a batch.
+        num_val_batches: batches set aside at the end for validation.
+        seed: of the order of the training windows.
+    """
+
+    def __init__(
+        self, *, vocab_size: int, sequence_length: int, batch_size: int, num_val_batches: int = 1, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.num_val_batches = num_val_batches
+        self.seed = seed
+        self._windows: Tensor | None = None
+
+    @abstractmethod
+    def make_tokens(self) -> Tensor:
+        """All tokens, in one row."""
+
+    @property
+    def windows(self) -> Tensor:
+        """(windows, sequence_length), int64, in the order of the text."""
+        if self._windows is None:
+            tokens = self.make_tokens()
+            num_windows = len(tokens) // self.sequence_length
+            needed = (self.num_val_batches + 1) * self.batch_size
+            if num_windows < needed:
+                raise ValueError(
+                    f"the text has {len(tokens)} tokens, which is {num_windows} windows of data.sequence_length="
+                    f"{self.sequence_length}; one training batch and data.num_val_batches={self.num_val_batches} of "
+                    f"data.batch_size={self.batch_size} need {needed}. Give more text or ask for less"
+                )
+            self._windows = tokens[: num_windows * self.sequence_length].view(num_windows, -1).long()
+        return self._windows
+
+    @property
+    def _num_val_windows(self) -> int:
+        return self.num_val_batches * self.batch_size
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Shuffled full batches of all but the last windows."""
+        windows = self.windows[: len(self.windows) - self._num_val_windows]
+        generator = torch.Generator().manual_seed(self.seed)
+        return DataLoader(
+            windows,  # type: ignore[arg-type]  # a tensor is a sequence of its rows
+            batch_size=self.batch_size,
+            shuffle=True,
+            drop_last=True,
+            generator=generator,
+        )
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """The last windows, in order."""
+        windows = self.windows[len(self.windows) - self._num_val_windows :]
+        return DataLoader(windows, batch_size=self.batch_size)  # type: ignore[arg-type]
+
+
+class TextData(TokenData):
+    """Real text: the user's file, or what this Python carries. Tokens are kept in a cache directory.
+
+    Args:
+        path: a UTF-8 text file; ``None`` takes :func:`python_text`.
+        max_text_bytes: how much of the text to use.
+        cache_dir: where the tokens wait for the next run; ``None``: ``lightning_ssd`` in the user's cache directory.
+        vocab_size: see :class:`TokenData`.
+        sequence_length: see :class:`TokenData`.
+        batch_size: see :class:`TokenData`.
+        num_val_batches: see :class:`TokenData`.
+        seed: see :class:`TokenData`.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | None = None,
+        max_text_bytes: int = 4_000_000,
+        cache_dir: str | None = None,
+        vocab_size: int = 4096,
+        sequence_length: int = 256,
+        batch_size: int = 8,
+        num_val_batches: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            vocab_size=vocab_size,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            num_val_batches=num_val_batches,
+            seed=seed,
+        )
+        self.path = path
+        self.max_text_bytes = max_text_bytes
+        self.cache_dir = _default_cache_dir() if cache_dir is None else Path(cache_dir)
+
+    def read_text(self) -> str:
+        """The text to train on."""
+        if self.path is None:
+            return python_text(self.max_text_bytes)
+        file = Path(self.path).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(f"data.path={self.path!r} is no file; give a UTF-8 text file, or null for Python's")
+        with file.open("rb") as stream:
+            return stream.read(self.max_text_bytes).decode(errors="ignore")
+
+    def make_tokens(self) -> Tensor:
+        """Tokens of the text, from the cache when the same text and vocabulary were asked for before."""
+        text = self.read_text()
+        digest = hashlib.sha256(f"{_FORMAT} {self.vocab_size}\n{text}".encode()).hexdigest()[:16]
+        cached = self.cache_dir / f"tokens-{digest}.pt"
+        if cached.is_file():
+            found: Tensor = torch.load(cached, weights_only=True)
+            return found
+        tokens = tokenize(text, self.vocab_size)
+        self.cache_dir.mkdir(parents=True, exist_ok=True)
+        # Renamed when complete, so that runs side by side never read half a file.
+        with tempfile.NamedTemporaryFile(dir=self.cache_dir, suffix=".tmp", delete=False) as stream:
+            torch.save(tokens, stream)
+        os.replace(stream.name, cached)
+        return tokens
+
+    def prepare_data(self) -> None:
+        """Fill the cache once, before several processes want it."""
+        self.make_tokens()
+
+
+class SyntheticData(TokenData):
+    """Random tokens: no text is read, the loss means nothing, memory and time are those of real training.
+
+    Args:
+        num_batches: training batches in an epoch.
+        vocab_size: see :class:`TokenData`.
+        sequence_length: see :class:`TokenData`.
+        batch_size: see :class:`TokenData`.
+        num_val_batches: see :class:`TokenData`.
+        seed: of the tokens and of their order.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_batches: int = 64,
+        vocab_size: int = 4096,
+        sequence_length: int = 256,
+        batch_size: int = 8,
+        num_val_batches: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            vocab_size=vocab_size,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            num_val_batches=num_val_batches,
+            seed=seed,
+        )
+        self.num_batches = num_batches
+
+    def make_tokens(self) -> Tensor:
+        """Uniformly drawn tokens, specials excluded."""
+        generator = torch.Generator().manual_seed(self.seed)
+        num_tokens = (self.num_batches + self.num_val_batches) * self.batch_size * self.sequence_length
+        lowest = len(_SPECIAL_TOKENS)
+        return torch.randint(lowest, self.vocab_size, (num_tokens,), generator=generator, dtype=torch.int32)

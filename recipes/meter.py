@@ -1,0 +1,71 @@
+"""What a training run costs while it runs: step times, memory peaks, and a hash of what it has learnt."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import xxhash
+from torch import nn
+
+from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak, trim
+
+__all__ = ["StepMeter", "weights_digest"]
+
+
+class StepMeter:
+    """Times steps and finds the memory peak above the resting level.
+
+    The first step is a warm-up: it makes the optimizer's states and warms allocators. The resting level is read after
+    it, once free heap has been given back to the system; the peak begins anew there, for every reader in the process.
+
+    Args:
+        device: whose peak counts; for the CPU that of the process.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.step_s: list[float] = []
+        self._started_s = 0.0
+        self._rest_bytes = 0
+
+    def start_step(self) -> None:
+        """Before the forward of a step."""
+        self._started_s = time.perf_counter()
+
+    def end_step(self) -> None:
+        """After the update of a step."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.step_s.append(time.perf_counter() - self._started_s)
+        if len(self.step_s) == 1:
+            trim()
+            self._rest_bytes = self._read()[0]
+            reset_host_peak()
+            reset_device_peak(self.device)
+
+    @property
+    def median_step_s(self) -> float:
+        """Median of all steps but the first."""
+        return statistics.median(self.step_s[1:] or self.step_s)
+
+    @property
+    def peak_above_rest_bytes(self) -> int:
+        """Highest memory use since the first step, minus the resting level; 0 where the system does not tell."""
+        return max(0, self._read()[1] - self._rest_bytes)
+
+    def _read(self) -> tuple[int, int]:
+        now = read_memory(self.device)
+        if self.device.type == "cuda":
+            return now.device_bytes or 0, now.device_peak_bytes or 0
+        return now.host_bytes or 0, now.host_peak_bytes or 0
+
+
+def weights_digest(network: nn.Module) -> str:
+    """Hash of the names, shapes, types and bytes of all parameters and buffers: equal means bitwise equal."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in network.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

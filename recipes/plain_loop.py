@@ -1,0 +1,109 @@
+"""The training of ``recipes.train`` as a plain PyTorch loop, with ``lightning_ssd.Offloader``.
+
+    python -m recipes.plain_loop model=gpt offload=ssd
+    python -m recipes.plain_loop model=llama offload=keep trainer.max_steps=5
+
+Takes the overrides of ``recipes.train`` and uses its model, data, offload, hardware, seed and trainer.max_steps. With
+the same ones, the weights at the end are bit for bit those of the Lightning run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_ssd
+from lightning_ssd.errors import BackendUnavailableError, UnsuitablePathError
+from recipes.meter import StepMeter, weights_digest
+from recipes.models import LanguageModel, build_network, compute_loss
+from recipes.schema import SCHEMA, ConfigMistake
+from recipes.summary import RunSummary
+
+__all__ = ["main", "train"]
+
+
+def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSummary:
+    """Train once.
+
+    Args:
+        config: a composed configuration; without an ``offload`` part nothing is offloaded or counted.
+        model: what to call the model in the summary.
+        offload: what to call the way of offloading in the summary.
+    """
+    torch.manual_seed(config.seed)
+    recipe: LanguageModel = instantiate(config.model, _convert_="all")
+    batches = _endless(instantiate(config.data).train_dataloader())
+    device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
+    network = build_network(recipe.config, recipe.objective).to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    meter, losses = StepMeter(device), []
+    with _offloader(config) as offloader:
+        if offloader is not None:
+            offloader.open(network)
+        for step in range(config.trainer.max_steps):
+            meter.start_step()
+            with nullcontext() if offloader is None else offloader.saved_tensors():
+                loss = compute_loss(network, next(batches).to(device), recipe.objective, mask_seed=step)
+            optimizer.zero_grad()
+            loss.backward()
+            if offloader is not None:
+                offloader.end_backward()
+            optimizer.step()
+            meter.end_step()
+            losses.append(loss.item())
+            print(f"step {step + 1}: loss {losses[-1]:.6f}, {meter.step_s[-1]:.2f} s", flush=True)
+        stats, backend = (None, "") if offloader is None else (offloader.stats, offloader.description)
+    return RunSummary.of(
+        meter,
+        model=model,
+        offload=offload,
+        losses=losses,
+        weights_digest=weights_digest(network),
+        stats=stats,
+        backend=backend,
+    )
+
+
+def _offloader(config: DictConfig) -> AbstractContextManager[lightning_ssd.Offloader | None]:
+    if "offload" not in config:
+        return nullcontext()
+    return lightning_ssd.Offloader(
+        policy=instantiate(config.offload),
+        hardware=instantiate(config.hardware, _convert_="all"),
+        default_directory=config.output_dir,
+    )
+
+
+def _endless(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
+    while True:
+        yield from loader
+
+
+def main(arguments: Sequence[str] | None = None) -> RunSummary:
+    """Entry point.
+
+    Args:
+        arguments: overrides; default: those of ``sys.argv``.
+    """
+    overrides = list(sys.argv[1:] if arguments is None else arguments)
+    # There is no Hydra application here that could make an output directory; the user's own comes later and wins.
+    overrides.insert(0, "output_dir=outputs/plain_loop")
+    try:
+        config, choices = SCHEMA.compose(overrides)
+        summary = train(config, model=choices["model"], offload=choices["offload"])
+    except (ConfigMistake, HydraException, UnsuitablePathError, BackendUnavailableError) as mistake:
+        sys.exit(str(mistake))
+    print(summary.line(), flush=True)
+    return summary
+
+
+if __name__ == "__main__":
+    main()
