@@ -1,0 +1,97 @@
+"""What every test gets: a clean environment, no leaked threads, few torch threads, and a directory on a real disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+# Lightning and W&B set these for the rest of the process; they are taken back after each test without complaint.
+_SET_BY_OTHERS = {
+    "CUBLAS_WORKSPACE_CONFIG",  # Trainer(deterministic=True)
+    "MASTER_ADDR",  # launchers of several processes
+    "MASTER_PORT",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "PL_GLOBAL_SEED",  # seed_everything
+    "PL_SEED_WORKERS",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning, while it looks for devices
+    "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
+    "TRITON_CACHE_DIR",
+    "WANDB_MODE",  # WandbLogger(offline=True)
+    "WANDB_SERVICE",
+}
+_THREAD_PREFIX = "lightning_ssd"
+_THREADS_GONE_WITHIN_S = 5.0
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Sums depend on the number of threads, so that all tests have the same; and the machine may be shared.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment() -> Iterator[None]:
+    """A test that changes the environment for good fails, and the next one does not see it."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    names = (before.keys() | after.keys()) - {"PYTEST_CURRENT_TEST"}  # pytest itself changes it for each phase
+    changed = {name for name in names if before.get(name) != after.get(name)}
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    leaked = {name: after.get(name) for name in sorted(changed - _SET_BY_OTHERS)}
+    assert not leaked, f"the test left these environment variables changed: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    """A test that leaves one of our threads behind fails."""
+    before = set(threading.enumerate())
+    yield
+    deadline_s = time.monotonic() + _THREADS_GONE_WITHIN_S
+    while leaked := [t for t in threading.enumerate() if t not in before and t.name.startswith(_THREAD_PREFIX)]:
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"threads still run: {', '.join(thread.name for thread in leaked)}")
+        leaked[0].join(timeout=0.05)
+
+
+def _file_system(path: Path) -> str:
+    """Type of the file system that holds ``path``."""
+    best, kind = "", "unknown"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        mount = left.split(" ")[4]
+        if path.is_relative_to(mount) and len(mount) >= len(best):
+            best, kind = mount, right.split(" ")[0]
+    return kind
+
+
+@pytest.fixture
+def spill_dir(tmp_path: Path) -> Path:
+    """A directory where spill files may lie; skips where temporary files are kept in memory."""
+    kind = _file_system(tmp_path.resolve())
+    if kind in _MEMORY_FILE_SYSTEMS:
+        pytest.skip(f"{tmp_path} is on {kind}, which is memory; point TMPDIR (or --basetemp) to a disk")
+    return tmp_path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` need a CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; torch sees none")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

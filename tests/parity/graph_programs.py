@@ -1,0 +1,350 @@
+"""Programs that use graphs in unusual ways, for ``test_graphs.py``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import Session
+from tests.parity.models import Perceptrons, floats
+
+Program = Callable[[Session], Any]
+
+
+def network(session: Session, *, num_blocks: int = 3) -> nn.Module:
+    torch.manual_seed(7)
+    model = Perceptrons(num_blocks=num_blocks)
+    session.register(model)
+    return model
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+def forward(session: Session, model: nn.Module, step: int = 0) -> Tensor:
+    with session.saved():
+        return model(floats(step, 60, 40)).square().mean()
+
+
+def retained(session: Session) -> Any:
+    """Three backwards through one graph, with other work in between."""
+    model = network(session)
+    loss = forward(session, model)
+    for repeat in range(3):
+        session.drain()
+        loss.backward(retain_graph=repeat < 2)
+        session.end()
+        forward(session, model, repeat)
+    return gradients(model)
+
+
+def double_backward(session: Session) -> Any:
+    """The gradient's own graph is packed inside backward."""
+    model = network(session)
+    x = floats(0, 60, 40).requires_grad_()
+    with session.saved():
+        y = torch.tanh(model(x)).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        penalty = (slope.norm(dim=-1) - 1).square().mean()
+    session.drain()
+    (y + penalty).backward()
+    session.end()
+    return gradients(model), x.grad
+
+
+def double_backward_outside(session: Session) -> Any:
+    """As above, with the first backward after forward's context."""
+    model = network(session)
+    x = floats(0, 60, 40).requires_grad_()
+    with session.saved():
+        y = torch.tanh(model(x)).sum()
+    session.drain()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    session.end()
+    slope.square().sum().backward()
+    session.end()
+    return gradients(model), x.grad
+
+
+def third_derivative(session: Session) -> Any:
+    x = floats(0, 64, 64).requires_grad_()
+    with session.saved():
+        y = (x.sin() * x.exp()).sum()
+        for _ in range(3):
+            session.drain()
+            (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.detach()
+
+
+def losses_with_shared_trunk(session: Session) -> Any:
+    model, heads = network(session), nn.ModuleList(nn.Linear(40, 5) for _ in range(3))
+    session.register(heads)
+    with session.saved():
+        trunk = model(floats(0, 60, 40))
+        losses = [head(trunk).square().mean() for head in heads]
+    session.drain()
+    for number, loss in enumerate(losses):
+        loss.backward(retain_graph=number < 2)
+        session.end()
+    return gradients(model), gradients(heads)
+
+
+def partial_backward(session: Session) -> Any:
+    """Gradients of one part of the graph only; the rest is dropped unread."""
+    model = network(session)
+    with session.saved():
+        hidden = model(floats(0, 60, 40))
+        loss = (hidden.sin() * hidden.cos()).sum()
+    session.drain()
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    session.end()
+    return gradient
+
+
+def backward_twice_without_retaining(session: Session) -> Any:
+    """Plain PyTorch's error about a freed graph."""
+    model = network(session)
+    loss = forward(session, model)
+    session.drain()
+    loss.backward()
+    session.end()
+    loss.backward()
+    return gradients(model)
+
+
+def two_forwards(order: tuple[int, int]) -> Program:
+    def program(session: Session) -> Any:
+        model = network(session)
+        losses = [forward(session, model, step) for step in range(2)]
+        session.drain()
+        for number in order:
+            losses[number].backward()
+            session.end()
+        return gradients(model)
+
+    return program
+
+
+def many_graphs_alive(session: Session) -> Any:
+    """Eight graphs at once, backward in a scrambled order, half of them dropped."""
+    model = network(session)
+    losses: list[Tensor | None] = [forward(session, model, step) for step in range(8)]
+    session.drain()
+    for number in (5, 0, 7, 2):
+        loss, losses[number] = losses[number], None
+        assert loss is not None
+        loss.backward()
+        session.end()
+    return gradients(model)
+
+
+def backward_inside_the_context(session: Session) -> Any:
+    model = network(session)
+    with session.saved():
+        loss = model(floats(0, 60, 40)).square().mean()
+        session.drain()
+        loss.backward()
+    session.end()
+    return gradients(model)
+
+
+def step_borders_in_odd_places(session: Session) -> Any:
+    """`end_backward` before, inside, twice, and not at all."""
+    model = network(session)
+    session.end()
+    for step in range(4):
+        loss = forward(session, model, step)
+        session.end()
+        session.drain()
+        loss.backward()
+        if step % 2:
+            session.end()
+            session.end()
+    return gradients(model)
+
+
+def _in_thread(work: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    failures: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return results[0]
+
+
+def backward_in_another_thread(session: Session) -> Any:
+    model = network(session)
+    loss = forward(session, model)
+    session.drain()
+    _in_thread(loss.backward)
+    session.end()
+    return gradients(model)
+
+
+def all_in_another_thread(session: Session) -> Any:
+    model = network(session)
+    loss = _in_thread(lambda: forward(session, model))
+    session.drain()
+    _in_thread(loss.backward)
+    _in_thread(session.end)
+    return gradients(model)
+
+
+def threads_at_once(session: Session) -> Any:
+    """Four threads train four models through one offloader."""
+
+    def train(number: int) -> Any:
+        model = networks[number]
+        for step in range(5):
+            loss = forward(session, model, step + 10 * number)
+            session.drain()
+            loss.backward()
+            session.end()
+        return gradients(model)
+
+    networks = [network(session, num_blocks=1 + number) for number in range(4)]
+    results: dict[int, Any] = {}
+
+    def body(number: int) -> None:
+        try:
+            results[number] = train(number)
+        except Exception as error:
+            results[number] = repr(error)
+
+    threads = [threading.Thread(target=body, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return dict(sorted(results.items()))
+
+
+class Boom(Exception):
+    """Raised on purpose."""
+
+
+def exception_in_forward(session: Session) -> Any:
+    def half_a_forward(model: nn.Module, step: int) -> None:
+        with session.saved():
+            model(floats(step, 60, 40)).sin()
+            raise Boom
+
+    model = network(session)
+    for step in range(3):
+        with pytest.raises(Boom):
+            half_a_forward(model, step)
+        loss = forward(session, model, step)
+        session.drain()
+        loss.backward()
+        session.end()
+    return gradients(model)
+
+
+def exception_in_backward(session: Session) -> Any:
+    model = network(session)
+
+    def explode(grad: Tensor) -> None:
+        raise Boom
+
+    for step in range(3):
+        with session.saved():
+            hidden = model(floats(step, 60, 40))
+            half = hidden.sin().sum()
+        hidden.register_hook(explode)
+        session.drain()
+        with pytest.raises(Boom):
+            half.backward()
+        del hidden, half
+        if step % 2:
+            session.end()
+        model.zero_grad()
+        loss = forward(session, model, step)
+        session.drain()
+        loss.backward()
+        session.end()
+    return gradients(model)
+
+
+def wrong_shape_then_right(session: Session) -> Any:
+    """An error of PyTorch itself in the middle of forward."""
+    model = network(session)
+    with pytest.raises(RuntimeError), session.saved():
+        model(model(floats(0, 60, 40)) @ torch.ones(3, 3))
+    loss = forward(session, model)
+    session.drain()
+    loss.backward()
+    session.end()
+    return gradients(model)
+
+
+def gradients_that_are_saved_tensors(session: Session) -> Any:
+    """Backward hands a saved tensor on as the gradient; the gradient is then edited, and backward runs again."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            ctx.save_for_backward(x, y)
+            return (x * y).sum()
+
+        @staticmethod
+        def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+            x, y = ctx.saved_tensors
+            return y, x
+
+    a, b = (floats(step, 60, 40).requires_grad_() for step in range(2))
+    with session.saved():
+        loss = Product.apply(a * 1, b * 1)
+    session.drain()
+    loss.backward(retain_graph=True)
+    session.end()
+    first = [a.grad.clone(), b.grad.clone()] if a.grad is not None and b.grad is not None else []
+    for leaf in (a, b):
+        if leaf.grad is not None:
+            leaf.grad.mul_(3)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return first, str(error)
+    return first, a.grad, b.grad
+
+
+PROGRAMS: dict[str, Program] = {
+    program.__name__: program
+    for program in (
+        retained,
+        double_backward,
+        double_backward_outside,
+        third_derivative,
+        losses_with_shared_trunk,
+        partial_backward,
+        backward_twice_without_retaining,
+        many_graphs_alive,
+        backward_inside_the_context,
+        step_borders_in_odd_places,
+        backward_in_another_thread,
+        all_in_another_thread,
+        threads_at_once,
+        exception_in_forward,
+        exception_in_backward,
+        wrong_shape_then_right,
+        gradients_that_are_saved_tensors,
+    )
+} | {
+    "two_forwards_in_order": two_forwards((0, 1)),
+    "two_forwards_reversed": two_forwards((1, 0)),
+}

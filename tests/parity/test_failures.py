@@ -1,0 +1,317 @@
+"""A drive that fails, lies or dawdles: training goes on exactly or stops with the reason, never with other bytes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd import Offloader
+from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
+from lightning_ssd.storage.backend import Backend
+from tests.helpers import (
+    DRAINED,
+    Session,
+    Setup,
+    Training,
+    assert_identical,
+    assert_released,
+    open_offloader,
+    outcome,
+)
+from tests.parity.models import Perceptrons, floats, mean_square
+from tests.storage.faults import Fail, FaultyBackend, always, eio, enospc, on_calls, short
+
+TRAINING = Training(
+    lambda: Perceptrons(num_blocks=2), lambda step: {"x": floats(step, 9, 17, 40)}, mean_square, steps=4
+)
+FULL = Setup(verify="full")
+
+
+@contextmanager
+def faulty(directory: Path, setup: Setup = DRAINED, **faults: Any) -> Iterator[tuple[Offloader, list[FaultyBackend]]]:
+    """An offloader on a drive with faults."""
+    made: list[FaultyBackend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        made.append(FaultyBackend(backend, **faults))
+        return made[-1]
+
+    with open_offloader(directory, setup, _wrap_backend=wrap) as offloader:
+        yield offloader, made
+
+
+def chain(offloader: Offloader, *, length: int = 6) -> Tensor:
+    """A loss whose saved tensors are all on disk."""
+    x = floats(0, 64, 64).requires_grad_()
+    with offloader.saved_tensors():
+        y = x * 1
+        for _ in range(length):
+            y = y.sin()
+        loss = y.sum()
+    offloader.flush()
+    return loss
+
+
+FAILING_WRITES: dict[str, Fail] = {
+    "EIO always": always(eio),
+    "EIO once": on_calls([3], eio),
+    "EIO every other": lambda index: eio() if index % 2 else None,
+    "ENOSPC always": always(enospc),
+    "ENOSPC from the tenth": on_calls(range(10, 10**9), enospc),
+    "short once": on_calls([5], short),
+    "an error that is no storage error": on_calls([2], lambda: ValueError("injected")),
+}
+
+
+@pytest.mark.parametrize("name", FAILING_WRITES)
+@pytest.mark.parametrize("drained", [True, False], ids=["drained", "eager"])
+def test_failed_writes_cost_memory_only(name: str, drained: bool, tmp_path: Path) -> None:
+    expected = outcome(TRAINING, Session())
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        faulty(tmp_path, fail_write=FAILING_WRITES[name]) as (offloader, made),
+    ):
+        warnings.simplefilter("always")
+        assert_identical(outcome(TRAINING, Session(offloader, drained=drained)), expected)
+        assert_released(offloader)
+        stats = offloader.stats
+        if drained:
+            assert stats.failures > 0
+            assert stats.fallbacks == stats.failures
+            assert made[0].num_writes > 0
+    ours = [warning for warning in caught if "injected" in str(warning.message)]
+    assert len(ours) == min(stats.failures, 1), "one warning, and only one, says that writing failed"
+
+
+def test_writes_fail_for_a_while(tmp_path: Path) -> None:
+    """When the drive works again, so does offloading."""
+    with warnings.catch_warnings(), faulty(tmp_path, fail_write=on_calls(range(8), eio)) as (offloader, _):
+        warnings.simplefilter("ignore", UserWarning)
+        session = Session(offloader, drained=True)
+        assert_identical(outcome(TRAINING, session), outcome(TRAINING, Session()))
+        assert offloader.stats.failures == 8
+        assert offloader.stats.bytes_read > 0
+
+
+def test_a_failed_read_is_tried_again(tmp_path: Path) -> None:
+    expected = outcome(TRAINING, Session())
+    with faulty(tmp_path, fail_read=on_calls([0, 4, 9], eio)) as (offloader, _):
+        assert_identical(outcome(TRAINING, Session(offloader, drained=True)), expected)
+        stats = offloader.stats
+        assert stats.failures == stats.fallbacks == 3
+        assert_released(offloader)
+
+
+def test_a_read_that_fails_twice_raises_where_somebody_waits(tmp_path: Path) -> None:
+    def catches_in_the_loop() -> None:
+        with faulty(tmp_path, fail_read=always(eio)) as (offloader, made):
+            loss = chain(offloader)
+            with pytest.raises(StorageError, match="injected") as raised:
+                loss.backward()
+            assert raised.value.errno == errno.EIO
+            assert made[0].num_reads >= 2
+            assert offloader.stats.failures >= 1
+
+    with pytest.raises(StorageError, match="injected") as again:  # who went on learns of it at the latest when closing
+        catches_in_the_loop()
+    assert again.value.errno == errno.EIO
+
+
+def test_close_does_not_hide_the_error_under_way(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageError, match="injected") as caught,
+        faulty(tmp_path, fail_read=always(eio)) as (offloader, _),
+    ):
+        chain(offloader).backward()
+    assert caught.value.__context__ is None or isinstance(caught.value.__context__, StorageError)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
+
+
+def test_a_failed_read_reaches_the_thread_that_waits(tmp_path: Path) -> None:
+    """Backward in a thread of its own: the error comes out there, not in a worker."""
+    raised: list[BaseException] = []
+    with faulty(tmp_path, fail_read=always(eio)) as (offloader, _):
+
+        def backward(loss: Tensor) -> None:
+            try:
+                loss.backward()
+            except StorageError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=backward, args=(chain(offloader),))
+        thread.start()
+        thread.join(timeout=60)
+        assert [type(error) for error in raised] == [StorageError]
+        offloader.abort()
+
+
+def test_training_goes_on_after_a_failed_read(tmp_path: Path) -> None:
+    """The user catches the error and repeats the step."""
+    x = floats(0, 64, 64).requires_grad_()
+    failing = {"now": True}
+
+    def fail(_: int) -> BaseException | None:
+        return eio() if failing["now"] else None
+
+    with faulty(tmp_path, fail_read=fail) as (offloader, _):
+        loss = chain(offloader)
+        with pytest.raises(StorageError):
+            loss.backward()
+        del loss
+        failing["now"] = False
+        for _ in range(2):
+            x.grad = None
+            with offloader.saved_tensors():
+                loss = (x * 2).sin().exp().sum()
+            offloader.flush()
+            loss.backward()
+            offloader.end_backward()
+        got = x.grad
+        x.grad = None
+        (x * 2).sin().exp().sum().backward()
+        assert got is not None
+        assert x.grad is not None
+        assert torch.equal(got, x.grad)
+        offloader.abort()
+        assert_released(offloader)
+
+
+def test_the_same_backward_again_after_a_failed_read(tmp_path: Path) -> None:
+    """A failed read spoils nothing: with the graph retained, the next attempt succeeds."""
+    failing = {"now": True}
+    with faulty(tmp_path, fail_read=lambda _: eio() if failing["now"] else None) as (offloader, _):
+        x = floats(0, 64, 64).requires_grad_()
+        with offloader.saved_tensors():
+            loss = (x * 2).sin().exp().sum()
+        offloader.flush()
+        with pytest.raises(StorageError):
+            loss.backward(retain_graph=True)
+        failing["now"] = False
+        loss.backward()
+        got = x.grad
+        x.grad = None
+        (x * 2).sin().exp().sum().backward()
+        assert got is not None
+        assert x.grad is not None
+        assert torch.equal(got, x.grad)
+        offloader.abort()
+
+
+@pytest.mark.parametrize("setup", [FULL], ids=["full"])
+def test_a_bit_flips_once(setup: Setup, tmp_path: Path) -> None:
+    """Between drive and memory: the second read is right."""
+    expected = outcome(TRAINING, Session())
+    with faulty(tmp_path, setup, corrupt_read=lambda index: index % 5 == 0) as (offloader, _):
+        assert_identical(outcome(TRAINING, Session(offloader, drained=True)), expected)
+        assert offloader.stats.failures > 0
+        assert offloader.stats.fallbacks == offloader.stats.failures
+        assert_released(offloader)
+
+
+def test_a_bit_has_flipped_on_the_drive(tmp_path: Path) -> None:
+    with faulty(tmp_path, FULL, corrupt_read=lambda _: True) as (offloader, _):
+        loss = chain(offloader)
+        with pytest.raises(CorruptionError, match=r"offset \d+") as raised:
+            loss.backward()
+        assert str(tmp_path) in str(raised.value)
+        assert "saved storage" in str(raised.value)
+        del loss
+        offloader.abort()
+
+
+def test_without_checks_a_flipped_bit_would_change_the_result(tmp_path: Path) -> None:
+    """The two tests above can fail: the fault is real."""
+    expected = outcome(TRAINING, Session())
+    with faulty(tmp_path, corrupt_read=lambda _: True) as (offloader, _):
+        got = outcome(TRAINING, Session(offloader, drained=True))
+        with pytest.raises(AssertionError, match="the bits differ"):
+            assert_identical(got, expected)
+
+
+@pytest.mark.parametrize("drained", [True, False], ids=["drained", "eager"])
+def test_a_slow_drive(drained: bool, tmp_path: Path) -> None:
+    """Every request takes 5 ms more: exact, and the waiting is counted."""
+    expected = outcome(TRAINING, Session())
+    with faulty(tmp_path, delay_s=0.005) as (offloader, _):
+        assert_identical(outcome(TRAINING, Session(offloader, drained=drained)), expected)
+        assert_released(offloader)
+        assert not drained or offloader.stats.stall_s > 0
+
+
+def _random_delays(seed: int) -> Callable[[int], None]:
+    generator = torch.Generator().manual_seed(seed)
+    lock = threading.Lock()
+
+    def wait(_: int) -> None:
+        with lock:
+            delay_s = float(torch.rand((), generator=generator)) * 0.004
+        threading.Event().wait(delay_s)
+
+    return wait
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_overtake_each_other(seed: int, tmp_path: Path) -> None:
+    """Random delays per request, so that forwarding, cancelling and urgent reads meet in many ways."""
+    expected = outcome(TRAINING, Session())
+    delays = _random_delays(seed)
+    with faulty(tmp_path, fail_write=delays, fail_read=delays) as (offloader, _):
+        for _ in range(2):
+            assert_identical(outcome(TRAINING, Session(offloader, drained=bool(seed % 2))), expected)
+        assert_released(offloader)
+        stats = offloader.stats
+        assert stats.failures == 0
+        assert stats.bytes_read + stats.bytes_forwarded > 0
+
+
+def test_closing_while_everything_is_under_way(tmp_path: Path) -> None:
+    """Queued writes are dropped, running ones end, threads and files go; the graph may die before or after."""
+    loss = None
+    with faulty(tmp_path, delay_s=0.01) as (offloader, _):
+        x = floats(0, 64, 64).requires_grad_()
+        with offloader.saved_tensors():
+            y = x * 1
+            for _ in range(30):
+                y = y.sin()
+            loss = y.sum()
+    assert offloader.stats.bytes_written < 30 * 64 * 64 * 4
+    try:
+        loss.backward()  # what never left memory is still there; what had been written is gone with the file
+    except OffloaderClosedError:
+        pass
+    else:
+        got = x.grad
+        x.grad = None
+        y = x * 1
+        for _ in range(30):
+            y = y.sin()
+        y.sum().backward()
+        assert got is not None
+        assert x.grad is not None
+        assert torch.equal(got, x.grad)
+    del loss, y
+    gc.collect()
+
+
+def test_exception_in_the_loop_is_not_replaced(tmp_path: Path) -> None:
+    class Boom(Exception):
+        pass
+
+    def breaks() -> None:
+        warnings.simplefilter("ignore", UserWarning)
+        with faulty(tmp_path, fail_write=always(enospc), delay_s=0.002) as (offloader, _):
+            chain(offloader)
+            raise Boom
+
+    with warnings.catch_warnings(), pytest.raises(Boom):
+        breaks()

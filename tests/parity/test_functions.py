@@ -1,0 +1,242 @@
+"""Custom ``autograd.Function``s: inputs, outputs and intermediates saved, read twice, marked dirty, nested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tests.helpers import SETUPS, Session, assert_same, open_offloader
+
+Program = Callable[[Session], Any]
+
+
+class SaveAll(torch.autograd.Function):
+    """Saves input, output, an intermediate, a constant and ``None``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        inner = x.sin()
+        y = inner * weight
+        ctx.save_for_backward(x, weight, inner, y, None, torch.full((300,), 0.5))
+        return y, inner
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor, grad_inner: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, inner, y, nothing, constant = ctx.saved_tensors
+        again = ctx.saved_tensors  # every access unpacks anew
+        assert nothing is None
+        assert torch.equal(again[2], inner)
+        grad = grad_y * weight + grad_inner
+        return grad * x.cos() + 0 * y + constant.sum(), grad_y * inner
+
+
+class Doubled(torch.autograd.Function):
+    """Edits its input in place and saves it as output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 2 + 0 * x
+
+
+class Once(torch.autograd.Function):
+    """Backward cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 2 * x
+
+
+class Rounded(torch.autograd.Function):
+    """Non-differentiable second output; `setup_context` style."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.exp(), x > 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+        y, positive = ctx.saved_tensors
+        return grad * y * positive
+
+
+class WithForward(torch.autograd.Function):
+    """Runs a small graph of its own, as re-entrant checkpointing does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin().exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            copy = x.detach().requires_grad_()
+            y = copy.sin().exp()
+        (slope,) = torch.autograd.grad(y, copy, grad)
+        return slope
+
+
+class Plain(torch.autograd.Function):
+    """Keeps a tensor as an attribute, which no hook sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x.detach()
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x + ctx.x)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.rand(shape or (40, 50)).requires_grad_()
+
+
+def run(build: Callable[[Tensor], Tensor], *, backwards: int = 1) -> Program:
+    """Builds a loss from a leaf and returns the leaf's gradient."""
+
+    def program(session: Session) -> Any:
+        a = leaf()
+        with session.saved():
+            loss = build(a).sum()
+        session.drain()
+        for number in range(backwards):
+            loss.backward(retain_graph=number < backwards - 1)
+        session.end()
+        return a.grad
+
+    return program
+
+
+def save_all(a: Tensor) -> Tensor:
+    y, inner = SaveAll.apply(a * 2, a.t().contiguous().t() + 1)
+    return y * inner
+
+
+def chained(a: Tensor) -> Tensor:
+    y = Doubled.apply(a * 3)
+    z, _ = Rounded.apply(Once.apply(y))
+    return Plain.apply(WithForward.apply(z.log()))
+
+
+PROGRAMS = {
+    "everything saved": run(save_all),
+    "everything saved, three backwards": run(save_all, backwards=3),
+    "marked dirty": run(lambda a: Doubled.apply(a.sin()) * a),
+    "once differentiable": run(lambda a: Once.apply(a * 2)),
+    "non-differentiable output": run(lambda a: Rounded.apply(a - 0.5)[0]),
+    "graph inside backward": run(lambda a: WithForward.apply(a * 2)),
+    "attribute beside saved": run(lambda a: Plain.apply(a * 2)),
+    "chained": run(chained),
+    "same input twice": run(lambda a: SaveAll.apply(a, a)[0]),
+    "output saved by the next node too": run(lambda a: Once.apply(Once.apply(a)).exp()),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_exact(name: str, tmp_path: Path) -> None:
+    assert_same(PROGRAMS[name], tmp_path, setups=SETUPS)
+
+
+def test_second_derivative_of_once_differentiable(tmp_path: Path) -> None:
+    def program(session: Session) -> Any:
+        a = leaf()
+        with session.saved():
+            (slope,) = torch.autograd.grad(Once.apply(a * 2).sum(), a, create_graph=True)
+        session.drain()
+        slope.sum().backward()
+        return a.grad
+
+    assert_same(program, tmp_path, raises=True, moves=False)
+
+
+def test_saved_tensors_after_they_were_freed(tmp_path: Path) -> None:
+    """PyTorch's own error, not one of ours."""
+
+    def program(session: Session) -> Any:
+        a = leaf()
+        with session.saved():
+            y = Once.apply(a * 2).sum()
+        session.drain()
+        y.backward()
+        y.backward()
+
+    assert_same(program, tmp_path, raises=True, moves=False)
+
+
+def test_what_a_node_shows_of_its_saved_tensors(tmp_path: Path) -> None:
+    """``grad_fn._saved_*`` unpacks outside of backward; the bytes are right, and backward still is."""
+
+    def program(session: Session) -> Any:
+        a = leaf()
+        with session.saved():
+            y = (a * 2).sin()
+        session.drain()
+        assert y.grad_fn is not None
+        seen = y.grad_fn._saved_self.detach().clone()
+        y.sum().backward()
+        session.end()
+        return seen, a.grad
+
+    assert_same(program, tmp_path)
+
+
+def test_torch_func_is_answered_as_by_pytorch(tmp_path: Path) -> None:
+    """Function transforms refuse all saved-tensor hooks; they work beside our context."""
+    with open_offloader(tmp_path) as offloader:
+        x = torch.rand(40, 50)
+        expected = torch.func.grad(lambda t: t.sin().sum())(x)
+        with offloader.saved_tensors(), pytest.raises(RuntimeError, match="hooks"):
+            torch.func.grad(lambda t: t.sin().sum())(x)
+        assert torch.equal(torch.func.grad(lambda t: t.sin().sum())(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use of it
+def test_forward_mode(tmp_path: Path) -> None:
+    """Dual numbers inside the context."""
+
+    def program(session: Session) -> Any:
+        a = leaf()
+        with session.saved(), torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(a, torch.ones(40, 50))
+            y = (dual.sin() * dual).exp()
+            tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+            assert tangent is not None
+            loss = torch.autograd.forward_ad.unpack_dual(y).primal.sum()
+            slope = tangent.detach().clone()
+        session.drain()
+        loss.backward()
+        session.end()
+        return slope, a.grad
+
+    assert_same(program, tmp_path)

@@ -1,0 +1,128 @@
+"""An in-place edit of a saved tensor raises what plain PyTorch raises, word for word, wherever the tensor is."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import DRAINED, EAGER, KEEP, MIDDLE, SMALL, Raised, Session, Setup, assert_same
+from tests.parity.inplace_programs import (
+    RAISING,
+    SEVERAL,
+    Program,
+    checkpointed_input,
+    finish,
+    leaf,
+    rest_of_training_goes_on,
+    second_version_saved_too,
+)
+
+SETUPS = (DRAINED, EAGER, MIDDLE, KEEP, SMALL, Setup(verify="full"))
+
+
+@pytest.mark.parametrize("program", RAISING, ids=lambda program: program.__name__)
+def test_raises_as_plain_pytorch(program: Program, tmp_path: Path) -> None:
+    expected = assert_same(program, tmp_path, setups=SETUPS, raises=True, moves=False)
+    assert isinstance(expected, Raised)
+    assert "modified by an inplace operation" in expected.text
+
+
+@pytest.mark.parametrize("program", SEVERAL, ids=lambda program: program.__name__)
+def test_raises_as_plain_pytorch_for_one_of_several_views(program: Program, tmp_path: Path) -> None:
+    assert_same(program, tmp_path, setups=SETUPS, raises=True, moves=False)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e5m2,
+    ],
+    ids=str,
+)
+def test_names_the_type_as_plain_pytorch(dtype: torch.dtype, tmp_path: Path) -> None:
+    class Holds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, held: Tensor) -> Tensor:
+            ctx.save_for_backward(held)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            _ = ctx.saved_tensors
+            return grad, None
+
+    def program(session: Session) -> Any:
+        a, held = leaf(), torch.zeros(40, 50, dtype=dtype)
+        with session.saved():
+            y = Holds.apply(a, held)
+        held.copy_(torch.ones(40, 50))
+        return finish(session, y, a)
+
+    assert_same(program, tmp_path, setups=(DRAINED, KEEP), raises=True, moves=False)
+
+
+@pytest.mark.parametrize("program", RAISING[:7], ids=lambda program: program.__name__)
+def test_raises_in_anomaly_mode(program: Program, tmp_path: Path) -> None:
+    def with_anomaly(session: Session) -> Any:
+        with warnings.catch_warnings():
+            # The mode warns that it is on, and prints where the failing operation was called; both are expected.
+            warnings.simplefilter("ignore", UserWarning)
+            with torch.autograd.set_detect_anomaly(True):
+                return program(session)
+
+    assert_same(with_anomaly, tmp_path, setups=(DRAINED, KEEP), raises=True, moves=False)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [second_version_saved_too, checkpointed_input, rest_of_training_goes_on],
+    ids=lambda program: program.__name__,
+)
+def test_legal_beside_illegal(program: Program, tmp_path: Path) -> None:
+    """Programs in which plain PyTorch decides what is legal; we agree."""
+    raises = program is checkpointed_input
+    assert_same(program, tmp_path, setups=SETUPS, raises=raises, moves=False)
+
+
+def test_edit_of_a_living_tensor_behind_autograd(tmp_path: Path) -> None:
+    """`.data` hides an edit from PyTorch too: while the tensor lives, backward sees the new values, as without us."""
+
+    def program(session: Session) -> Any:
+        a = leaf()
+        base = torch.rand(40, 50)
+        with session.saved():
+            y = a * base
+        session.drain()
+        base.data.add_(1)
+        return finish(session, y, a)
+
+    assert_same(program, tmp_path, setups=SETUPS)
+
+
+def test_legal_edits_stay_legal(tmp_path: Path) -> None:
+    """Edits of what is not saved, and of results before anything saves them."""
+
+    def program(session: Session) -> Any:
+        a, b = leaf(), leaf()
+        with session.saved():
+            x = (a * b).add_(1)
+            x[3] = 0
+            x.relu_()
+            y = x.clone().mul_(b)
+            z = (y * 2).clamp_(min=0.1).log()
+        del x, y
+        return finish(session, z, a, b)
+
+    assert_same(program, tmp_path, setups=SETUPS)

@@ -1,0 +1,33 @@
+"""Whole trainings, bit for bit: the model families that people train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import KEEP, Training, assert_parity
+from tests.parity import models
+
+TRAININGS: dict[str, Callable[[], Training]] = {
+    "gpt2": models.gpt2_training,
+    "gpt2-eager-attention-dropout": lambda: models.gpt2_training(dropout=0.1, attn_implementation="eager"),
+    "gpt2-960": lambda: models.gpt2_training(hidden=960, heads=15, layers=1, steps=2),
+    "bert": models.bert_training,
+    "t5": models.t5_training,
+    "llama-grouped-queries": models.llama_training,
+    "convolutions-channels-last": models.convolution_training,
+    "lstm": models.lstm_training,
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_training_is_exact(name: str, tmp_path: Path) -> None:
+    assert_parity(TRAININGS[name](), tmp_path)
+
+
+def test_parity_check_can_fail(tmp_path: Path) -> None:
+    """A run that offloads nothing must not pass for a proof."""
+    with pytest.raises(AssertionError, match="nothing was offloaded"):
+        assert_parity(models.lstm_training(), tmp_path, setups=[KEEP])

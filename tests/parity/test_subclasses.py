@@ -1,0 +1,227 @@
+"""Tensors that are more, or less, than strided memory are kept as they are, counted, and never broken."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from tests.helpers import DRAINED, EAGER, Raised, Session, assert_identical, assert_released, open_offloader, outcome
+
+Program = Callable[[Session], Any]
+
+
+class Tagged(torch.Tensor):
+    """A subclass without memory of its own kind."""
+
+
+class Wrapped(torch.Tensor):
+    """A wrapper subclass: its storage is empty, its data is inside."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Wrapped, lambda wrapped: wrapped.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, Wrapped, func(*args, **kwargs))
+
+
+class Hold(torch.autograd.Function):
+    """Saves ``held`` and hands it to ``look`` in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: Tensor, look: Callable[[Tensor], Any]) -> Tensor:
+        ctx.save_for_backward(held)
+        ctx.look = look
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (held,) = ctx.saved_tensors
+        ctx.look(held)
+        return grad, None, None
+
+
+def held(make: Callable[[], Tensor], look: Callable[[Tensor], Any]) -> Program:
+    def program(session: Session) -> Any:
+        seen: list[Any] = []
+        x = torch.ones(3, requires_grad=True)
+        with session.saved():
+            y = Hold.apply(x, make(), lambda tensor: seen.append((type(tensor).__name__, look(tensor))))
+        session.drain()
+        y.sum().backward()
+        session.end()
+        return seen
+
+    return program
+
+
+def tagged(session: Session) -> Any:
+    a = torch.rand(40, 50).as_subclass(Tagged).requires_grad_()
+    with session.saved():
+        y = (a * 2).sin().exp()
+    session.drain()
+    y.sum().backward()
+    session.end()
+    assert a.grad is not None
+    return a.grad.as_subclass(Tensor)
+
+
+def wrapped(session: Session) -> Any:
+    a = Wrapped(torch.rand(40, 50)).requires_grad_()
+    with session.saved():
+        y = (a * 2).sin().exp()
+    session.drain()
+    y.sum().backward()
+    session.end()
+    assert isinstance(a.grad, Wrapped)
+    return a.grad.inner
+
+
+def jagged(session: Session) -> Any:
+    parts = [torch.rand(3 + 2 * n, 50) for n in range(4)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    with session.saved():
+        y = torch.sin(nested * 2) * 3
+    session.drain()
+    y.values().sum().backward()
+    session.end()
+    assert nested.grad is not None
+    return nested.grad.values()
+
+
+def sparse_product(session: Session) -> Any:
+    weight = torch.rand(64, 50).requires_grad_()
+    adjacency = (torch.rand(40, 64) > 0.8).float().to_sparse().requires_grad_()
+    with session.saved():
+        y = torch.sparse.mm(adjacency, weight).sin()
+    session.drain()
+    y.sum().backward()
+    session.end()
+    assert adjacency.grad is not None
+    return weight.grad, adjacency.grad.coalesce().values()
+
+
+def sparse_embedding(session: Session) -> Any:
+    table = nn.Embedding(100, 40, sparse=True)
+    session.register(table)
+    with session.saved():
+        y = table(torch.arange(0, 100, 3)).sin()
+    session.drain()
+    y.sum().backward()
+    session.end()
+    assert table.weight.grad is not None
+    return table.weight.grad.to_dense()
+
+
+def _quantised() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # these dtypes are deprecated, and yet people have them
+        return torch.quantize_per_tensor(torch.rand(40, 50), 0.01, 3, torch.quint8)
+
+
+FOREIGN: dict[str, Program] = {
+    "subclass": tagged,
+    "wrapper subclass": wrapped,
+    "nested": jagged,
+    "sparse product": sparse_product,
+    "sparse COO": held(lambda: torch.rand(40, 50).relu().to_sparse(), lambda t: t.to_dense()),
+    "sparse CSR": held(lambda: torch.eye(40).to_sparse_csr(), lambda t: t.to_dense()),
+    "quantised": held(_quantised, lambda t: (t.int_repr(), t.q_scale(), t.q_zero_point())),
+    "meta": held(lambda: torch.empty(40, 50, device="meta"), lambda t: (t.device.type, tuple(t.shape))),
+    "mkldnn": held(lambda: torch.rand(40, 50).to_mkldnn(), lambda t: t.to_dense()),
+    "wrapper held": held(lambda: Wrapped(torch.rand(40, 50)), lambda t: t.inner),
+    "nested held": held(
+        lambda: torch.nested.nested_tensor([torch.rand(3, 5), torch.rand(2, 5)], layout=torch.jagged),
+        lambda t: (t.values(), t.offsets()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_kept_counted_and_exact(name: str, tmp_path: Path) -> None:
+    expected = outcome(FOREIGN[name], Session())
+    assert not isinstance(expected, Raised), expected
+    for setup in (DRAINED, EAGER):
+        with open_offloader(tmp_path, setup) as offloader:
+            assert_identical(outcome(FOREIGN[name], Session(offloader, drained=setup.drained)), expected, name)
+            assert offloader.stats.num_kept_foreign > 0
+            assert_released(offloader)
+
+
+def test_sparse_gradients(tmp_path: Path) -> None:
+    expected = outcome(sparse_embedding, Session())
+    assert not isinstance(expected, Raised), expected
+    with open_offloader(tmp_path) as offloader:
+        assert_identical(outcome(sparse_embedding, Session(offloader, drained=True)), expected)
+
+
+@pytest.fixture
+def _process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_distributed_tensor(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    def program(session: Session) -> Any:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = nn.Parameter(distribute_tensor(torch.rand(40, 50), mesh, [Shard(0)]))
+        x = distribute_tensor(torch.rand(30, 40), mesh, [Shard(0)])
+        with session.saved():
+            y = torch.sin(x @ weight).exp()
+        session.drain()
+        y.sum().backward()
+        session.end()
+        assert isinstance(weight.grad, DTensor)
+        return weight.grad.to_local()
+
+    expected = outcome(program, Session())
+    assert isinstance(expected, Tensor)
+    with open_offloader(tmp_path) as offloader:
+        assert_identical(outcome(program, Session(offloader, drained=True)), expected)
+        assert offloader.stats.num_kept_foreign > 0
+
+
+def test_parameters_are_known_by_their_storage(tmp_path: Path) -> None:
+    """Transposed, detached, sliced, tied, chunked: whatever view a weight comes in, it is not written."""
+    with open_offloader(tmp_path) as offloader:
+        weight, buffer = nn.Parameter(torch.rand(300, 400)), torch.rand(300, 400)
+        holder = nn.Module()
+        holder.weight = weight
+        holder.register_buffer("constant", buffer)
+        offloader.register_module(holder)
+        x = torch.rand(2, 300).requires_grad_()
+        with offloader.saved_tensors():
+            views = [weight, weight.detach(), weight.data, buffer, buffer[:, :], weight.view(-1).view(300, 400)]
+            loss = sum((x @ view).sum() for view in views)
+            loss = loss + sum((x @ half).sum() for half in weight.chunk(2, dim=1))
+        offloader.flush()
+        stats = offloader.stats
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        offloader.end_backward()
+        assert stats.num_kept_parameters >= 8
+        assert stats.bytes_written < weight.numel() * 4

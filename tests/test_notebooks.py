@@ -1,0 +1,52 @@
+"""Every notebook runs from top to bottom, and shows what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:home|root|tmp|Users|work|mnt)/\w+")
+
+
+def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    monkeypatch.setenv("IPYTHONDIR", str(spill_dir / "ipython"))
+    notebook = nbformat.read(path, as_version=4)
+    started_s = time.monotonic()
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(spill_dir)}}).execute()
+    assert time.monotonic() - started_s < 180, "a notebook is a matter of minutes"
+    text = "".join(output.get("text", "") for output in outputs(notebook))
+    assert "bitwise equal: True" in text
+    pictures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
+    assert len(pictures) == 1
+    found = re.search(r"above rest: keep ([\d,]+) MiB, offload ([\d,]+) MiB", text)
+    assert found is not None
+    kept, moved = (int(number.replace(",", "")) for number in found.groups())
+    assert moved < 0.7 * kept
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_small_and_tells_nothing_about_a_machine(path: Path) -> None:
+    assert path.stat().st_size < 150_000
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    written = "\n".join([cell.source for cell in notebook.cells] + [o.get("text", "") for o in outputs(notebook)])
+    assert not ABSOLUTE_PATH.search(written)
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]

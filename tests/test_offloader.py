@@ -1,0 +1,230 @@
+"""The plain-PyTorch API: opening, closing, directories, numbers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import ConfigError, OffloaderClosedError, UnsuitablePathError
+
+OFFLOAD_ALL = OffloadPolicy(activations="offload", min_tensor_bytes=0)
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
+
+
+def step(offloader: Offloader, *, size: int = 300) -> None:
+    x = torch.randn(size, size, requires_grad=True)
+    with offloader.saved_tensors():
+        loss = x.exp().sin().cos().tanh().sum()
+    offloader.flush()
+    loss.backward()
+    offloader.end_backward()
+
+
+def test_nothing_is_opened_before_open(spill_dir: Path) -> None:
+    offloader = Offloader(hardware=HardwareProfile(paths=spill_dir / "new"))
+    assert not offloader.is_open
+    assert not our_threads()
+    assert not (spill_dir / "new").exists()
+    with pytest.raises(OffloaderClosedError, match="call open"):
+        offloader.saved_tensors()
+
+
+def test_open_and_close_leave_nothing(spill_dir: Path) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    offloader = Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir), subdirectory="rank-0")
+    for _ in range(3):
+        with offloader:
+            step(offloader)
+            assert offloader.stats.bytes_read > 0
+        offloader.close()
+        assert not our_threads()
+        assert len(os.listdir("/proc/self/fd")) == fds
+        assert not list(spill_dir.iterdir())
+
+
+def test_stats_survive_close_and_begin_anew_with_open(spill_dir: Path) -> None:
+    offloader = Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir))
+    with offloader:
+        step(offloader)
+    assert offloader.stats.bytes_written > 0
+    with offloader:
+        assert offloader.stats.bytes_written == 0
+
+
+def test_directories_by_precedence(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_variable, by_profile, by_default = spill_dir / "v", spill_dir / "p", spill_dir / "d"
+
+    def used(**kwargs: object) -> str:
+        with Offloader(policy=OFFLOAD_ALL, **kwargs) as offloader:  # type: ignore[arg-type]
+            return offloader.description
+
+    monkeypatch.delenv("LIGHTNING_SSD_PATHS", raising=False)
+    assert str(by_default) in used(default_directory=by_default)
+    monkeypatch.setenv("LIGHTNING_SSD_PATHS", f"{by_variable}{os.pathsep}{by_variable}2")
+    assert f"{by_variable}, {by_variable}2" in used(default_directory=by_default)
+    assert str(by_profile) in used(hardware=HardwareProfile(paths=[by_profile]), default_directory=by_default)
+
+
+def test_several_directories_share_the_storages(spill_dir: Path) -> None:
+    paths = [spill_dir / name for name in "abc"]
+    with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=paths)) as offloader:
+        step(offloader)
+        assert offloader.stats.bytes_read > 0
+        arenas = offloader._tier._arenas  # type: ignore[union-attr]
+        assert len({arena.path for arena in arenas}) == 3
+        assert sum(arena.size_bytes > 0 for arena in arenas) >= 2
+
+
+def test_unsuitable_path_is_refused_before_anything_is_open() -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        pytest.skip("no /dev/shm here to be refused")
+    offloader = Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=shm))
+    with pytest.raises(UnsuitablePathError, match="tmpfs"):
+        offloader.open()
+    assert not offloader.is_open
+    assert not our_threads()
+
+
+@pytest.mark.parametrize("wrong", [{"policy": "offload"}, {"hardware": "/tmp"}])
+def test_wrong_types_say_what_to_write(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"for example (OffloadPolicy|HardwareProfile)"):
+        Offloader(**wrong)  # type: ignore[arg-type]
+
+
+def test_keep_counts_and_opens_nothing() -> None:
+    with Offloader(policy=OffloadPolicy(activations="keep", min_tensor_bytes=0)) as offloader:
+        step(offloader)
+        stats = offloader.stats
+        assert not our_threads()
+    assert stats.bytes_kept == stats.bytes_saved > 0
+    assert stats.resident_peak_bytes == stats.saved_peak_bytes > 0
+    assert stats.bytes_written == stats.resident_bytes == 0
+
+
+def test_backward_after_close_raises(spill_dir: Path) -> None:
+    x = torch.randn(300, 300, requires_grad=True)
+    with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+        with offloader.saved_tensors():
+            loss = x.exp().sin().sum()
+        offloader.flush()
+    with pytest.raises(OffloaderClosedError, match="run backward before closing"):
+        loss.backward()
+
+
+def test_disk_use_and_books_are_constant_over_steps(spill_dir: Path) -> None:
+    with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+        step(offloader)
+        disk_bytes = offloader.stats.disk_bytes
+        for _ in range(30):
+            step(offloader)
+        assert offloader.stats.disk_bytes == disk_bytes
+        assert offloader.stats.resident_bytes == 0
+        cache = offloader._cache
+        assert cache is not None
+        assert cache.ledger.num_live == 0
+        assert cache.ledger.ahead_bytes == 0
+        gc.collect()
+        assert sum(arena.used_bytes for arena in offloader._tier._arenas) == 0  # type: ignore[union-attr]
+
+
+def test_metrics_are_drained_once(spill_dir: Path) -> None:
+    with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+        step(offloader)
+        first, second = offloader.drain_metrics(), offloader.drain_metrics()
+    assert first["io/write_gib"] > 0
+    assert first["io/overlap_ratio"] <= 1
+    assert second["io/write_gib"] == 0
+
+
+def test_interpreter_exit_without_close(spill_dir: Path) -> None:
+    """Forgotten open with work under way: the process ends by itself, and says nothing."""
+    program = f"""
+import torch, lightning_ssd as s
+hardware = s.HardwareProfile(paths={str(spill_dir)!r})
+offloader = s.Offloader(policy=s.OffloadPolicy(min_tensor_bytes=0), hardware=hardware)
+offloader.open()
+x = torch.randn(2000, 2000, requires_grad=True)
+with offloader.saved_tensors():
+    loss = x.exp().sin().cos().sum()
+"""
+    child = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (child.returncode, child.stderr) == (0, "")
+    assert not [path for path in spill_dir.rglob("*") if path.is_file()]
+
+
+def run_child(program: str) -> str:
+    child = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+def test_dropped_unclosed_under_the_ledgers_lock(spill_dir: Path) -> None:
+    """The garbage collector may find a forgotten offloader while we hold a lock that its workers wait for."""
+    out = run_child(f"""
+import faulthandler, gc, torch, lightning_ssd as s
+from lightning_ssd.saved_storage import Ledger
+faulthandler.dump_traceback_later(60, exit=True)
+opened = Ledger.opened
+def collecting(self, record):
+    gc.collect()
+    opened(self, record)
+Ledger.opened = collecting
+policy, hardware = s.OffloadPolicy(min_tensor_bytes=0), s.HardwareProfile(paths={str(spill_dir)!r})
+forgotten = s.Offloader(policy=policy, hardware=hardware).open()
+forgotten.cycle = forgotten
+x = torch.randn(300, 300, requires_grad=True)
+with forgotten.saved_tensors():
+    loss = x.exp().sin().sum()
+    del forgotten
+del loss
+with s.Offloader(policy=policy, hardware=hardware) as other, other.saved_tensors():
+    loss = x.exp().sin().sum()
+faulthandler.cancel_dump_traceback_later()
+print("ended")
+""")
+    assert out == "ended\n"
+
+
+def test_fork_says_so_instead_of_waiting(spill_dir: Path) -> None:
+    """A child has no workers: it must neither hang nor touch the parent's files."""
+    out = run_child(f"""
+import faulthandler, os, torch, lightning_ssd as s
+faulthandler.dump_traceback_later(60, exit=True)
+policy, hardware = s.OffloadPolicy(min_tensor_bytes=0), s.HardwareProfile(paths={str(spill_dir)!r})
+offloader = s.Offloader(policy=policy, hardware=hardware).open()
+x = torch.randn(300, 300, requires_grad=True)
+with offloader.saved_tensors():
+    loss = x.exp().sin().sum()
+offloader.flush()
+pid = os.fork()
+if pid == 0:
+    try:
+        loss.backward()
+    except s.errors.OffloaderClosedError as error:
+        assert "open one after forking" in str(error)
+        offloader.close()
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+loss.backward()
+offloader.end_backward()
+offloader.close()
+print(offloader.stats.bytes_read > 0)
+""")
+    assert out == "True\n"

@@ -1,0 +1,367 @@
+"""Data, models and meters of the recipes, and every recipe's real entry point in tiny form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes import demo, plain_loop
+from recipes.data import EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SyntheticData, TextData, python_text, tokenize
+from recipes.meter import StepMeter, weights_digest
+from recipes.models import LanguageModel, make_inputs
+from recipes.runner import run
+from recipes.schema import SCHEMA, ConfigMistake
+from recipes.summary import RunSummary
+
+ROOT = SCHEMA.config_dir.parent
+MIB = 1 << 20
+TINY = ["experiment=smoke", "trainer.max_steps=2"]
+Train = Callable[..., RunSummary]
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return python_text(200_000)
+
+
+def test_pythons_own_text_is_prose_and_code(text: str) -> None:
+    assert 150_000 < len(text) <= 200_000
+    assert 'The "assert" statement' in text or "assert" in text
+    assert python_text(200_000) == text
+    assert python_text(1_000) == text[:1_000]
+    assert "def " in python_text(3_000_000)
+
+
+def test_tokens_are_the_same_every_time_and_few_per_character(text: str) -> None:
+    tokens = tokenize(text, 1024)
+    assert torch.equal(tokens, tokenize(text, 1024))
+    assert tokens.dtype == torch.int32
+    assert tokens.max() < 1024
+    assert len(tokens) < len(text) / 2
+    assert (tokens == EOS_TOKEN).sum() == text.count("\0") + 1
+
+
+def test_text_data_comes_from_the_cache_the_second_time(tmp_path: Path) -> None:
+    data = TextData(cache_dir=str(tmp_path), max_text_bytes=100_000, vocab_size=512, sequence_length=32, batch_size=4)
+    data.prepare_data()
+    (cached,) = tmp_path.iterdir()
+    written_ns = cached.stat().st_mtime_ns
+    tokens = data.make_tokens()
+    assert cached.stat().st_mtime_ns == written_ns
+    assert torch.equal(tokens, tokenize(data.read_text(), 512))
+    TextData(cache_dir=str(tmp_path), max_text_bytes=100_000, vocab_size=600).make_tokens()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_text_data_reads_the_users_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.txt"
+    file.write_text("ein Stück Text. " * 500, encoding="utf-8")
+    data = TextData(path=str(file), cache_dir=str(tmp_path), vocab_size=300, sequence_length=8, batch_size=2)
+    assert data.read_text() == file.read_text(encoding="utf-8")
+    assert next(iter(data.train_dataloader())).shape == (2, 8)
+    missing = TextData(path=str(tmp_path / "none.txt"))
+    with pytest.raises(FileNotFoundError, match=r"data\.path='.*none\.txt' is no file; give a UTF-8 text file"):
+        missing.read_text()
+
+
+def test_windows_are_shuffled_alike_and_validation_is_apart() -> None:
+    def make(seed: int) -> SyntheticData:
+        return SyntheticData(
+            num_batches=5, vocab_size=64, sequence_length=8, batch_size=4, num_val_batches=2, seed=seed
+        )
+
+    first, again = (torch.cat(list(make(1).train_dataloader())) for _ in range(2))
+    data = make(1)
+    assert torch.equal(first, again)
+    assert first.shape == (20, 8)
+    assert not torch.equal(first, data.windows[:20])
+    assert torch.equal(first.sort(0).values, data.windows[:20].sort(0).values)
+    assert torch.equal(torch.cat(list(data.val_dataloader())), data.windows[20:])
+    assert not torch.equal(make(2).windows, data.windows)
+
+
+def test_too_little_text_and_too_few_tokens_are_refused() -> None:
+    data = TextData(max_text_bytes=2_000, vocab_size=300, sequence_length=512, batch_size=4, cache_dir="unused")
+    data.make_tokens = lambda: tokenize(data.read_text(), 300)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"windows of data\.sequence_length=512; .* need 8\. Give more text"):
+        data.train_dataloader()
+    with pytest.raises(ValueError, match=r"data\.vocab_size=100; allowed: at least 259"):
+        tokenize("text", 100)
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+def test_a_causal_model_predicts_the_next_token() -> None:
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    inputs, labels = make_inputs(tokens, "causal")
+    assert inputs["input_ids"].tolist() == [[5, 6, 7, 8]]
+    assert labels.tolist() == [[6, 7, 8, -100]]
+
+
+def test_a_masked_model_predicts_what_is_hidden() -> None:
+    tokens = torch.randint(3, 500, (64, 128))
+    inputs, labels = make_inputs(tokens, "masked", mask_seed=3)
+    hidden = inputs["input_ids"] == MASK_TOKEN
+    assert 0.13 < hidden.float().mean() < 0.17
+    assert torch.equal(labels[hidden], tokens[hidden])
+    assert (labels[~hidden] == -100).all()
+    assert torch.equal(make_inputs(tokens, "masked", mask_seed=3)[1], labels)
+    assert not torch.equal(make_inputs(tokens, "masked", mask_seed=4)[1], labels)
+
+
+def test_a_sequence_to_sequence_model_predicts_the_second_half() -> None:
+    inputs, labels = make_inputs(torch.tensor([[5, 6, 7, 8]]), "seq2seq")
+    assert inputs["input_ids"].tolist() == [[5, 6]]
+    assert inputs["decoder_input_ids"].tolist() == [[PAD_TOKEN, 7]]
+    assert labels.tolist() == [[7, 8]]
+
+
+def test_a_model_without_weights_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"call configure_model\(\) first"):
+        LanguageModel(config=None, objective="causal")(torch.zeros(1, 4, dtype=torch.long))  # type: ignore[arg-type]
+
+
+# -- meter and summary -----------------------------------------------------------------------------------------------
+
+
+def test_the_meter_finds_the_peak_of_later_steps() -> None:
+    meter = StepMeter()
+    for nbytes in (256 * MIB, 32 * MIB, 96 * MIB):
+        meter.start_step()
+        block = torch.ones(nbytes, dtype=torch.uint8)
+        del block
+        meter.end_step()
+    assert len(meter.step_s) == 3
+    assert meter.median_step_s == sum(meter.step_s[1:]) / 2
+    assert 90 * MIB < meter.peak_above_rest_bytes < 160 * MIB
+
+
+def test_the_digest_sees_every_bit_and_every_type() -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).bfloat16()
+    digest = weights_digest(layers)
+    assert digest == weights_digest(layers)
+    with torch.no_grad():
+        layers[0].weight[0, 0] += 0.01
+    assert digest != weights_digest(layers)
+
+
+def summary(**changes: object) -> RunSummary:
+    plain = RunSummary(
+        model="gpt",
+        offload="ssd",
+        losses=[3.0, 2.5],
+        step_s=1.5,
+        peak_above_rest_bytes=100 * MIB,
+        weights_digest="0123456789abcdef",
+        counted=True,
+        resident_peak_bytes=20 * MIB,
+        saved_peak_bytes=80 * MIB,
+        written_bytes_per_step=70 * MIB,
+        read_bytes_per_step=60 * MIB,
+        stall_s_per_step=0.25,
+        backend="posix O_DIRECT",
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_a_summary_is_a_line_and_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    summary().write(path)
+    assert RunSummary.read(path) == summary()
+    line = summary().line()
+    for part in ("model=gpt offload=ssd", "2.500000 after 2", "1.50 s", "100 MiB above", "20 MiB in", "70 MiB written"):
+        assert part in line
+    assert "saved activations" not in summary(counted=False).line()
+
+
+def test_the_demo_tells_what_was_saved_and_shouts_when_weights_differ() -> None:
+    plain = summary(offload="none", counted=False, peak_above_rest_bytes=400 * MIB, step_s=1.0)
+    words = demo.verdict(plain, summary())
+    assert "bit for bit" in words
+    assert "100 MiB above its resting level instead of 400 MiB (25 %)" in words
+    assert "20 MiB of 80 MiB saved activations" in words
+    assert "DIFFER" in demo.verdict(plain, summary(weights_digest="other"))
+    lines = demo.table(plain, summary()).splitlines()
+    assert any(line.startswith("process peak above rest") and line.endswith("0.25") for line in lines)
+    assert any(line.startswith("step time") and line.endswith("1.50") for line in lines)
+
+
+# -- entry points --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def train(spill_dir: Path) -> Train:
+    """Train as a job of ``recipes.train`` does, in this process."""
+
+    def train_once(*overrides: str, name: str = "run") -> RunSummary:
+        words = [*TINY, *overrides, f"output_dir={spill_dir / name}"]
+        config, choices = SCHEMA.compose(words)
+        return run(config, model=choices["model"], offload=choices["offload"])
+
+    return train_once
+
+
+@pytest.mark.parametrize("model", ["gpt", "bert", "t5", "llama"])
+def test_training_is_exact_in_every_mode(model: str, train: Train, spill_dir: Path) -> None:
+    plain = train(f"model={model}", "offload=none", "logger=none")
+    assert len(plain.losses) == 2
+    assert plain.step_s > 0
+    modes = ["ssd", "keep", "auto"] if model == "gpt" else ["ssd"]
+    for mode in modes:
+        other = train(f"model={model}", f"offload={mode}", name=mode)
+        assert other.losses == plain.losses
+        assert other.weights_digest == plain.weights_digest
+        assert other.counted
+        assert other.saved_peak_bytes > 0
+        assert (other.written_bytes_per_step > 0) == (mode != "keep")
+    rows = (spill_dir / "ssd" / "csv" / "metrics.csv").read_text().splitlines()
+    assert "train/loss" in rows[0]
+    assert "memory/activations_resident_peak_gib" in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["model=bert_base", "data.vocab_size=40000"], "data.vocab_size=40000 is more .* up to 30522"),
+        (["model=gpt2_small", "data.sequence_length=2048"], "data.sequence_length=2048 is more .* up to 1024"),
+        (["model=llama_7b", "data.sequence_length=8192"], "data.sequence_length=8192 is more .* up to 4096"),
+    ],
+)
+def test_data_that_the_model_cannot_take_is_refused(overrides: list[str], match: str, train: Train) -> None:
+    with pytest.raises(ConfigMistake, match=match):
+        train(*overrides)
+
+
+def test_wandb_runs_offline_and_one_run_per_job(train: Train, spill_dir: Path) -> None:
+    for name in ("one", "two"):
+        train("offload=none", "logger=wandb", "logger.wandb.offline=true", name=name)
+        assert len(list((spill_dir / name / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "netrc", "missing"),
+    [
+        ("secret", None, False),
+        (None, None, True),
+        (None, "machine api.wandb.ai login user password secret", False),
+        (None, "machine example.org login user password secret", True),
+    ],
+)
+def test_wandb_is_offline_without_a_key(
+    key: str | None, netrc: str | None, missing: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "netrc"
+    if netrc is not None:
+        file.write_text(netrc)
+        file.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(file))
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", key or "")
+    config, _ = SCHEMA.compose(["logger=wandb", f"output_dir={tmp_path}"])
+    assert config.logger.wandb.offline is missing
+
+
+def test_the_plain_loop_gives_the_weights_of_the_lightning_run(
+    train: Train, spill_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lightning = train("offload=none", "logger=none")
+    for mode in ("none", "ssd"):
+        plain = plain_loop.main([*TINY, f"offload={mode}", f"output_dir={spill_dir}"])
+        assert plain.losses == lightning.losses
+        assert plain.weights_digest == lightning.weights_digest
+        assert plain.counted == (mode == "ssd")
+    output = capsys.readouterr().out
+    assert "step 2: loss" in output
+    assert "model=gpt offload=ssd" in output
+
+
+def test_the_plain_loop_refuses_mistakes() -> None:
+    with pytest.raises(SystemExit, match=r"Did you mean offload\.min_tensor_bytes"):
+        plain_loop.main(["+offload.min_tensor_byte=4"])
+
+
+def run_module(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", name, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.slow
+def test_a_sweep_from_the_command_line(spill_dir: Path) -> None:
+    sweep = ["-m", "offload=keep,ssd", "model=gpt,t5", *TINY, "logger=none"]
+    done = run_module("recipes.train", *sweep, "hydra.sweep.dir=swept", cwd=spill_dir)
+    assert done.returncode == 0, done.stderr
+    summaries = [RunSummary.read(path) for path in spill_dir.glob("swept/*/summary.json")]
+    by_name = {(summary.model, summary.offload): summary for summary in summaries}
+    assert len(by_name) == 4
+    for model in ("gpt", "t5"):
+        assert by_name[model, "keep"].losses == by_name[model, "ssd"].losses
+        assert by_name[model, "keep"].weights_digest == by_name[model, "ssd"].weights_digest
+    assert sum(line.startswith("model=") for line in done.stdout.splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["++trainer.max_step=1"], "Did you mean trainer.max_steps?"),
+        (["experiment=smoke", "offload.min_tensor_bytes=4ZB"], "is not a size; allowed"),
+    ],
+)
+def test_a_mistake_ends_the_command_with_a_short_message(arguments: list[str], match: str, tmp_path: Path) -> None:
+    done = run_module("recipes.train", *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert match in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 3
+
+
+@pytest.mark.slow
+def test_the_demo_from_the_command_line(spill_dir: Path) -> None:
+    done = run_module("recipes.demo", "--output-dir", str(spill_dir), *TINY, "logger=none", cwd=spill_dir)
+    assert done.returncode == 0, done.stderr
+    assert "Verdict: Losses and weights are bit for bit those of plain Lightning." in done.stdout
+    assert json.loads((spill_dir / "ssd" / "summary.json").read_text())["written_bytes_per_step"] > 0
+
+
+def test_the_demo_passes_a_failure_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--output-dir", str(tmp_path), "model=gbt"]) == 1
+    assert "model=gbt: there is no such option. Did you mean model=gpt?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Makefile", "README.md", "CHANGELOG.md"])
+def test_documents_name_recipes_that_exist(name: str) -> None:
+    modules = set(re.findall(r"-m recipes\.(\w+)", (ROOT / name).read_text(encoding="utf-8")))
+    missing = [module for module in sorted(modules) if not (ROOT / "recipes" / f"{module}.py").is_file()]
+    assert not missing
+
+
+@pytest.mark.parametrize("module", ["recipes.train", "recipes.plain_loop"])
+def test_unsuitable_directory_is_one_clear_line(module: str) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm here to be refused")
+    command = [sys.executable, "-m", module, "experiment=smoke", "offload=ssd", "hardware.paths=[/dev/shm]"]
+    root = Path(__file__).resolve().parent.parent
+    child = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110, check=False)
+    assert child.returncode == 1
+    assert "tmpfs" in child.stderr
+    assert "Traceback" not in child.stderr

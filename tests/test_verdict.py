@@ -1,0 +1,80 @@
+import pytest
+
+from lightning_ssd import OffloadPolicy, OffloadStats
+from lightning_ssd.verdict import Run, verdict
+
+GIB = 1 << 30
+STATS = OffloadStats(
+    bytes_saved=20 * GIB,
+    bytes_written=12 * GIB,
+    bytes_read=11 * GIB,
+    bytes_forwarded=GIB,
+    stall_s=1.25,
+    resident_peak_bytes=GIB // 2,
+    saved_peak_bytes=3 * GIB,
+    num_saved=100,
+)
+METRICS = {
+    "memory/device_peak_gib": 4.0,
+    "memory/host_peak_gib": 0.05,
+    "memory/activations_resident_peak_gib": 0.75,
+    "memory/activations_saved_peak_gib": 3.0,
+    "io/overlap_ratio": 0.984,
+}
+
+
+def run(**changes):
+    settings = {
+        "stats": STATS,
+        "policy": OffloadPolicy(),
+        "backend": "posix O_DIRECT; in /mnt/nvme",
+        "metrics": METRICS,
+        "step_s": 100.0,
+    }
+    return Run(**(settings | changes))
+
+
+def test_a_run_that_offloaded():
+    assert verdict(run()) == (
+        "Saved activations: at most 0.75 GiB resident of 3.00 GiB that keeping would have held (25 %). "
+        "12.00 GiB written, 11.00 GiB read, 1.00 GiB taken back without a read; "
+        "stalled 1.2 s of 100.0 s in training steps (1.2 %), overlap 98 %. "
+        "Backend: posix O_DIRECT; in /mnt/nvme. "
+        "Peak memory: device 4.00 GiB, host 51.2 MiB."
+    )
+
+
+def test_failures_are_not_hushed_up():
+    text = verdict(run(stats=OffloadStats(bytes_saved=1, failures=3, fallbacks=2)))
+    assert "3 transfers failed; 2 times training went on with the tensor in memory or a second try." in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"stats": OffloadStats(num_kept_small=7)},
+            "Nothing was offloaded: no saved activation had min_tensor_bytes='1MiB' or more; "
+            "7 smaller ones were kept. ",
+        ),
+        (
+            {"policy": OffloadPolicy(activations="keep")},
+            "Saved activations: all kept in memory, as asked; at most 3.00 GiB at a time. ",
+        ),
+        ({"stats": None, "policy": None}, "Nothing was offloaded: the Trainer's strategy does not. "),
+    ],
+)
+def test_a_run_that_did_not(changes, text):
+    assert verdict(run(**changes)) == text + "Peak memory: device 4.00 GiB, host 51.2 MiB."
+
+
+def test_nothing_is_claimed_without_a_number():
+    text = verdict(run(metrics={}, step_s=0.0))
+    assert "Peak memory" not in text
+    assert "overlap" not in text
+    assert "stalled 1.2 s of 0.0 s in training steps;" not in text
+    assert "at most 0.50 GiB resident of 3.00 GiB" in text
+
+
+def test_whose_numbers_they_are():
+    assert verdict(run(num_processes=4)).endswith("Numbers of the first of 4 processes.")
