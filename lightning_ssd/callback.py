@@ -146,14 +146,18 @@ class OffloadMonitor(Callback):
         stats = None if offloader is None else offloader.stats
         if stats is not None:
             self._written_now = stats.bytes_written
+        report = None if offloader is None else offloader.plan_report
+        metrics = self._run.result()
         self.summary = verdict(
             Run(
                 stats=stats,
                 policy=None if offloader is None else offloader.policy,
                 backend="" if offloader is None else offloader.description,
-                metrics=self._run.result(),
+                metrics=metrics,
                 step_s=self._run_s + self._step_s,
                 num_processes=trainer.world_size,
+                plan=None if report is None else report.text(),
+                drive_life_days=metrics.get("wear/drive_life_days"),
             )
         )
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from lightning_ssd.errors import ConfigError
 
@@ -26,6 +26,7 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+_ACTIVATIONS = ("auto", "offload", "keep", "recompute", "recompute_offload")
 _WEAR = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*DWPD\s*", re.IGNORECASE)
 
 
@@ -51,7 +52,10 @@ def parse_size(value: Size, *, name: str = "size") -> int:
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{name}={value!r} is not a size; allowed: {allowed}")
     number, unit = match.groups()
-    nbytes: int = round(float(number) * _UNITS[unit.lower()])
+    exact = float(number) * _UNITS[unit.lower()]
+    if exact == math.inf:
+        raise ConfigError(f"{name}={value!r} is not finite; allowed: {allowed}")
+    nbytes: int = round(exact)
     return nbytes
 
 
@@ -60,64 +64,123 @@ def _check_choice(owner: str, name: str, value: object, allowed: Sequence[str]) 
         raise ConfigError(f"{owner}.{name}={value!r}; allowed: {', '.join(map(repr, allowed))}")
 
 
-def _check_optional_size(owner: str, name: str, value: Size | None) -> None:
+def _check_optional_size(owner: str, name: str, value: Size | None, *, zero_means: str) -> None:
     if value is not None and parse_size(value, name=f"{owner}.{name}") == 0:
-        raise ConfigError(f"{owner}.{name}={value!r} leaves no memory at all; allowed: None or a size above 0")
+        raise ConfigError(f"{owner}.{name}={value!r} {zero_means}; allowed: None or a size above 0")
+
+
+def _as_tuple(name: str, value: object, allowed: str) -> tuple[object, ...]:
+    """One name or path, or several of them, as a tuple."""
+    if isinstance(value, str | os.PathLike):
+        return (value,)
+    if not isinstance(value, Iterable) or isinstance(value, bytes):
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; allowed: {allowed}")
+    return tuple(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPolicy:
     """What is moved, and how much slower a step may get for it. Every default works without a thought."""
 
-    activations: Literal["auto", "offload", "keep"] = "auto"
-    """Saved activations: "auto" plans from profiled steps (until the planner exists: as "offload"), "offload" moves
-    all that is at least ``min_tensor_bytes`` large, "keep" moves nothing and only counts."""
+    activations: Literal["auto", "offload", "keep", "recompute", "recompute_offload"] = "auto"
+    """Saved activations: "auto" profiles the first step of each shape and plans (keep, move or recompute), "offload"
+    moves all that is at least ``min_tensor_bytes`` large, "keep" moves nothing and only counts, "recompute" recomputes
+    each block in backward and keeps the blocks' inputs, "recompute_offload" does so and moves the inputs."""
 
     optimizer_states: Literal["keep", "offload"] = "keep"
     """Optimizer states: "keep" leaves them where the optimizer puts them. "offload" is not built yet and is refused."""
 
     memory_budget: Size | None = None
-    """Device peak to stay under; ``None``: as low as ``max_slowdown`` allows. Needs the planner; refused until then."""
+    """Peak of device memory (on CPU: of the process) to stay under; ``None``: as low as ``max_slowdown`` allows. Only
+    with ``activations="auto"``."""
 
     activation_budget: Size | None = None
-    """The same for resident saved activations alone. Needs the planner; refused until then."""
+    """The same for resident saved activations alone."""
 
     max_slowdown: float = 1.02
-    """Predicted step time / step time with everything kept that a plan may reach; at least 1. Without effect until the
-    planner exists."""
+    """Predicted step time / step time with everything kept that "auto" may reach without a budget; at least 1."""
 
     min_tensor_bytes: Size = "1MiB"
     """Saved storages below this size are kept: they cost more to move than they free. 0 moves everything."""
+
+    recompute_modules: Sequence[str] | str = ()
+    """Class names of the blocks that may be recomputed; none: the repeated blocks of the model, found by
+    themselves."""
 
     verify: Literal["off", "sampled", "full"] = "off"
     """Checksums of what is read back: "full" for every storage, "sampled" for one in sixteen."""
 
     wear_budget: Size | None = None
-    """Bytes per day, or "1.0DWPD" (drive writes per day). Needs the planner; refused until then."""
+    """Bytes per day that may be written, or "1.0DWPD" (drive writes per day, of the file systems' sizes). Only with
+    ``activations="auto"``."""
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        _check_choice(owner, "activations", self.activations, ("auto", "offload", "keep"))
+        _check_choice(owner, "activations", self.activations, _ACTIVATIONS)
         _check_choice(owner, "optimizer_states", self.optimizer_states, ("keep", "offload"))
         _check_choice(owner, "verify", self.verify, ("off", "sampled", "full"))
-        _check_optional_size(owner, "memory_budget", self.memory_budget)
-        _check_optional_size(owner, "activation_budget", self.activation_budget)
+        _check_optional_size(owner, "memory_budget", self.memory_budget, zero_means="leaves no memory at all")
+        _check_optional_size(owner, "activation_budget", self.activation_budget, zero_means="leaves no memory at all")
         parse_size(self.min_tensor_bytes, name=f"{owner}.min_tensor_bytes")
-        if not (isinstance(self.wear_budget, str) and _WEAR.fullmatch(self.wear_budget)):
-            _check_optional_size(owner, "wear_budget", self.wear_budget)
+        self._check_wear(owner)
         slowdown: object = self.max_slowdown
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not 1 <= slowdown < math.inf:
             raise ConfigError(f"{owner}.max_slowdown={slowdown!r}; allowed: a number of at least 1, such as 1.02")
-        self._refuse_unbuilt(owner)
+        self._complete_modules(owner)
+        self._refuse_ineffective(owner)
 
-    def _refuse_unbuilt(self, owner: str) -> None:
+    def _check_wear(self, owner: str) -> None:
+        nothing = "lets nothing be written"
+        match = _WEAR.fullmatch(self.wear_budget) if isinstance(self.wear_budget, str) else None
+        if match is None:
+            _check_optional_size(owner, "wear_budget", self.wear_budget, zero_means=nothing)
+        elif not 0 < float(match[1]) < math.inf:
+            fault = "is not finite" if float(match[1]) else nothing
+            raise ConfigError(f'{owner}.wear_budget={self.wear_budget!r} {fault}; allowed: for example "1.0DWPD"')
+
+    def _refuse_ineffective(self, owner: str) -> None:
         """A setting that would be ignored must not be accepted: people would believe in it."""
         if self.optimizer_states == "offload":
             raise ConfigError(f"{owner}.optimizer_states='offload' is not built yet; allowed: 'keep'")
         for name in ("memory_budget", "activation_budget", "wear_budget"):
             value = getattr(self, name)
-            if value is not None:
-                raise ConfigError(f"{owner}.{name}={value!r} needs the planner, which is not built yet; allowed: None")
+            if value is not None and self.activations != "auto":
+                raise ConfigError(
+                    f"{owner}.{name}={value!r} with activations={self.activations!r} would be ignored; "
+                    "allowed: activations='auto', whose plans keep budgets"
+                )
+        if self.recompute_modules and self.activations in ("offload", "keep"):
+            raise ConfigError(
+                f"{owner}.recompute_modules={self.recompute_modules!r} with activations={self.activations!r} would be "
+                "ignored; allowed: activations='auto', 'recompute' or 'recompute_offload'"
+            )
+
+    def _complete_modules(self, owner: str) -> None:
+        names = _as_tuple(f"{owner}.recompute_modules", self.recompute_modules, "names of classes of modules")
+        for name in names:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ConfigError(
+                    f"{owner}.recompute_modules contains {name!r}; allowed: names of classes of modules, such as "
+                    '"TransformerEncoderLayer"'
+                )
+        # A frozen dataclass may only be completed through object; a single name is accepted as a tuple of one.
+        object.__setattr__(self, "recompute_modules", names)
+
+    @property
+    def budget_nbytes(self) -> tuple[int | None, int | None]:
+        """``memory_budget`` and ``activation_budget`` as integers."""
+        memory, activations = self.memory_budget, self.activation_budget
+        return (
+            None if memory is None else parse_size(memory),
+            None if activations is None else parse_size(activations),
+        )
+
+    def wear_bytes_per_day(self, drive_nbytes: int) -> int | None:
+        """``wear_budget`` in bytes, for drives of so many bytes together."""
+        if self.wear_budget is None:
+            return None
+        match = _WEAR.fullmatch(str(self.wear_budget))
+        return round(float(match[1]) * drive_nbytes) if match else parse_size(self.wear_budget)
 
     @property
     def min_tensor_nbytes(self) -> int:
@@ -137,8 +200,13 @@ class HardwareProfile:
     """How bytes reach a file: "auto" takes kvikio where GPU and kvikio work, else posix."""
 
     host_memory: Size | Literal["auto"] = "auto"
-    """Cap of the spare reload buffers (CPU) or of the pinned staging buffers (CUDA); "auto" derives it from the run, 0
-    keeps no spare buffers."""
+    """Cap of the host tier, whose memory takes what the drives cannot take in time; 0 switches it off. "auto": on CUDA
+    a quarter of what is available, shared by the machine's processes, pinned; on CPU 0, because it would save
+    nothing."""
+
+    drive_endurance: Size | None = None
+    """Bytes that each drive is rated to be written over its life (its "TBW", for example "600TB"); ``None``: unknown,
+    so that no drive life is told."""
 
     allow_unsuitable_paths: bool = False
     """Accept tmpfs (which is memory, so nothing is saved) and network file systems (which may be slow)."""
@@ -148,10 +216,11 @@ class HardwareProfile:
         _check_choice(owner, "backend", self.backend, ("auto", "kvikio", "posix"))
         if self.host_memory != "auto":
             parse_size(self.host_memory, name=f"{owner}.host_memory")
+        _check_optional_size(owner, "drive_endurance", self.drive_endurance, zero_means="is no rating")
         if not isinstance(self.allow_unsuitable_paths, bool):
             raise ConfigError(f"{owner}.allow_unsuitable_paths={self.allow_unsuitable_paths!r}; allowed: True, False")
-        paths = (self.paths,) if isinstance(self.paths, str | os.PathLike) else tuple(self.paths)
-        for path in cast(tuple[object, ...], paths):
+        paths = _as_tuple(f"{owner}.paths", self.paths, "directory names, one per drive")
+        for path in paths:
             if not isinstance(path, str | os.PathLike) or not os.fspath(path):
                 raise ConfigError(f"{owner}.paths contains {path!r}; allowed: non-empty directory names, one per drive")
         # A frozen dataclass may only be completed through object; a single path is accepted as a tuple of one.
@@ -161,3 +230,8 @@ class HardwareProfile:
     def host_memory_nbytes(self) -> int | None:
         """``host_memory`` as an integer; ``None`` for "auto"."""
         return None if self.host_memory == "auto" else parse_size(self.host_memory)
+
+    @property
+    def drive_endurance_nbytes(self) -> int | None:
+        """``drive_endurance`` as an integer."""
+        return None if self.drive_endurance is None else parse_size(self.drive_endurance)

@@ -9,6 +9,7 @@
     |   |-- OutOfSpaceError                  the file system is full (ENOSPC, EDQUOT)
     |   |-- ShortTransferError               fewer bytes moved than asked for
     |   `-- CorruptionError                  what was read back differs from what was written
+    |-- BudgetError (also ValueError)        no plan keeps the memory budget; names the smallest possible one
     |-- BackendUnavailableError              a backend was asked for by name and cannot work here
     `-- OffloaderClosedError                 used before it was opened or after it was closed
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 __all__ = [
     "BackendUnavailableError",
+    "BudgetError",
     "ConfigError",
     "CorruptionError",
     "OffloadError",
@@ -37,6 +39,10 @@ class OffloadError(Exception):
 
 class ConfigError(OffloadError, ValueError):
     """A setting is wrong. The message gives the dotted name, the value and what is allowed."""
+
+
+class BudgetError(OffloadError, ValueError):
+    """No plan stays under the memory budget that was asked for. The message names the smallest possible one."""
 
 
 class StorageError(OffloadError, OSError):

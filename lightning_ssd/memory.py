@@ -23,10 +23,12 @@ from lightning_ssd.errors import ConfigError
 __all__ = [
     "MallocThreshold",
     "MemoryReadings",
+    "available_bytes",
     "cgroup_available_bytes",
     "cgroup_limit_bytes",
     "host_available_bytes",
     "host_total_bytes",
+    "level_bytes",
     "read_memory",
     "reset_device_peak",
     "reset_host_peak",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 _KIB = 1024
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page."""
 
@@ -98,6 +101,28 @@ def reset_device_peak(device: torch.device | str) -> bool:
         return False
     torch.cuda.reset_peak_memory_stats(device)
     return True
+
+
+def level_bytes(device: torch.device) -> int:
+    """Memory in use now: of the device's allocator on CUDA, else the resident set of this process; 0 if unknown."""
+    if device.type == "cuda":
+        # Nested, because flattening it costs many times more, and a pass that is traced asks with each pack.
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE
+    except FileNotFoundError:
+        return 0
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory of the device that could still be allocated; ``None`` if unknown. Initialises CUDA if it is meant."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        stats = _allocator_stats(device)
+        cached = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
+        return int(free) + cached
+    return host_available_bytes()
 
 
 def host_total_bytes() -> int | None:

@@ -6,6 +6,7 @@ for as long as nobody asked; :class:`MetricWindow` merges samples of several ste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +15,7 @@ from lightning_ssd.events import Event, StallEvent, TransferEvent
 from lightning_ssd.memory import MemoryReadings
 from lightning_ssd.stats import OffloadStats
 
-__all__ = ["METRICS", "Metric", "MetricWindow", "compute", "overlap_ratio", "union_s"]
+__all__ = ["METRICS", "Metric", "MetricWindow", "PlanReadings", "compute", "overlap_ratio", "union_s"]
 
 GIB = 1 << 30
 TB = 10**12
@@ -43,6 +44,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory/activations_saved_peak_gib", "what keeping all of them would have held at its worst", GIB, "max"),
     Metric("io/write_gib", "bytes that reached a drive", GIB, "mean"),
     Metric("io/read_gib", "bytes that came back from a drive", GIB, "mean"),
+    Metric("io/host_gib", "bytes that went to host memory instead of a drive", GIB, "mean"),
     Metric("io/forwarded_gib", "bytes taken back before or during their write, without a read", GIB, "mean"),
     Metric("io/stall_s", "time that training threads waited for transfers", 1, "mean"),
     Metric(
@@ -54,11 +56,38 @@ METRICS: tuple[Metric, ...] = (
     Metric("io/write_gib_per_s", "bytes written to drives / time with a write in flight; absent without", GIB, "rate"),
     Metric("io/read_gib_per_s", "bytes read from drives / time with a read in flight; absent without", GIB, "rate"),
     Metric("wear/written_tb", "bytes written to drives since the start, in units of 10**12", TB, "last"),
+    Metric(
+        "wear/drive_life_days",
+        "days of continuous use until a drive reaches its vendor's rating; absent without a rating or a write",
+        1,
+        "last",
+    ),
+    Metric("plan/predicted_step_s", "forward and backward, as the plan says; absent without a plan", 1, "mean"),
+    Metric("plan/measured_step_s", "the same, as the clock says", 1, "mean"),
+    Metric("plan/predicted_peak_gib", "saved activations in memory at the worst moment, as the plan says", GIB, "max"),
+    Metric("plan/measured_peak_gib", "the same, as counted", GIB, "max"),
+    Metric("plan/predicted_stall_s", "time that training threads wait, as the plan says", 1, "mean"),
+    Metric("plan/num_plans", "plans made since the start", 1, "last"),
 )
 """Peaks hold since the start or the last reset, ``io/`` numbers since the last sample. No key is called ``step`` or
 lies under ``system/``: Lightning and W&B take those for themselves."""
 
 _RATES = {"io/write_gib_per_s": "io/write_gib", "io/read_gib_per_s": "io/read_gib"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReadings:
+    """Prediction against measurement since the last sample; what is ``None`` has no key."""
+
+    predicted_step_s: float | None = None
+    """Forward and backward of one step, stalls included."""
+    measured_step_s: float | None = None
+    predicted_peak_bytes: int | None = None
+    """Resident saved activations at the worst moment."""
+    measured_peak_bytes: int | None = None
+    predicted_stall_s: float | None = None
+    num_plans: int | None = None
+    """Plans made since the start."""
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
@@ -90,6 +119,8 @@ def compute(
     stats_before: OffloadStats,
     stats_now: OffloadStats,
     readings: MemoryReadings,
+    plan: PlanReadings | None = None,
+    drive_life_days: float | None = None,
 ) -> dict[str, float]:
     """One sample: what happened between two snapshots.
 
@@ -98,9 +129,12 @@ def compute(
         stats_before: counters at the last sample.
         stats_now: counters now.
         readings: memory now.
+        plan: what was predicted and measured; ``None``: there is no plan.
+        drive_life_days: at the vendors' ratings; ``None``: no drive is rated. Infinity (nothing is written) is left
+            out, because JSON has no such number.
 
     Returns:
-        Keys of :data:`METRICS`. A key is absent where there is no number: no CUDA, nothing moved.
+        Keys of :data:`METRICS`. A key is absent where there is no number: no CUDA, nothing moved, no plan.
     """
     raw: dict[str, float | None] = {
         "memory/device_peak_gib": readings.device_peak_bytes,
@@ -109,10 +143,13 @@ def compute(
         "memory/activations_saved_peak_gib": stats_now.saved_peak_bytes,
         "io/write_gib": stats_now.bytes_written - stats_before.bytes_written,
         "io/read_gib": stats_now.bytes_read - stats_before.bytes_read,
+        "io/host_gib": stats_now.bytes_host - stats_before.bytes_host,
         "io/forwarded_gib": stats_now.bytes_forwarded - stats_before.bytes_forwarded,
         "io/stall_s": stats_now.stall_s - stats_before.stall_s,
         "wear/written_tb": stats_now.bytes_written,
-    } | _from_events(events)
+        "wear/drive_life_days": None if drive_life_days == math.inf else drive_life_days,
+    }
+    raw |= _from_events(events) | _from_plan(plan or PlanReadings())
     return {metric.key: value / metric.divisor for metric in METRICS if (value := raw[metric.key]) is not None}
 
 
@@ -128,6 +165,17 @@ def _from_events(events: Iterable[Event]) -> dict[str, float | None]:
         "io/overlap_ratio": overlap_ratio(stalls, [(event.start_s, event.end_s) for event in moved]),
         "io/write_gib_per_s": _bytes_per_s(event for event in moved if event.direction == "write"),
         "io/read_gib_per_s": _bytes_per_s(event for event in moved if event.direction == "read"),
+    }
+
+
+def _from_plan(plan: PlanReadings) -> dict[str, float | None]:
+    return {
+        "plan/predicted_step_s": plan.predicted_step_s,
+        "plan/measured_step_s": plan.measured_step_s,
+        "plan/predicted_peak_gib": plan.predicted_peak_bytes,
+        "plan/measured_peak_gib": plan.measured_peak_bytes,
+        "plan/predicted_stall_s": plan.predicted_stall_s,
+        "plan/num_plans": plan.num_plans,
     }
 
 
@@ -149,7 +197,9 @@ class MetricWindow:
     def add(self, sample: Mapping[str, float]) -> None:
         """Add what :func:`compute` returned for one step."""
         self.num_steps += 1
-        moved = sample.get("io/write_gib", 0.0) + sample.get("io/read_gib", 0.0)
+        # What goes to host memory comes back from there, and its copies are among the transfers that overlap.
+        moved = sum(sample.get(key, 0.0) for key in ("io/write_gib", "io/read_gib"))
+        moved += 2 * sample.get("io/host_gib", 0.0)
         for metric in METRICS:
             value = sample.get(metric.key)
             if value is None:

@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import os
-import tempfile
 import threading
+import time
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 
 from lightning_ssd import metrics
+from lightning_ssd.assembly import NOTHING, Parts, assemble
+from lightning_ssd.blocks import Blocks, find_blocks
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.events import EventLog
-from lightning_ssd.memory import MallocThreshold, read_memory, trim
+from lightning_ssd.memory import read_memory
+from lightning_ssd.planning.comparison import PlanReport
+from lightning_ssd.planning.plan import Machine
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduler import Agree
 from lightning_ssd.stats import OffloadStats
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, open_backend
-from lightning_ssd.storage.integrity import Sampler
-from lightning_ssd.storage.movers import DeviceMover, HostMover, Mover, StagedMover
-from lightning_ssd.storage.staging import ReloadPool, StagingPool
+from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.streams import Copies, CudaCopies
-from lightning_ssd.storage.tiers import SsdTier
 from lightning_ssd.tensor_cache import TensorCache
 
 __all__ = ["Offloader"]
 
 _T = TypeVar("_T")
-PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
-_STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
-_SPARE_BYTES = 256 << 20
+_MIN_RELAXED_S = 0.2
+"""Between borders that are closer than this, changing malloc's threshold to and fro would cost more than it saves."""
 
 
 class Offloader:
@@ -64,6 +64,8 @@ class Offloader:
         device: whose tensors; default: that of the registered module's parameters, else the CPU.
         default_directory: used when neither ``hardware.paths`` nor ``$LIGHTNING_SSD_PATHS`` names a directory.
         subdirectory: appended to each directory, so that processes do not meet.
+        agree: under several processes that train together: gives the smallest of each number over all of them, so
+            that their plans agree. Called after the 1st, 2nd, 4th ... backward.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Offloader:
         device: torch.device | str | None = None,
         default_directory: str | os.PathLike[str] | None = None,
         subdirectory: str = "",
+        agree: Agree | None = None,
         _wrap_backend: Callable[[Backend], Backend] | None = None,
         _copies: Copies | None = None,
     ) -> None:
@@ -82,13 +85,14 @@ class Offloader:
         self._device = None if device is None else torch.device(device)
         self._default_directory = default_directory
         self._subdirectory = subdirectory
+        self._agree = agree
         self._wrap_backend = _wrap_backend
         self._copies = _copies
         self._events = EventLog()
         self._resources: ExitStack | None = None
         self._cache: TensorCache | None = None
-        self._tier: SsdTier | None = None
-        self._reload: ReloadPool | None = None
+        self._parts: Parts = NOTHING
+        self._last_border_s = 0.0
         self._last_stats = self._sampled = OffloadStats()
         self.description = "closed"
 
@@ -121,68 +125,30 @@ class Offloader:
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         copies = self._copies or (CudaCopies(device) if device.type == "cuda" else None)
-        self._tier = self._reload = None
-        if self.policy.activations == "keep":
-            self.description = "everything is kept in memory and counted"
-        else:
-            self._tier = self._open_tier(stack, device, copies)
+        parts = self._parts = assemble(
+            stack,
+            self.policy,
+            self.hardware,
+            device=device,
+            copies=copies,
+            events=self._events,
+            default_directory=self._default_directory,
+            subdirectory=self._subdirectory,
+            agree=self._agree,
+            wrap_backend=self._wrap_backend,
+        )
+        self.description = parts.description
         self._cache = TensorCache(
-            self._tier,
+            parts.tiers,
             device=device,
             min_tensor_nbytes=self.policy.min_tensor_nbytes,
             events=self._events,
             copies=copies,
+            scheduler=parts.scheduler,
+            recompute=self.policy.activations in ("recompute", "recompute_offload"),
         )
         stack.callback(self._cache.close)
         self._last_stats = self._sampled = OffloadStats()
-
-    def _open_tier(self, stack: ExitStack, device: torch.device, copies: Copies | None) -> SsdTier:
-        directories = [path / self._subdirectory for path in self._directories()]
-        if self._subdirectory:
-            stack.callback(_remove_empty, directories)
-        backend, why = open_backend(
-            self.hardware.backend,
-            directories=directories,
-            device_type=device.type,
-            allow_unsuitable_paths=self.hardware.allow_unsuitable_paths,
-        )
-        stack.callback(backend.close)
-        if self._wrap_backend is not None:
-            backend = self._wrap_backend(backend)
-        self.description = f"{why}; in {', '.join(map(str, directories))}"
-        tier = SsdTier(
-            backend,
-            self._mover(stack, backend, copies),
-            directories,
-            events=self._events,
-            sampler=Sampler(self.policy.verify),
-        )
-        stack.callback(tier.close)
-        if device.type == "cpu" and copies is None:
-            # Without this, freed activations stay in glibc's heap and the process does not get smaller.
-            threshold = MallocThreshold()
-            threshold.fix()
-            stack.callback(trim)
-            stack.callback(threshold.restore)
-        return tier
-
-    def _mover(self, stack: ExitStack, backend: Backend, copies: Copies | None) -> Mover:
-        host = self.hardware.host_memory_nbytes
-        if copies is None:
-            self._reload = ReloadPool(_SPARE_BYTES if host is None else host)
-            stack.callback(self._reload.close)
-            return HostMover(backend, self._reload)
-        if backend.moves_device_memory and self.policy.verify == "off":
-            return DeviceMover(backend, copies)
-        staging = StagingPool(host or _STAGING_BYTES, pin=torch.cuda.is_available())
-        stack.callback(staging.close)
-        return StagedMover(backend, staging, copies)
-
-    def _directories(self) -> list[Path]:
-        named = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
-        fallback = self._default_directory or tempfile.gettempdir()
-        paths = tuple(cast(Sequence[str], self.hardware.paths)) or tuple(named) or (fallback,)
-        return [Path(path).expanduser().absolute() for path in paths]
 
     def close(self) -> None:
         """Join the threads, close the files, restore malloc. Idempotent.
@@ -194,7 +160,8 @@ class Offloader:
         if resources is None or cache is None:
             return
         if cache.is_foreign:  # a fork: files and threads are the parent's
-            self._resources = self._cache = self._tier = self._reload = None
+            self._resources = self._cache = None
+            self._parts = NOTHING
             self._finalizer.detach()
             resources.pop_all()
             return
@@ -227,25 +194,71 @@ class Offloader:
     # -- in the training loop ------------------------------------------------------------------------------------
 
     def register_module(self, module: torch.nn.Module) -> None:
-        """Parameters and buffers of ``module`` are never moved, whatever view of them autograd saves."""
-        self._opened().parameters.register_module(module)
+        """Parameters and buffers of ``module`` are never moved, whatever view of them autograd saves.
 
-    def saved_tensors(self) -> AbstractContextManager[None]:
-        """Around a forward: what autograd saves in it goes through us. Costs nothing under ``no_grad``."""
-        current = self._opened().new_pass()
+        Where the policy may recompute, its repeated blocks are found, and each block's ``forward`` is stood in for
+        until :meth:`close`.
+
+        Raises:
+            ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names.
+        """
+        cache, resources = self._opened(), self._resources
+        if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
+            blocks = find_blocks(module, self.policy.recompute_modules)
+            if blocks:
+                cache.blocks.append(resources.enter_context(Blocks(blocks)))
+            elif self.policy.activations != "auto":
+                raise ConfigError(
+                    f"{type(module).__name__} has no repeated blocks, which activations={self.policy.activations!r} "
+                    "would recompute; name their classes in OffloadPolicy.recompute_modules, or use 'offload'"
+                )
+        cache.parameters.register_module(module)
+
+    def saved_tensors(self, *, signature: Hashable = None) -> AbstractContextManager[None]:
+        """Around a forward: what autograd saves in it goes through us. Costs nothing under ``no_grad``.
+
+        Args:
+            signature: names the kind of step, for example the shapes of its batch. Steps of one kind share a plan;
+                without it they are told apart by the sizes of what they save.
+        """
+        current = self._opened().new_pass(signature)
         current.keeps_alive = self  # so that nobody closes us meanwhile
+        if self._parts.threshold is not None:
+            self._parts.threshold.fix()
         return current
 
     def end_backward(self) -> None:
-        """After a backward: order and times are learnt, budgets adapt, spare reload memory goes back."""
-        self._opened().end_backward()
-        if self._reload is not None:
-            self._reload.release()
+        """After a backward: order and times are learnt, plans are made and put in force, spare memory goes back.
+
+        Raises:
+            BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
+        """
+        cache = self._opened()
+        cache.end_backward()
+        if self._parts.reload is not None:
+            self._parts.reload.release()
+        if self._parts.threshold is not None and time.perf_counter() - self._last_border_s > _MIN_RELAXED_S:
+            # The optimizer's temporaries are not ours, and mapping each of them anew would cost it page faults.
+            self._parts.threshold.restore()
+        self._last_border_s = time.perf_counter()
+        if self._parts.wear is not None:
+            warning = self._parts.wear.border(cache.ledger.counters.bytes_written)
+            if warning is not None:
+                warnings.warn(warning, stacklevel=2)
+
+    def wait_for_plan(self) -> None:
+        """Block until the plan under way has been made; the next step follows it. Training never needs it.
+
+        Raises:
+            BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
+        """
+        if self._parts.scheduler is not None and self.is_open:
+            self._parts.scheduler.wait()
 
     def flush(self) -> None:
-        """Wait until everything queued is on the drive. Training never needs it; tests and measurements do."""
-        if self._tier is not None and self.is_open:
-            self._tier.flush()
+        """Wait until everything queued has left. Training never needs it; tests and measurements do."""
+        if self.is_open:
+            self._opened().flush()
 
     def _opened(self) -> TensorCache:
         if self._cache is None:
@@ -262,20 +275,45 @@ class Offloader:
     def _snapshot(self) -> OffloadStats:
         if self._cache is None:
             return self._last_stats
-        disk_bytes, busy_s, retries = 0, (0.0, 0.0), 0
-        if self._tier is not None:
-            disk_bytes, busy_s, retries = self._tier.disk_bytes, self._tier.busy_s, self._tier.num_retries
-        return self._cache.snapshot(disk_bytes=disk_bytes, busy_s=busy_s, num_retries=retries)
+        ssd = self._parts.tiers.ssd
+        if ssd is None:
+            return self._cache.snapshot(disk_bytes=0, busy_s=(0.0, 0.0), num_retries=0)
+        return self._cache.snapshot(disk_bytes=ssd.disk_bytes, busy_s=ssd.busy_s, num_retries=ssd.num_retries)
 
     def reset_peaks(self) -> None:
         """Start the peaks anew at what is in memory now."""
         self._opened().reset_peaks()
 
+    @property
+    def plan_report(self) -> PlanReport | None:
+        """Predicted against measured for the plan in force; ``None`` before a pass has followed one."""
+        scheduler = self._parts.scheduler
+        return None if scheduler is None else scheduler.comparison.report(scheduler.num_plans)
+
+    @property
+    def trace(self) -> Trace | None:
+        """The latest profiled pass; ``None`` before there is one."""
+        scheduler = self._parts.scheduler
+        return None if scheduler is None else scheduler.trace
+
+    @property
+    def machine(self) -> Machine | None:
+        """The tiers' rates that plans are made with; ``None`` without a planner. May measure the drives."""
+        scheduler = self._parts.scheduler
+        return scheduler.machine if scheduler is not None and self.is_open else None
+
     def drain_metrics(self) -> dict[str, float]:
         """What happened since the last call, under the keys of :data:`lightning_ssd.metrics.METRICS`."""
         before, self._sampled = self._sampled, self.stats
-        readings = read_memory(self._device)
-        return metrics.compute(self._events.drain(), stats_before=before, stats_now=self._sampled, readings=readings)
+        scheduler, wear = self._parts.scheduler, self._parts.wear
+        return metrics.compute(
+            self._events.drain(),
+            stats_before=before,
+            stats_now=self._sampled,
+            readings=read_memory(self._device),
+            plan=None if scheduler is None else scheduler.readings(),
+            drive_life_days=None if wear is None else wear.life_days(self._sampled.bytes_written),
+        )
 
 
 def _typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:
@@ -306,16 +344,6 @@ def _close_all() -> None:
     for offloader in list(_open_offloaders):
         offloader.abort()
         offloader.close()
-
-
-def _remove_empty(directories: Sequence[Path]) -> None:
-    """Leave no directory of ours behind; one that somebody else uses stays."""
-    for directory in directories:
-        try:
-            directory.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOTDIR):
-                raise
 
 
 def _device_of(modules: tuple[torch.nn.Module, ...]) -> torch.device:

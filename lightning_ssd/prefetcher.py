@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
-from collections import deque
+import sys
 
 import torch
 
-from lightning_ssd.planning.passes import PrefetchBudget, ProfileBook
+from lightning_ssd.live_passes import LivePasses
+from lightning_ssd.planning.passes import PrefetchBudget
 from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.saved_storage import Ledger, SavedStorage, State
 from lightning_ssd.storage.transfer import Transfer
@@ -29,34 +30,46 @@ class Prefetcher:
     until somebody asks for them.
     """
 
-    def __init__(self, ledger: Ledger, book: ProfileBook, device: torch.device) -> None:
+    def __init__(self, ledger: Ledger, passes: LivePasses, device: torch.device) -> None:
         self.budget = PrefetchBudget()
         self._ledger = ledger
-        self._book = book
+        self._passes = passes
         self._device = device
 
-    def advance(self, current: SavedPass, passes: deque[SavedPass]) -> None:
+    def advance(self, current: SavedPass) -> None:
         """Look ahead from where ``current`` has got to; then, while the budget lasts, into earlier passes."""
         if not self._walk(current):
             return
         earlier = False
-        for other in reversed(passes):
+        for other in reversed(self._passes):
             if earlier and not self._walk(other):
                 return
             earlier = earlier or other is current
 
     def _walk(self, current: SavedPass) -> bool:
         """Return False when the budget is used up."""
-        ledger, order = self._ledger, current.expected_order(self._book)
+        order = current.expected_order(self._passes.book)
         while current.next_ahead < len(order):
             record = current.records[order[current.next_ahead]]
-            if record.state not in (State.READY, State.READING, State.FREED):
-                if ledger.ahead_bytes and ledger.ahead_bytes + record.nbytes > self.budget.nbytes:
-                    return False  # one that is larger than the whole budget goes alone
-                if not self._bring_up(record):
-                    return False
+            needed = record.state not in (State.READY, State.READING, State.FREED)
+            if needed and not (self._has_room(current, record) and self._bring_up(record)):
+                return False
             current.next_ahead += 1
         return True
+
+    def _has_room(self, current: SavedPass, record: SavedStorage) -> bool:
+        ledger, budget = self._ledger, self.budget.nbytes
+        if current.guide is not None:
+            known, limit = current.guide.followed, current.guide.limit_bytes
+            if known is not None:
+                budget = max(budget, known.plan.ahead_bytes)
+            if limit is not None and not record.is_in_memory:
+                if ledger.counters.resident_bytes + record.nbytes > limit:
+                    ledger.sweep_all()
+                if ledger.counters.resident_bytes + record.nbytes > limit:
+                    return False
+        # One that is larger than the whole budget goes alone.
+        return not ledger.ahead_bytes or ledger.ahead_bytes + record.nbytes <= budget
 
     def _bring_up(self, record: SavedStorage) -> bool:
         if not record.forward():
@@ -71,21 +84,31 @@ class Prefetcher:
         record.hold_ahead()
         return True
 
-    def give_up(self, passes: deque[SavedPass]) -> tuple[bool, list[Transfer]]:
+    def give_up(self) -> tuple[bool, list[Transfer]]:
         """Memory ran out: let go of what was brought up too early.
 
         Returns:
             Whether any memory was given back, and the reads that must end before theirs can be.
         """
         self.budget.out_of_memory()
-        dropped, under_way = False, []
-        for current in passes:
-            for record in current.records:
-                if record.ahead and record.state is State.READING and record.read is not None:
-                    under_way.append(record.read)
-                elif record.ahead and record.state is State.READY and record.stored is not None:
+        under_way = [
+            record.read
+            for current in self._passes
+            for record in current.records
+            if record.ahead and record.state is State.READING and record.read is not None
+        ]
+        return self.drop_ahead() > 0, under_way
+
+    def drop_ahead(self, nbytes: int = sys.maxsize) -> int:
+        """Let go of so many bytes that were brought up before they were asked for; return how many there were."""
+        dropped = 0
+        for current in self._passes:
+            for record in reversed(current.records):
+                if dropped >= nbytes:
+                    return dropped
+                if record.ahead and record.state is State.READY and record.stored is not None:
                     record.drop_copy()
                     record.asked_for()
                     current.step_back(record)
-                    dropped = True
-        return dropped, under_way
+                    dropped += record.nbytes
+        return dropped

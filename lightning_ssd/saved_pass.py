@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_ssd.blocks import Blocks
+from lightning_ssd.clock import Stamp
+from lightning_ssd.planning.guide import Guide
 from lightning_ssd.planning.passes import PassProfile, ProfileBook, profile_of
 from lightning_ssd.planning.placement import PassTimes
+from lightning_ssd.recorder import Recorder
 from lightning_ssd.saved_storage import SavedStorage
 
-__all__ = ["SavedPass"]
+__all__ = ["PassBegin", "SavedPass"]
+
+
+@dataclass(frozen=True, slots=True)
+class PassBegin:
+    """The clock and the counters when a pass began."""
+
+    stamp: Stamp
+    stall_s: float
+    written_bytes: int
+    read_bytes: int
 
 
 class SavedPass:
@@ -23,9 +39,12 @@ class SavedPass:
     A context manager that installs the hooks. The ledger's lock guards everything else.
 
     Args:
-        enter: called once, when the forward begins.
+        enter: called when the forward begins.
         pack: called with this pass and each tensor that autograd saves.
         unpack: called with what ``pack`` returned.
+        blocks: that forward may go through.
+        signature: passes with equal ones are of one kind, and learn from each other.
+        recompute_all: recompute every block, whatever the guide says.
     """
 
     def __init__(
@@ -33,7 +52,18 @@ class SavedPass:
         enter: Callable[[SavedPass], None],
         pack: Callable[[SavedPass, Any], Any],
         unpack: Callable[[Any], Any],
+        *,
+        blocks: Sequence[Blocks] = (),
+        signature: Hashable = None,
+        recompute_all: bool = False,
     ) -> None:
+        self._blocks = blocks
+        self._recompute_all = recompute_all
+        self.signature = signature
+        self.guide: Guide | None = None  # none: the cache moves whatever is large enough
+        self.recorder: Recorder | None = None  # none: nobody learns from this pass
+        self.begin: PassBegin | None = None
+        self.is_finished = False
         self.records: list[SavedStorage] = []
         self.sizes: list[int] = []
         self.order: list[int] = []
@@ -42,7 +72,8 @@ class SavedPass:
         self._enter = enter
         self._pack = pack
         self._unpack = unpack
-        self._installed: list[saved_tensors_hooks] = []
+        self._num_blocks = 0
+        self._installed: list[ExitStack] = []
         self._guess: PassProfile | None = None
         self._is_new = False
         self._expected: tuple[int, ...] = ()
@@ -53,9 +84,11 @@ class SavedPass:
         self._enter(self)
         # Made here, and let go at the exit: they refer to us, and would keep us and themselves alive in a cycle. The
         # graph has its own reference to what it still needs.
-        hooks = saved_tensors_hooks(partial(self._pack, self), self._unpack)
-        hooks.__enter__()
-        self._installed.append(hooks)
+        with ExitStack() as stack:
+            for blocks in self._blocks:
+                stack.enter_context(blocks.observe(self))
+            stack.enter_context(saved_tensors_hooks(partial(self._pack, self), self._unpack))
+            self._installed.append(stack.pop_all())
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -63,11 +96,53 @@ class SavedPass:
         self._installed.pop().__exit__(exc_type, exc, traceback)
         if not self._installed:
             self.keeps_alive = None
+            if self.recorder is not None:
+                self.recorder.forward_ended()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its forward is over and its backward has begun."""
+        return not self._installed and bool(self.order)
 
     def add(self, record: SavedStorage) -> None:
         """A storage was seen for the first time."""
         self.records.append(record)
         self.sizes.append(record.nbytes)
+        if self.recorder is not None:
+            self.recorder.packed(record.nbytes, record.identity)
+            self.recorder.sample(record.ledger.counters.resident_bytes)
+
+    # -- blocks, as forward goes through them --------------------------------------------------------------------
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether the bytes of the blocks' inputs are worth counting."""
+        return self.recorder is not None
+
+    @property
+    def refused_blocks(self) -> frozenset[str]:
+        """Blocks that cannot be recomputed exactly; to be asked right after backward, in a recorded pass."""
+        return frozenset(name for blocks in self._blocks for name in blocks.refused)
+
+    def block_enters(self, name: str) -> bool:
+        """Whether this call of a block is to be recomputed in backward."""
+        recompute = self._recompute_all or (self.guide is not None and self.guide.block(self._num_blocks))
+        self._num_blocks += 1
+        if self.recorder is not None:
+            self.recorder.block_enters(name, recompute=recompute)
+        return recompute
+
+    def block_inputs(self, nbytes: int) -> None:
+        """The entered block was given tensors of so many bytes."""
+        if self.recorder is not None:
+            self.recorder.block_inputs(nbytes)
+
+    def block_leaves(self) -> None:
+        """Forward leaves the block."""
+        if self.recorder is not None:
+            self.recorder.block_leaves()
+
+    # -- storages ------------------------------------------------------------------------------------------------
 
     def expects_keep(self, book: ProfileBook, nbytes: int) -> bool:
         """Whether an earlier pass that began like this one says that the next storage had better stay."""
@@ -91,6 +166,8 @@ class SavedPass:
         if record.wanted_s is None:
             record.wanted_s = now_s
             self.order.append(record.index)
+            if self.recorder is not None:
+                self.recorder.wanted(record.index)
         self.expected_order(book)
         self.next_ahead = max(self.next_ahead, self._position.get(record.index, -1) + 1)
 

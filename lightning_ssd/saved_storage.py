@@ -32,7 +32,7 @@ from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.inplace import Origin, VersionProbe
 from lightning_ssd.stats import Counters
 from lightning_ssd.storage.streams import Mark
-from lightning_ssd.storage.tiers import SsdTier, StoredBytes
+from lightning_ssd.storage.tiers import StoredBytes, Tier
 from lightning_ssd.storage.transfer import Transfer
 from lightning_ssd.tensors import StorageKey, TensorSpec
 
@@ -56,20 +56,43 @@ class State(enum.Enum):
 class Ledger:
     """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory."""
 
-    def __init__(self, tier: SsdTier | None) -> None:
-        self.tier = tier
+    def __init__(self) -> None:
         self.counters = Counters()
         # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
         # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
         self.lock = threading.Lock()
+        self._write_ended = threading.Condition(self.lock)
         self.write_failure: BaseException | None = None  # the first one nobody has been told of
         self.ahead_bytes = 0
         self.saved_bytes = 0
         self.num_live = 0
+        self.num_writes = 0  # queued or under way
+        self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
         self._leaving: deque[SavedStorage] = deque()
         self._released: deque[SavedStorage] = deque()
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
+
+    def admit(self, nbytes: int, limit_bytes: int) -> tuple[float, float] | None:
+        """Wait until so much more fits under the limit, or until no write is left that could make room.
+
+        Returns:
+            When the wait began and ended; ``None``: there was none.
+        """
+        begin_s = 0.0
+        while True:
+            self.settle()
+            self.sweep_all()
+            if self.counters.resident_bytes + nbytes <= limit_bytes or not self.num_writes:
+                return (begin_s, time.perf_counter()) if begin_s else None
+            begin_s = begin_s or time.perf_counter()
+            # Not for ever: a graph that dies elsewhere makes room too, and its death is only noted.
+            self._write_ended.wait(0.1)
+
+    def write_gone(self) -> None:
+        """A queued write has ended, in whatever way, or is no longer wanted."""
+        self.num_writes -= 1
+        self._write_ended.notify_all()
 
     def opened(self, record: SavedStorage) -> None:
         """A new saved storage, in memory."""
@@ -88,6 +111,9 @@ class Ledger:
         if counters.resident_bytes > counters.resident_peak_bytes:
             self.sweep_all()
             counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
+        if counters.resident_bytes > self.window_peak_bytes:
+            self.sweep_all()
+            self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
 
     def leave(self, record: SavedStorage) -> None:
         """We let go of the memory. It counts until nobody else holds it either."""
@@ -148,6 +174,7 @@ class SavedStorage:
         "state",
         "storage",
         "stored",
+        "tier",
         "wanted_s",
     )
 
@@ -164,6 +191,7 @@ class SavedStorage:
         self.probe = probe
         self.index = index
         self.state = State.READY
+        self.tier: Tier | None = None  # where it goes; None: it stays
         self.stored: StoredBytes | None = None
         self.read: Transfer | None = None
         self.mark: Mark | None = None  # the reloaded bytes are there once this has passed
@@ -184,11 +212,36 @@ class SavedStorage:
         """Whether a tensor over our storage, now at ``version``, still has the bytes that we saved."""
         return version == self.probe.saved == self.probe.version and self.probe.shares_counter(tensor)
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether bringing it up takes no more memory."""
+        return self.state in (State.QUEUED, State.WRITING) or self.leaving
+
+    @property
+    def can_be_evicted(self) -> bool:
+        """Whether it was to stay, was not asked for yet, and has never been sent anywhere."""
+        return self.state is State.READY and self.tier is None and self.storage is not None and not self.num_unpacked
+
+    def queue_write(self, tier: Tier, after: Mark | None) -> bool:
+        """READY -> QUEUED. Returns False, with nothing changed, when the tier has no room."""
+        self.tier = tier
+        self.state = State.QUEUED
+        self.ledger.num_writes += 1
+        queued = False
+        try:
+            queued = tier.write(self, self.nbytes, after, label=f"saved storage {self.index}")
+        finally:
+            if not queued:
+                self.tier, self.state = None, State.READY
+                self.ledger.write_gone()
+        return queued
+
     def forward(self) -> bool:
         """Hand the bytes over without a read, if they are in memory in any way. Afterwards the state is READY."""
         if self.state is State.QUEUED or self.state is State.WRITING:
             if self.state is State.QUEUED:
                 self.ledger.counters.writes_cancelled_bytes += self.nbytes
+                self.ledger.write_gone()
         elif self.state is State.ON_DISK:
             storage = self.key.resolve()
             if storage is None or storage.nbytes() != self.nbytes:
@@ -207,7 +260,7 @@ class SavedStorage:
 
     def start_read(self, device: torch.device, *, urgent: bool) -> None:
         """ON_DISK -> READING. Allocates in the calling thread, on its current stream; out of memory changes nothing."""
-        tier, stored = self.ledger.tier, self.stored
+        tier, stored = self.tier, self.stored
         if tier is None or stored is None:
             raise RuntimeError(f"saved storage {self.index} is {self.state.value}, with nothing stored; report it")
         self.error = None
@@ -245,6 +298,10 @@ class SavedStorage:
         """The lease is dead: nobody asks again. A transfer under way frees the extent when it ends."""
         ledger, state = self.ledger, self.state
         self.asked_for()
+        if state is State.QUEUED:
+            ledger.write_gone()
+        if self.home is not None and self.home.recorder is not None:
+            self.home.recorder.freed(self.index)
         self.state = State.FREED
         self.storage = self.mark = self.home = None
         if state is not State.ON_DISK or self.leaving:
@@ -255,8 +312,8 @@ class SavedStorage:
 
     def _free_extent(self) -> None:
         stored, self.stored = self.stored, None
-        if stored is not None and self.ledger.tier is not None:
-            self.ledger.tier.free(stored)
+        if stored is not None and self.tier is not None:
+            self.tier.free(stored)
 
     # -- called by the tier's workers ----------------------------------------------------------------------------
 
@@ -273,8 +330,9 @@ class SavedStorage:
         storage = None
         with self.ledger.lock:
             self.ledger.settle()
+            self.ledger.write_gone()
             if stored is not None:
-                self.ledger.counters.bytes_written += stored.body_nbytes
+                self._count_written(stored.body_nbytes)
             if error is not None:
                 self.ledger.counters.failures += 1
                 self.ledger.counters.fallbacks += 1
@@ -292,6 +350,17 @@ class SavedStorage:
         # The memory goes here, outside of the lock: unmapping it can take milliseconds.
         del storage
 
+    def _count_written(self, nbytes: int) -> None:
+        if self.is_on_host:
+            self.ledger.counters.bytes_host += nbytes
+        else:
+            self.ledger.counters.bytes_written += nbytes
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it goes to host memory, and so to no drive."""
+        return self.tier is not None and self.tier.name == "host"
+
     def read_ended(self, storage: torch.UntypedStorage | None, mark: Mark | None, error: BaseException | None) -> None:
         """READING -> READY, or back to ON_DISK with the error for whoever waits."""
         with self.ledger.lock:
@@ -301,7 +370,7 @@ class SavedStorage:
             if error is not None:
                 counters.failures += not isinstance(error, OffloaderClosedError)
                 self.error = error
-            elif self.stored is not None:
+            elif self.stored is not None and not self.is_on_host:
                 counters.bytes_read += self.stored.body_nbytes
             if self.state is not State.READING:
                 self._free_extent()  # the lease died while we read

@@ -19,6 +19,8 @@ class OffloadStats:
     """Bytes that reached a drive."""
     bytes_read: int = 0
     """Bytes that came back from a drive."""
+    bytes_host: int = 0
+    """Bytes that went to host memory instead of a drive."""
     bytes_forwarded: int = 0
     """Taken back before or during their write, or found still alive in memory, so that no read was needed."""
     writes_cancelled_bytes: int = 0
@@ -59,6 +61,7 @@ class Counters:
     bytes_kept: int = 0
     bytes_written: int = 0
     bytes_read: int = 0
+    bytes_host: int = 0
     bytes_forwarded: int = 0
     writes_cancelled_bytes: int = 0
     stall_s: float = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.parallel import GroupOptions, HookOptions, OneOrManyDevices, StartMethod
+from lightning_ssd.signature import signature_of
 from lightning_ssd.stats import OffloadStats
 
 __all__ = ["SSDOffloadStrategy", "register"]
@@ -130,6 +131,7 @@ class SSDOffloadStrategy(OneOrManyDevices):
             device=self.root_device,
             default_directory=None if "://" in default_directory else default_directory,
             subdirectory=f"lightning_ssd-rank-{self.global_rank}",
+            agree=self._smallest if self.is_distributed else None,
         )
         # Opened first, so that a directory that cannot serve is refused before the model is moved and optimizers are
         # built. Registered last: moving to the device and converting the precision make new parameter storages.
@@ -153,7 +155,7 @@ class SSDOffloadStrategy(OneOrManyDevices):
         if self._offloader is None:
             raise RuntimeError(f"{type(self).__name__}.training_step before setup; call Trainer.fit")
         num_borders = self._num_borders
-        with self._offloader.saved_tensors():
+        with self._offloader.saved_tensors(signature=signature_of((args, kwargs), self.module)):
             output = super().training_step(*args, **kwargs)
         if not self.module.automatic_optimization and self._num_borders == num_borders:
             # Manual optimization may call loss.backward() itself, past us.
@@ -168,6 +170,14 @@ class SSDOffloadStrategy(OneOrManyDevices):
         if self._offloader is not None:
             self._end_backward(self._offloader)
         return closure_loss
+
+    def _smallest(self, values: Sequence[float]) -> list[float]:
+        """Of each number the smallest that any process has, so that all plan alike."""
+        if not self._has_group:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.root_device)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)
+        return tensor.tolist()
 
     def _end_backward(self, offloader: Offloader) -> None:
         offloader.end_backward()

@@ -8,110 +8,146 @@ not a plain dense tensor of our device are kept; the rest goes to the tier once 
 
 from __future__ import annotations
 
-import copy
 import os
-import time
 import warnings
 import weakref
-from collections import deque
-from dataclasses import replace
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_ssd.errors import OffloaderClosedError, StorageError
-from lightning_ssd.events import EventLog, PlacementEvent, StallEvent
+from lightning_ssd.blocks import Blocks
+from lightning_ssd.clock import clock_of
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.events import EventLog, PlacementEvent
+from lightning_ssd.fetcher import Fetcher
 from lightning_ssd.inplace import Origin, VersionProbe, inplace_error, pytorch_wording
+from lightning_ssd.live_passes import LivePasses
+from lightning_ssd.memory import available_bytes, level_bytes
 from lightning_ssd.parameters import ParameterStorages
-from lightning_ssd.planning.passes import ProfileBook
-from lightning_ssd.prefetcher import Prefetcher, is_out_of_memory
+from lightning_ssd.planning.placement import Placement
 from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.saved_storage import Lease, Ledger, SavedStorage, SavedTensor, State
+from lightning_ssd.scheduler import Scheduler
 from lightning_ssd.stats import OffloadStats
 from lightning_ssd.storage.streams import Copies
-from lightning_ssd.storage.tiers import SsdTier
-from lightning_ssd.storage.transfer import Transfer
+from lightning_ssd.storage.tiers import SsdTier, Tier
 from lightning_ssd.tensors import PLAIN_TYPES, TensorSpec
 
-__all__ = ["TensorCache"]
+__all__ = ["TensorCache", "Tiers"]
 
 # A kept tensor goes back to autograd as a bare tuple: tensor, version, and the fields of its Origin if it has one.
 # This is the hot path of small tensors, and a class of its own would cost as much as all the rest of it.
 _Kept = tuple[Any, ...]
-_MAX_PASSES = 256
-# Reloaded storages that everybody has unpacked stay for so many more: the operation that asked is still running.
-# With retain_graph the graph goes on holding them; then their memory goes, and the file still has them.
-_NUM_CONSUMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Where storages may go."""
+
+    ssd: SsdTier | None = None
+    host: Tier | None = None
 
 
 class TensorCache:
     """Owns the saved storages of one device in one process.
 
     Args:
-        tier: where storages go; ``None`` keeps and counts everything.
+        tiers: where storages may go; without an SSD tier everything is kept and counted.
         device: only tensors of this device are moved.
         min_tensor_nbytes: storages below this size are kept.
         events: gets placements and stalls.
         copies: the device's copy streams; ``None`` on CPU, where work is done when a call returns.
+        scheduler: plans what goes where; ``None``: whatever is large enough goes to SSD.
+        recompute: recompute every block, whatever is planned.
     """
 
     def __init__(
         self,
-        tier: SsdTier | None,
+        tiers: Tiers,
         *,
         device: torch.device,
         min_tensor_nbytes: int,
         events: EventLog,
         copies: Copies | None = None,
+        scheduler: Scheduler | None = None,
+        recompute: bool = False,
     ) -> None:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
-        self.ledger = Ledger(tier)
+        self.ledger = Ledger()
         self._counters = self.ledger.counters
-        self._tier = tier
+        self._tiers = tiers
         self._device = device
         self._min_nbytes = max(min_tensor_nbytes, 1)
         self._events = events
         self._copies = copies
+        self._recompute = recompute
+        self.blocks: list[Blocks] = []
         self.parameters = ParameterStorages()
         self._parameter_keys = self.parameters.keys
         self._warned_of_writes = False
-        self._closed = False
         self._pid = os.getpid()
         # All of the following are guarded by the ledger's lock.
         self._by_storage: dict[int, SavedStorage] = {}
-        self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
-        self._consumed: deque[SavedStorage] = deque()
-        self._book = ProfileBook()
-        self._prefetcher = Prefetcher(self.ledger, self._book, device)
-        self._failure: BaseException | None = None
+        self._clock = clock_of(device)
+        self._passes = LivePasses(
+            self.ledger,
+            self._clock,
+            level=partial(level_bytes, device),
+            available=partial(available_bytes, device),
+            scheduler=scheduler,
+        )
+        self._fetcher = Fetcher(
+            self.ledger,
+            self._passes,
+            device=device,
+            clock=self._clock,
+            events=events,
+            copies=copies,
+            tier=tiers.ssd,
+        )
 
     # -- passes --------------------------------------------------------------------------------------------------
 
-    def new_pass(self) -> SavedPass:
+    def new_pass(self, signature: Hashable = None) -> SavedPass:
         """One forward and the backward that follows; used as a context manager around the forward."""
-        return SavedPass(self._enter, self._pack, self._unpack)
+        return SavedPass(
+            self._enter,
+            self._pack,
+            self._unpack,
+            blocks=self.blocks,
+            signature=signature,
+            recompute_all=self._recompute,
+        )
 
     def _enter(self, current: SavedPass) -> None:
         self._check_process()
-        if self._closed:
+        if self._fetcher.closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
         self.parameters.refresh()
         with self.ledger.lock:
             self.ledger.settle()
             self._prune()
-            self._passes.append(current)
+            self._passes.enter(current)
 
     def end_backward(self) -> None:
-        """A backward is over: learn from it, tell of failed writes. A missed call costs time only."""
+        """A backward is over: learn from it, plan, tell of failed writes. A missed call costs time only.
+
+        Raises:
+            BudgetError: the policy's budget cannot be kept by any plan.
+        """
         self._check_process()
         with self.ledger.lock:
             self.ledger.settle()
-            if self._tier is not None:
-                write_rate, read_rate = self._tier.sample_rates()
-                profiles = [p.profile(write_rate=write_rate, read_rate=read_rate) for p in self._passes if p.order]
-                for profile in profiles:
-                    self._book.add(profile)
-                self._prefetcher.budget.pass_ended(profiles, self.ledger.counters.saved_peak_bytes)
+            if self._tiers.ssd is not None:
+                self._fetcher.prefetcher.budget.pass_ended(
+                    self._passes.end_backward(*self._tiers.ssd.sample_rates()), self.ledger.counters.saved_peak_bytes
+                )
+        self._passes.learn()
+        with self.ledger.lock:
+            self._passes.prune()
             self._prune()
         self._warn_of_writes()
 
@@ -124,12 +160,9 @@ class TensorCache:
             )
 
     def _prune(self) -> None:
-        """Forget passes and storages whose graphs are gone."""
-        live = [p for p in self._passes if any(r.state is not State.FREED for r in p.records)]
-        self._passes.clear()
-        self._passes.extend(live)
+        """Forget storages whose graphs are gone."""
         self._by_storage = {c: r for c, r in self._by_storage.items() if r.state is not State.FREED}
-        self._consumed = deque(r for r in self._consumed if r.state is not State.FREED)
+        self._fetcher.prune()
 
     def _warn_of_writes(self) -> None:
         failure = self.ledger.write_failure
@@ -152,7 +185,7 @@ class TensorCache:
     def abort(self) -> None:
         """A step has failed: keep what is queued, and raise nothing at close over the error that is under way."""
         self.cancel_writes()
-        self._failure = None
+        self._fetcher.failure = None
         self._warned_of_writes = True
 
     def snapshot(self, *, disk_bytes: int, busy_s: tuple[float, float], num_retries: int) -> OffloadStats:
@@ -179,6 +212,12 @@ class TensorCache:
             counters.resident_peak_bytes = counters.resident_bytes
             counters.saved_peak_bytes = self.ledger.saved_bytes
 
+    def flush(self) -> None:
+        """Block until every queued write has ended."""
+        for tier in (self._tiers.ssd, self._tiers.host):
+            if tier is not None:
+                tier.flush()
+
     @property
     def is_foreign(self) -> bool:
         """Whether this is a fork of the process that opened us."""
@@ -186,10 +225,10 @@ class TensorCache:
 
     def close(self) -> BaseException | None:
         """No more passes. Returns the last read that failed for good, to be raised once more."""
-        self._closed = True
+        self._fetcher.closed = True
         self.cancel_writes()
         self._warn_of_writes()
-        return self._failure
+        return self._fetcher.failure
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -248,6 +287,7 @@ class TensorCache:
             record = self._by_storage.get(storage._cdata)
             lease = record.lease() if record is not None and record.lease is not None else None
             if record is None or lease is None or not record.is_same_value(probe.saved, tensor):
+                self._admit(current, nbytes)
                 lease = self._open(current, storage, nbytes, probe)
             lease.record.num_tensors += 1
         if self._copies is not None:
@@ -261,19 +301,44 @@ class TensorCache:
         record.lease = weakref.ref(lease)
         self._by_storage[record.key.cdata] = record
         record.home = current
-        keep = current.expects_keep(self._book, nbytes)
+        placement, reason = self._place(current, nbytes)
         current.add(record)
         self.ledger.opened(record)
-        if keep or self._tier is None:
+        after = None if self._copies is None or placement is Placement.KEEP else self._copies.mark()
+        if placement is Placement.HOST and (
+            self._tiers.host is None or not record.queue_write(self._tiers.host, after)
+        ):
+            placement, reason = Placement.SSD, "no room in host memory"
+        if placement is Placement.SSD and self._tiers.ssd is not None:
+            self._fetcher.prefetcher.budget.observe(nbytes, self.ledger.counters.saved_peak_bytes)
+            record.queue_write(self._tiers.ssd, after)
+        elif placement is Placement.KEEP:
             self.ledger.counters.bytes_kept += nbytes
-            self._events.append(PlacementEvent("keep", nbytes, "wanted at once" if keep else "policy", record.packed_s))
-        else:
-            record.state = State.QUEUED
-            self._prefetcher.budget.observe(nbytes, self.ledger.counters.saved_peak_bytes)
-            after = None if self._copies is None else self._copies.mark()
-            self._tier.write(record, nbytes, after, label=f"saved storage {record.index}")
-            self._events.append(PlacementEvent("ssd", nbytes, "large enough", record.packed_s))
+        self._events.append(PlacementEvent(placement.value, nbytes, reason, record.packed_s))
         return lease
+
+    def _admit(self, current: SavedPass, nbytes: int) -> None:
+        """Under a budget, wait until the next storage fits."""
+        limit = None if current.guide is None else current.guide.limit_bytes
+        if limit is None or self.ledger.counters.resident_bytes + nbytes <= limit:
+            return
+        begin = self._clock.stamp()
+        waited = self._fetcher.admit(nbytes, limit)
+        if waited is not None:
+            self._fetcher.count_stall(nbytes, *waited)
+            if current.recorder is not None:
+                current.recorder.stalled(begin, self._clock.stamp())
+
+    def _place(self, current: SavedPass, nbytes: int) -> tuple[Placement, str]:
+        """Where a storage goes, and why."""
+        if self._tiers.ssd is None:
+            return Placement.KEEP, "policy"
+        if current.guide is not None:
+            placement = current.guide.place(nbytes)
+            return placement, "no plan yet" if current.guide.followed is None else "plan"
+        if current.expects_keep(self._passes.book, nbytes):
+            return Placement.KEEP, "wanted at once"
+        return Placement.SSD, "large enough"
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
@@ -286,6 +351,7 @@ class TensorCache:
                 origin = Origin(*packed[2:]) if len(packed) > 2 else None
                 raise inplace_error(description, origin, version=tensor._version, expected=packed[1])
             return tensor
+        self._check_process()
         lease, spec, probe, origin = packed
         if probe.version != probe.saved:
             with self.ledger.lock:  # where versions may be moved for a moment, see VersionProbe.shares_counter
@@ -293,90 +359,7 @@ class TensorCache:
             if version != probe.saved:
                 description = spec.dtype, self._device, spec.size
                 raise inplace_error(description, origin, version=version, expected=probe.saved)
-        tensor = probe.rebuild(spec, self._fetch(lease.record))
+        tensor = probe.rebuild(spec, self._fetcher.fetch(lease.record))
         if self._copies is not None:
             self._copies.protect(tensor)
         return tensor
-
-    def _fetch(self, record: SavedStorage) -> torch.UntypedStorage:
-        """The storage's bytes, in memory and visible to the current stream."""
-        self._note(record)
-        stall_start = 0.0
-        while True:
-            with self.ledger.lock:
-                reads = self._bring_up(record)
-                storage, mark = record.storage, record.mark
-            if storage is not None:
-                break
-            stall_start = stall_start or time.perf_counter()
-            for read in reads:
-                read.wait()
-            self._raise_if_failed(record)
-        if stall_start:
-            self._note_stall(record.nbytes, stall_start)
-        if mark is not None and self._copies is not None:
-            self._copies.wait_on_current_stream(mark)
-        return storage
-
-    def _note(self, record: SavedStorage) -> None:
-        """Somebody asks for this storage; what everybody has had by now need not stay."""
-        self._check_process()
-        with self.ledger.lock:
-            self.ledger.settle()
-            record.asked_for()
-            record.num_unpacked += 1
-            if record.home is not None:
-                record.home.asked_for(record, time.perf_counter(), self._book)
-            if record.num_unpacked >= record.num_tensors:
-                self._consumed.append(record)
-            while len(self._consumed) > _NUM_CONSUMED:
-                consumed = self._consumed.popleft()
-                if consumed is not record:
-                    consumed.drop_copy()
-
-    def _bring_up(self, record: SavedStorage) -> list[Transfer]:
-        """Make the storage come, urgently; then look ahead. Returns the reads to wait for before trying again."""
-        if not record.forward():
-            if self._closed:
-                raise OffloaderClosedError(
-                    "backward asked for a saved tensor after the offloader was closed; run backward before closing"
-                )
-            if record.state is State.READING and record.read is not None and self._tier is not None:
-                self._tier.promote(record.read)
-            elif record.state is State.ON_DISK:
-                try:
-                    record.start_read(self._device, urgent=True)
-                except (RuntimeError, MemoryError, OSError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    dropped, reads = self._prefetcher.give_up(self._passes)
-                    if not dropped and not reads:
-                        raise
-                    return reads
-        if record.home is not None:
-            self._prefetcher.advance(record.home, self._passes)
-        return [] if record.read is None else [record.read]
-
-    def _raise_if_failed(self, record: SavedStorage) -> None:
-        with self.ledger.lock:
-            error, record.error = record.error, None
-            if error is not None:
-                # The traceback of what is raised holds the graph, and the graph holds the record: neither the record
-                # nor we may hold the same exception.
-                self._failure = _copy_of(error)
-                raise error
-
-    def _note_stall(self, nbytes: int, start_s: float) -> None:
-        end_s = time.perf_counter()
-        self._events.append(StallEvent(nbytes, start_s, end_s))
-        with self.ledger.lock:
-            self.ledger.counters.stall_s += end_s - start_s
-            self._prefetcher.budget.stalled()
-
-
-def _copy_of(error: BaseException) -> BaseException:
-    """The same error to be raised once more, without its traceback."""
-    try:
-        return copy.copy(error)
-    except TypeError:  # an exception whose constructor wants other arguments than it keeps
-        return StorageError(f"reading a saved tensor back failed: {error!r}")

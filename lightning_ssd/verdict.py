@@ -28,6 +28,10 @@ class Run:
     step_s: float
     """Time in training steps, without data loading and validation."""
     num_processes: int = 1
+    plan: str | None = None
+    """Predicted against measured; ``None``: no step has followed a plan."""
+    drive_life_days: float | None = None
+    """At the vendor's rating and this run's rate of writing, day and night."""
 
 
 def verdict(run: Run) -> str:
@@ -45,25 +49,39 @@ def _activations(run: Run) -> list[str]:
     saved_peak = max(stats.saved_peak_bytes, _bytes(run.metrics, "memory/activations_saved_peak_gib"))
     resident_peak = max(stats.resident_peak_bytes, _bytes(run.metrics, "memory/activations_resident_peak_gib"))
     if stats.bytes_saved == 0:
+        moves = policy.activations not in ("keep", "recompute")
+        advice = " Lower min_tensor_bytes to move those too." if moves and stats.num_kept_small else ""
         return [
             f"Nothing was offloaded: no saved activation had min_tensor_bytes={policy.min_tensor_bytes!r} or more; "
-            f"{stats.num_kept_small} smaller ones were kept."
+            f"{stats.num_kept_small} smaller ones were kept.{advice}"
         ]
+    if policy.activations == "recompute":
+        return [f"Blocks were recomputed, as asked; what they leave was kept: at most {_size(saved_peak)} at a time."]
     if policy.activations == "keep":
         return [f"Saved activations: all kept in memory, as asked; at most {_size(saved_peak)} at a time."]
     share = 100 * resident_peak / saved_peak if saved_peak else 100.0
     sentences = [
         f"Saved activations: at most {_size(resident_peak)} resident of {_size(saved_peak)} that keeping would have "
         f"held ({share:.0f} %).",
-        f"{_size(stats.bytes_written)} written, {_size(stats.bytes_read)} read, {_size(stats.bytes_forwarded)} taken "
-        f"back without a read; {_stalls(stats.stall_s, run)}.",
+        f"{_size(stats.bytes_written)} written{_to_host(stats)}, {_size(stats.bytes_read)} read, "
+        f"{_size(stats.bytes_forwarded)} taken back without a read; {_stalls(stats.stall_s, run)}.",
     ]
     if stats.failures:
         sentences.append(
             f"{stats.failures} transfers failed; {stats.fallbacks} times training went on with the tensor in memory "
             "or a second try."
         )
+    if run.plan is not None:
+        sentences.append(run.plan)
+    if run.drive_life_days is not None:
+        life = run.drive_life_days
+        days = f"{life:,.0f} days" if life >= 10 else f"{life:.1f} days"
+        sentences.append(f"Written to like this day and night, a drive reaches its vendor's rating in {days}.")
     return [*sentences, f"Backend: {run.backend}."]
+
+
+def _to_host(stats: OffloadStats) -> str:
+    return f" and {_size(stats.bytes_host)} put into host memory" if stats.bytes_host else ""
 
 
 def _stalls(stall_s: float, run: Run) -> str:

@@ -1,4 +1,4 @@
-"""The contenders of ``recipes.bench_step``: six ways to train the same GPT-2, and an account of what autograd saves."""
+"""The contenders of the benchmarks: ways to train the same GPT-2, and an account of what autograd saves."""
 
 from __future__ import annotations
 
@@ -7,59 +7,20 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import lightning_ssd
 from lightning_ssd.memory import MallocThreshold
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A GPT-2 and its batch."""
-
-    layers: int = 12
-    width: int = 768
-    heads: int = 12
-    sequence: int = 512
-    batch: int = 8
-    vocabulary: int = 16_384
-    autocast: bool = False
-    device: str = "cpu"
-
-    def model(self) -> nn.Module:
-        """The same weights in every process."""
-        torch.manual_seed(0)
-        config = transformers.GPT2Config(
-            n_layer=self.layers,
-            n_embd=self.width,
-            n_head=self.heads,
-            n_positions=self.sequence,
-            vocab_size=self.vocabulary,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        return transformers.GPT2LMHeadModel(config).to(self.device).train()
-
-    def tokens(self, step: int) -> Tensor:
-        """The batch of one step, the same in every process."""
-        generator = torch.Generator().manual_seed(step)
-        return torch.randint(0, self.vocabulary, (self.batch, self.sequence), generator=generator).to(self.device)
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """Around forward."""
-        return torch.autocast(self.device, dtype=torch.bfloat16) if self.autocast else nullcontext()
+from recipes.mode_spec import ModeSpec, parse_mode
+from recipes.profile_json import trace_to_json
+from recipes.throttle import Throttle, parse_rate, throttled
 
 
 class Mode:
@@ -74,18 +35,30 @@ class Mode:
     def begin_step(self) -> None:
         """Before each step, not timed."""
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, Any]:
         """What the last step moved and held; empty where nothing is counted."""
         return {}
 
+    def description(self) -> dict[str, Any]:
+        """What really happens, for reports; empty where there is nothing to say."""
+        return {}
 
-class SsdMode(Mode):
+    def profile(self) -> dict[str, Any]:
+        """The profiled pass and the measured rates as JSON; empty where there is none."""
+        return {}
+
+
+class OurMode(Mode):
     """Ours."""
 
-    def __init__(self, offloader: lightning_ssd.Offloader) -> None:
+    def __init__(
+        self, offloader: lightning_ssd.Offloader, *, budget_bytes: int | None = None, throttle: str | None = None
+    ) -> None:
         super().__init__(offloader.saved_tensors)
         self._offloader = offloader
+        self._budget_bytes = budget_bytes
         self._before = offloader.stats
+        self._throttle = throttle
 
     def end_backward(self) -> None:
         self._offloader.end_backward()
@@ -94,11 +67,24 @@ class SsdMode(Mode):
         self._offloader.reset_peaks()
         self._before = self._offloader.stats
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, Any]:
         now, before = self._offloader.stats, self._before
         moved = ("bytes_written", "bytes_read", "bytes_forwarded", "bytes_kept", "stall_s", "failures")
-        counted: dict[str, float] = {name: getattr(now, name) - getattr(before, name) for name in moved}
-        return counted | {"resident_peak_bytes": now.resident_peak_bytes, "disk_bytes": now.disk_bytes}
+        counted: dict[str, Any] = {name: getattr(now, name) - getattr(before, name) for name in moved}
+        counted |= {"resident_peak_bytes": now.resident_peak_bytes, "disk_bytes": now.disk_bytes}
+        if self._budget_bytes is not None:
+            counted["budget_bytes"] = self._budget_bytes
+        report = self._offloader.plan_report
+        return counted if report is None else counted | {"plan": asdict(report)}
+
+    def description(self) -> dict[str, Any]:
+        return {"backend": self._offloader.description, "throttle": self._throttle}
+
+    def profile(self) -> dict[str, Any]:
+        trace, machine = self._offloader.trace, self._offloader.machine
+        if trace is None or machine is None:
+            return {}
+        return {"trace": trace_to_json(trace), "machine": asdict(machine)}
 
 
 class _File:
@@ -136,40 +122,59 @@ def checkpoint_blocks(model: nn.Module) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
-MODES = {
-    "keep": "plain PyTorch",
-    "ssd": "lightning_ssd",
-    "recompute": "torch.utils.checkpoint per block",
-    "naive": "the tutorial's saved-tensor hooks: torch.save to one file each",
-    "save_on_cpu": "torch.autograd.graph.save_on_cpu",
-}
-MAPPED = "+mmap"
-"""Suffix: with glibc's mmap threshold fixed as lightning_ssd does it, so that freed tensors leave the process."""
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the modes that are ours are told beyond their name."""
+
+    verify: str = "off"
+    budget_bytes: int | None = None
+    """Of saved activations, for ``budget=...``."""
+    memory_budget_bytes: int | None = None
+    """Of the whole device, for planned modes."""
+    device_limit_bytes: int | None = None
+    """What PyTorch's allocator may take of a CUDA device."""
 
 
 @contextmanager
-def open_mode(name: str, model: nn.Module, directory: Path, *, verify: str = "off") -> Iterator[Mode]:
+def open_mode(name: str, model: nn.Module, directory: Path, settings: Settings) -> Iterator[Mode]:
     """Set one mode up for ``model``; what it leaves on the drive goes at the end."""
+    spec = parse_mode(name)
     with ExitStack() as stack:
-        if name.endswith(MAPPED):
+        if spec.is_mapped:
             stack.enter_context(MallocThreshold())
-        kind = name.removesuffix(MAPPED)
-        if kind == "ssd":
-            policy = lightning_ssd.OffloadPolicy(activations="offload", verify=verify)  # type: ignore[arg-type]
-            hardware = lightning_ssd.HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
-            device = next(model.parameters()).device
-            offloader = stack.enter_context(lightning_ssd.Offloader(policy=policy, hardware=hardware, device=device))
-            offloader.register_module(model)
-            yield SsdMode(offloader)
-        elif kind == "naive":
+        if spec.activations is not None:
+            yield _open_ours(stack, spec, model, directory, settings)
+        elif spec.kind == "naive":
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
             yield Mode(functools.partial(naive_hooks, Path(folder)))
-        elif kind == "save_on_cpu":
+        elif spec.kind == "save_on_cpu":
             yield Mode(functools.partial(save_on_cpu, pin_memory=next(model.parameters()).is_cuda))
         else:
-            if kind == "recompute":
+            if spec.kind == "recompute":
                 checkpoint_blocks(model)
             yield Mode()
+
+
+def _open_ours(stack: ExitStack, spec: ModeSpec, model: nn.Module, directory: Path, settings: Settings) -> OurMode:
+    throttle: Throttle | None = None
+    if spec.throttle is not None:
+        # Before the offloader, whose own measurement of the drive then sees the throttled one.
+        throttle = stack.enter_context(throttled(directory, parse_rate(spec.throttle)))
+    policy = lightning_ssd.OffloadPolicy(
+        activations=spec.activations,  # type: ignore[arg-type]
+        verify=settings.verify,  # type: ignore[arg-type]
+        activation_budget=settings.budget_bytes,
+        memory_budget=settings.memory_budget_bytes if spec.is_planned else None,
+    )
+    offloader = lightning_ssd.Offloader(
+        policy=policy,
+        hardware=lightning_ssd.HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
+        device=next(model.parameters()).device,
+        _wrap_backend=throttle.wrap_backend if throttle is not None else None,
+    )
+    stack.enter_context(offloader)
+    offloader.register_module(model)
+    return OurMode(offloader, budget_bytes=settings.budget_bytes, throttle=throttle.how if throttle else None)
 
 
 class Account:

@@ -1,13 +1,15 @@
 """A training step that offloads, against keeping, recomputing and naive disk hooks: time, memory, bytes, equality.
 
     python -m recipes.bench_step --dir DIR [--modes keep,ssd,recompute,naive,save_on_cpu] [--rounds 3] [--json FILE]
+    python -m recipes.bench_step --dir DIR --modes keep,auto,budget=40%,budget=1.5GiB@200MB/s [--shape tall]
     python -m recipes.bench_step --hooks                  # what our hooks cost per tensor that is not moved
     python -m recipes.bench_step --profile h200 --dir DIR # one CUDA card
 
 Each mode trains in a process of its own. The processes take turns, step by step, in an order that rotates, so that a
 machine which slows down slows all of them down: a step is compared with keep's step of the same turn, and the table
 shows medians of these ratios. Every step's loss, gradients and weights are hashed and compared with keep's. A mode
-with the suffix "+mmap" runs with glibc's mmap threshold fixed, as lightning_ssd fixes it.
+with the suffix "+mmap" runs with glibc's mmap threshold fixed, as lightning_ssd fixes it. Modes that plan are warmed up
+until they follow a plan. How names of modes are read: ``recipes.mode_spec``.
 """
 
 from __future__ import annotations
@@ -21,110 +23,126 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_ssd.memory import host_available_bytes
+from recipes.bench_child import Child, ChildDiedError
 from recipes.bench_hooks import bench_hooks
-from recipes.bench_modes import MAPPED, MODES, Shape
+from recipes.bench_modes import Settings
+from recipes.bench_shapes import Shape, add_shape_arguments, choose_shape
 from recipes.bench_table import Sample, show, summarise
 from recipes.bench_worker import Job
+from recipes.mode_spec import BASELINE, DEFAULT_MODES, MAPPED, MODES, parse_mode, parse_modes, with_throttle
 
 GIB = float(1 << 30)
 MIN_FREE_BYTES = 1 << 30
-TINY = Shape(layers=2, width=64, heads=4, sequence=32, batch=2, vocabulary=211)
-PROFILES = {
-    "cpu": Shape(),
-    "h200": Shape(
-        layers=36, width=1280, heads=20, sequence=1024, batch=16, vocabulary=50_304, autocast=True, device="cuda"
-    ),
-}
+PLANNED_WARMUP = 3
+MAX_EXTRA_WARMUP = 20
+_PATH_OPTIONS = ("--dir", "--json", "--output")
 
 
-class Child:
-    """A worker process and the pipe to it."""
+def run_round(index: int, jobs: Sequence[Job], args: argparse.Namespace, *, details: bool) -> list[Sample]:
+    """Start all modes, warm them up and let them step in turns; then see what they hold between steps.
 
-    def __init__(self, job: Job) -> None:
-        self.mode = job.mode
-        environment = os.environ | {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "recipes.bench_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=Path(__file__).resolve().parents[1],
-        )
-        self._send(job.to_json())
+    Args:
+        index: number of the round; steps are compared within one.
+        jobs: one per mode.
+        args: ``steps``, ``warmup`` and ``turn_steps``.
+        details: also what plain PyTorch holds, and the profiles that plans were made from.
 
-    def ask(self, command: str) -> dict[str, Any]:
-        """Have a command carried out, and wait for it."""
-        self._send(command)
-        return self.answer()
-
-    def answer(self) -> dict[str, Any]:
-        """The next line of the child."""
-        stdout = self._process.stdout
-        line = stdout.readline() if stdout is not None else ""
-        if not line:
-            sys.exit(f"the process of mode {self.mode} ended with code {self._process.wait()}; see its message above")
-        result: dict[str, Any] = json.loads(line)
-        return result
-
-    def close(self) -> None:
-        """End the child; it closes its files itself."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-    def _send(self, line: str) -> None:
-        stdin = self._process.stdin
-        if stdin is not None:
-            stdin.write(line + "\n")
-            stdin.flush()
-
-
-def run_round(index: int, jobs: Sequence[Job], args: argparse.Namespace) -> list[Sample]:
-    """Start all modes, warm them up and let them step in turns; then see what they hold between steps."""
+    Raises:
+        ChildDiedError: a mode's process has failed.
+    """
     samples: list[Sample] = []
     with ExitStack() as stack:
         children = []
         for job in jobs:
             children.append(Child(job))
             stack.callback(children[-1].close)
-        for child in children:
-            child.answer()
-        for turn in range(args.warmup + args.steps):
-            order = [*children[turn % len(children) :], *children[: turn % len(children)]]
-            for child in order:
-                for repeat in range(args.turn_steps):
-                    timed = turn >= args.warmup and (repeat > 0 or args.turn_steps == 1)
-                    result = child.ask("step")
-                    samples.append(Sample(child.mode, index, turn * args.turn_steps + repeat, timed, result))
-                child.ask("release")
-                _tell(f"round {index + 1} turn {turn + 1}: {child.mode:16} {result['step_s']:.2f} s")
-            _check_memory(children)
+        descriptions = {child.mode: child.answer() for child in children}
+        samples += _take_turns(index, children, args)
         for child in children:
             rest = child.ask("rest")
+            profile = child.ask("profile") if details else {}
             for sample in samples:
                 if sample.mode == child.mode:
                     sample.values["rest"] = rest
-        if index == 0:
+            last = next(sample for sample in reversed(samples) if sample.mode == child.mode)
+            # Once per mode: a profile is long.
+            last.values["described"] = descriptions[child.mode] | ({"profile": profile} if profile else {})
+        if details:
             account = _account(children)
             for sample in samples:
                 sample.values["account"] = account
     return samples
+
+
+def _take_turns(index: int, children: Sequence[Child], args: argparse.Namespace) -> list[Sample]:
+    """Warm-up lasts until each planned mode follows a plan: the first steps are profiled, and plans take a while."""
+    samples: list[Sample] = []
+    planned = {child.mode for child in children if parse_mode(child.mode).is_planned}
+    num_warmup = max(args.warmup, PLANNED_WARMUP) if planned else args.warmup
+    turn, num_left = 0, 0 if num_warmup else args.steps
+    unplanned = set(planned)
+    while turn < num_warmup or num_left:
+        warmup = turn < num_warmup
+        for child in [*children[turn % len(children) :], *children[: turn % len(children)]]:
+            for repeat in range(args.turn_steps):
+                timed = not warmup and (repeat > 0 or args.turn_steps == 1)
+                result = child.ask("step")
+                samples.append(Sample(child.mode, index, turn * args.turn_steps + repeat, timed, result, warmup))
+            child.ask("release")
+            if "plan" in result:
+                unplanned.discard(child.mode)
+            _tell(f"round {index + 1} turn {turn + 1}: {child.mode:16} {result['step_s']:.2f} s")
+        _check_memory(children)
+        turn += 1
+        if turn == num_warmup and unplanned and num_warmup < args.warmup + MAX_EXTRA_WARMUP:
+            num_warmup += 1
+        num_left = args.steps if turn == num_warmup else max(0, num_left - 1)
+    if unplanned:
+        _tell(f"no plan was in force for {', '.join(sorted(unplanned))}; their rows tell nothing about planning")
+    return samples
+
+
+def make_jobs(
+    modes: Sequence[str], shape: Shape, directory: Path, args: argparse.Namespace, *, held_bytes: int | None
+) -> list[Job]:
+    """One per mode.
+
+    Args:
+        modes: names.
+        shape: what they train.
+        directory: on the drive.
+        args: ``threads`` and ``verify``.
+        held_bytes: what keep holds, for budgets that are shares of it; see :func:`held_if_needed`.
+    """
+    return [
+        Job(mode, shape, str(directory), args.threads, Settings(verify=args.verify, budget_bytes=budget))
+        for mode, budget in ((mode, parse_mode(mode).budget_bytes(held_bytes)) for mode in modes)
+    ]
+
+
+def held_if_needed(modes: Sequence[str], shape: Shape, directory: Path, threads: int) -> int | None:
+    """What keep holds, counted in a process of its own, if any mode's budget is a share of it."""
+    is_needed = any(parse_mode(mode).is_relative for mode in modes)
+    return measure_held(shape, directory, threads) if is_needed else None
+
+
+def measure_held(shape: Shape, directory: Path, threads: int) -> int:
+    """What plain PyTorch's saved activations take at their worst moment, in bytes."""
+    child = Child(Job(BASELINE, shape, str(directory), threads))
+    try:
+        child.answer()
+        return int(child.ask("account")["held_bytes"])
+    finally:
+        child.close()
 
 
 def _account(children: Sequence[Child]) -> dict[str, Any]:
@@ -145,13 +163,13 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def environment(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+def environment(recipe: str, threads: int, shape: Shape) -> dict[str, Any]:
     """What a reader needs to judge the numbers. No host name, no paths."""
     cpu = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     return {
-        "command": "python -m recipes.bench_step " + shlex.join(_without_paths(sys.argv[1:])),
+        "command": f"python -m recipes.{recipe} " + shlex.join(_without_paths(sys.argv[1:])),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip() or "unknown",
         "python": platform.python_version(),
@@ -160,7 +178,7 @@ def environment(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         "processor": cpu[0] if cpu else platform.processor(),
         "cores": os.cpu_count(),
         "device": torch.cuda.get_device_name() if shape.device == "cuda" else "cpu",
-        "threads": args.threads,
+        "threads": threads,
         "load_average": os.getloadavg()[0],
         "shape": asdict(shape),
     }
@@ -168,75 +186,98 @@ def environment(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 def _without_paths(arguments: Sequence[str]) -> list[str]:
     hidden = [
-        value if before not in ("--dir", "--json") else "..."
+        value if before not in _PATH_OPTIONS else "..."
         for before, value in zip(["", *arguments], arguments, strict=False)
     ]
-    return [value.partition("=")[0] + "=..." if value.startswith(("--dir=", "--json=")) else value for value in hidden]
+    return [value.partition("=")[0] + "=..." if value.partition("=")[0] in _PATH_OPTIONS else value for value in hidden]
 
 
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.bench_step", description=__doc__.splitlines()[0])
-    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}; each may end in {MAPPED}")
-    parser.add_argument("--rounds", type=int, default=3, help="times that all processes start anew")
-    parser.add_argument("--steps", type=int, default=4, help="timed turns per round")
-    parser.add_argument("--warmup", type=int, default=2, help="turns before these")
+def add_run_arguments(parser: argparse.ArgumentParser, *, rounds: int = 3, steps: int = 4, warmup: int = 2) -> None:
+    """What every benchmark of whole steps takes."""
+    parser.add_argument("--rounds", type=int, default=rounds, help="times that all processes start anew")
+    parser.add_argument("--steps", type=int, default=steps, help="timed turns per round")
+    parser.add_argument(
+        "--warmup", type=int, default=warmup, help=f"turns before these; for planned modes {PLANNED_WARMUP} at least"
+    )
     parser.add_argument("--turn-steps", type=int, help="steps per turn, the first of several not timed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")
-    parser.add_argument("--verify", default="off", choices=("off", "sampled", "full"), help="for mode ssd")
-    parser.add_argument("--profile", default="cpu", choices=sorted(PROFILES))
-    parser.add_argument("--tiny", action="store_true", help="a toy size, to try the recipe itself")
+    parser.add_argument("--verify", default="off", choices=("off", "sampled", "full"), help="for modes that are ours")
+    add_shape_arguments(parser)
+
+
+def complete(args: argparse.Namespace, shape: Shape) -> None:
+    """Fill in what depends on the shape."""
+    # A caching allocator has to be emptied for the next process, so that on a device the first step of a turn is lost.
+    args.turn_steps = args.turn_steps or (4 if shape.device == "cuda" else 1)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.bench_step", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--modes",
+        default=",".join(DEFAULT_MODES),
+        help=f"of {', '.join(MODES)}; ours may end in @RATE, each in {MAPPED}",
+    )
+    parser.add_argument("--throttle", help="rate of the drive for all modes that are ours, such as 50MB/s")
+    add_run_arguments(parser)
     parser.add_argument("--hooks", action="store_true", help="measure the cost of our hooks instead")
     parser.add_argument("--json", type=Path, help="write environment, samples and summary here")
-    for name in ("layers", "width", "heads", "sequence", "batch", "vocabulary"):
-        parser.add_argument(f"--{name}", type=int)
     args = parser.parse_args(arguments)
-    args.modes = [mode.strip() for mode in args.modes.split(",") if mode.strip()]
-    unknown = [mode for mode in args.modes if mode.removesuffix(MAPPED) not in MODES]
-    if unknown or not args.modes:
-        parser.error(
-            f"--modes has {', '.join(unknown) or 'nothing'}; allowed: {', '.join(MODES)}, with or without {MAPPED}"
-        )
+    try:
+        args.modes = parse_modes(args.modes)
+        if args.throttle:
+            args.modes = parse_modes(",".join(with_throttle(mode, args.throttle) for mode in args.modes))
+    except ValueError as error:
+        parser.error(f"--modes has {error}")
     return args
-
-
-def choose_shape(args: argparse.Namespace) -> Shape:
-    """Profile, then ``--tiny``, then single sizes."""
-    shape = PROFILES[args.profile]
-    if args.tiny:
-        shape = replace(TINY, autocast=shape.autocast)
-    elif shape.device == "cuda" and not torch.cuda.is_available():
-        sys.exit(f"--profile {args.profile} needs a CUDA device and there is none here; with --tiny it runs on the CPU")
-    sizes = {name: getattr(args, name) for name in ("layers", "width", "heads", "sequence", "batch", "vocabulary")}
-    return replace(shape, **{name: value for name, value in sizes.items() if value is not None})
 
 
 def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """All rounds; prints the table."""
     shape = choose_shape(args)
-    # A caching allocator has to be emptied for the next process, so that on a device the first step of a turn is lost.
-    args.turn_steps = args.turn_steps or (4 if shape.device == "cuda" else 1)
-    facts = environment(args, shape)
+    complete(args, shape)
+    facts = environment("bench_step", args.threads, shape)
     print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", end="\n\n", flush=True)
-    jobs = [Job(mode, shape, str(directory), args.threads, args.verify) for mode in args.modes]
-    samples = [sample for index in range(args.rounds) for sample in run_round(index, jobs, args)]
+    held = held_if_needed(args.modes, shape, directory, args.threads)
+    jobs = make_jobs(args.modes, shape, directory, args, held_bytes=held)
+    samples = [sample for index in range(args.rounds) for sample in run_round(index, jobs, args, details=index == 0)]
     rows = summarise(samples)
     show(rows)
+    show_throttles(samples)
     return {"environment": facts, "summary": rows, "samples": [asdict(sample) for sample in samples]}
+
+
+def show_throttles(samples: Sequence[Sample]) -> None:
+    """What slowed the drive down: the kernel, or a wrapper of ours."""
+    for sample in samples:
+        how = sample.values.get("described", {}).get("throttle")
+        if how:
+            print(f"{sample.mode}, round {sample.round + 1}: throttled by {how}")
+
+
+@contextmanager
+def spill_directory(given: Path | None, prefix: str) -> Iterator[Path]:
+    """The directory that was named, or a temporary one."""
+    with ExitStack() as stack:
+        directory = given or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{prefix}-")))
+        directory.mkdir(parents=True, exist_ok=True)
+        yield directory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 when any mode's numbers differ from keep's."""
     args = parse_arguments(arguments)
-    with ExitStack() as stack:
-        directory = args.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_step-")))
-        directory.mkdir(parents=True, exist_ok=True)
-        content = bench_hooks(directory) if args.hooks else run(args, directory)
+    with spill_directory(args.dir, "bench_step") as directory:
+        try:
+            content = bench_hooks(directory) if args.hooks else run(args, directory)
+        except ChildDiedError as error:
+            sys.exit(str(error))
     if args.json:
         args.json.write_text(json.dumps(content, indent=1))
     return 0 if all(row.get("equal", True) for row in content["summary"]) else 1

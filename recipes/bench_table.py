@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.mode_spec import BASELINE, parse_mode
+
 MIB = 1 << 20
-BASELINE = "keep"
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Sample:
     step: int
     timed: bool
     values: dict[str, Any]
+    warmup: bool = False
+    """Before the modes had warmed up; a plan is not in force yet."""
 
     @property
     def peak_above_rest_bytes(self) -> int:
@@ -45,7 +48,7 @@ def _row(mode: str, samples: Sequence[Sample], held_bytes: int | None) -> dict[s
 
     resident = [sample.values["resident_peak_bytes"] for sample in mine if "resident_peak_bytes" in sample.values]
     # Plain PyTorch holds all that it saves; of the other rivals the hooks do not see what they hold.
-    resident_bytes = max(resident) if resident else held_bytes if mode.partition("+")[0] == BASELINE else None
+    resident_bytes = max(resident) if resident else held_bytes if parse_mode(mode).kind == BASELINE else None
     return {
         "mode": mode,
         "num_steps": len(mine),
@@ -61,7 +64,31 @@ def _row(mode: str, samples: Sequence[Sample], held_bytes: int | None) -> dict[s
         "core_s": statistics.median(sample.values["user_s"] + sample.values["system_s"] for sample in mine),
         **{name: median(name) for name in ("system_s", "page_faults")},
         "equal": _is_equal(mode, samples),
+        **_planning(mode, samples),
     }
+
+
+def _planning(mode: str, samples: Sequence[Sample]) -> dict[str, Any]:
+    """How the budget was kept, and what the plan had said; nothing for a mode without either."""
+    mine = [sample for sample in samples if sample.mode == mode]
+    found: dict[str, Any] = {}
+    budgeted = [sample for sample in mine if "budget_bytes" in sample.values]
+    if budgeted:
+        over = [s for s in budgeted if s.values["resident_peak_bytes"] > s.values["budget_bytes"]]
+        found["budget_bytes"] = budgeted[0].values["budget_bytes"]
+        found["num_checked_steps"] = sum(not sample.warmup for sample in budgeted)
+        found["num_over_budget"] = sum(not sample.warmup for sample in over)
+        found["num_over_budget_warmup"] = sum(sample.warmup for sample in over)
+    planned = [sample for sample in mine if "plan" in sample.values and not sample.warmup]
+    if planned:
+        plan = planned[-1].values["plan"]
+        found["plan"] = plan
+        found["num_planned_steps"] = len(planned)
+        for name in ("step", "peak"):
+            unit = "s" if name == "step" else "bytes"
+            predicted, measured = plan[f"predicted_{name}_{unit}"], plan[f"measured_{name}_{unit}"]
+            found[f"{name}_error"] = predicted / measured - 1 if measured else None
+    return found
 
 
 def _ratios(mode: str, samples: Sequence[Sample], value: Callable[[Sample], float]) -> list[float]:
@@ -118,6 +145,32 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         cells = [row["mode"], *numbers, _number(row["page_faults"], 0), *moved, _number(row["stall_s"], 2)]
         print("| " + " | ".join(cells) + " |")
     print(f"\nMedians of {rows[0]['num_steps']} steps per mode; ratios are medians of paired ratios.")
+    show_plans(rows)
+
+
+def show_plans(rows: Sequence[dict[str, Any]]) -> None:
+    """The modes with a budget or a plan: how it was kept, and how right it was. Nothing where there are none."""
+    chosen = [row for row in rows if "plan" in row or "budget_bytes" in row]
+    if not chosen:
+        return
+    print(
+        "\n| mode | budget MiB | steps over it | fwd+bwd s predicted | measured | off | peak MiB predicted | measured "
+        "| off | written MiB predicted | measured | plans |\n" + "|---" * 12 + "|"
+    )
+    for row in chosen:
+        over = f"{row['num_over_budget']} of {row['num_checked_steps']}" if "budget_bytes" in row else ""
+        plan = row.get("plan", {})
+        seconds = [_number(plan.get(f"{kind}_step_s"), 3) for kind in ("predicted", "measured")]
+        peaks = [_mib(plan.get(f"{kind}_peak_bytes")) for kind in ("predicted", "measured")]
+        written = [_mib(plan.get(f"{kind}_written_bytes")) for kind in ("predicted", "measured")]
+        off = [_percent(row.get(f"{name}_error")) for name in ("step", "peak")]
+        cells = [row["mode"], _mib(row.get("budget_bytes")), over, *seconds, off[0], *peaks, off[1], *written]
+        print("| " + " | ".join([*cells, _number(plan.get("num_plans"), 0)]) + " |")
+    print('\n"off": predicted / measured - 1. Steps of the warm-up, where the plan is made, are not in it.')
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:+.1f} %"
 
 
 def _number(value: float | None, digits: int) -> str:

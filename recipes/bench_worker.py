@@ -6,12 +6,13 @@ Speaks JSON, one object per line: the job comes first, then commands; each is an
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +22,8 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak, trim
-from recipes.bench_modes import Account, Mode, Shape, open_mode
+from recipes.bench_modes import Account, Mode, Settings, open_mode
+from recipes.bench_shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Job:
     shape: Shape
     directory: str
     threads: int
-    verify: str = "off"
+    settings: Settings = field(default_factory=Settings)
 
     def to_json(self) -> str:
         """For the child's first line."""
@@ -42,7 +44,7 @@ class Job:
     def from_json(cls, line: str) -> Job:
         """The inverse."""
         fields = json.loads(line)
-        return cls(**fields | {"shape": Shape(**fields["shape"])})
+        return cls(**fields | {"shape": Shape(**fields["shape"]), "settings": Settings(**fields["settings"])})
 
 
 def fingerprint(tensors: list[Tensor]) -> str:
@@ -60,6 +62,10 @@ class Trainer:
         self._job, self._model, self._mode = job, model, mode
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self._num_steps = 0
+
+    def description(self) -> dict[str, Any]:
+        """What the mode says about itself."""
+        return self._mode.description()
 
     def step(self) -> dict[str, Any]:
         """One training step: times, faults, peaks, what was moved, and hashes of what came out."""
@@ -106,6 +112,10 @@ class Trainer:
         memory = read_memory(self._job.shape.device)
         return {"untrimmed_bytes": before, "host_bytes": memory.host_bytes, "device_bytes": memory.device_bytes}
 
+    def profile(self) -> dict[str, Any]:
+        """The profiled pass and the measured rates, where the mode has them."""
+        return self._mode.profile()
+
     def release(self) -> dict[str, Any]:
         """Let the next process have the device's memory."""
         if self._job.shape.device == "cuda":
@@ -132,8 +142,11 @@ class Trainer:
 def open_trainer(job: Job) -> Iterator[Trainer]:
     """Everything that a job needs; opened and closed in this process."""
     torch.set_num_threads(job.threads)
+    if job.settings.device_limit_bytes is not None:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.settings.device_limit_bytes / total))
     model = job.shape.model()
-    with open_mode(job.mode, model, Path(job.directory), verify=job.verify) as mode:
+    with open_mode(job.mode, model, Path(job.directory), job.settings) as mode:
         yield Trainer(job, model, mode)
 
 
@@ -145,8 +158,9 @@ def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
             "rest": trainer.rest,
             "release": trainer.release,
             "account": trainer.account,
+            "profile": trainer.profile,
         }
-        answer({})
+        answer(trainer.description())
         for line in lines:
             answer(commands[line.strip()]())
 
@@ -154,7 +168,10 @@ def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
 def main() -> int:
     """Entry of the child process."""
     transformers.logging.set_verbosity_error()  # it remarks on the defaults of a model built from a configuration
-    serve(sys.stdin, lambda result: print(json.dumps(result), flush=True))
+    # Whatever else prints, a plan's report for one, goes to the standard error: this pipe carries answers only.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        serve(sys.stdin, lambda result: print(json.dumps(result), file=answers, flush=True))
     return 0
 
 

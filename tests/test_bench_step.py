@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from recipes import bench_hooks, bench_step
+from recipes.bench_child import Child, ChildDiedError
 from recipes.bench_modes import Account
+from recipes.bench_shapes import SHAPES, TINY
 from recipes.bench_table import Sample, show, summarise
+from recipes.bench_worker import Job
+from recipes.mode_spec import MODES, ModeSpec, parse_mode, parse_modes, with_throttle
 from tests.parity.models import Perceptrons, floats
 
 
@@ -80,6 +84,177 @@ def test_wrong_modes_name_the_right_ones(arguments: list[str], text: str, capsys
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "budget"])
+def test_every_mode_is_a_name(mode: str) -> None:
+    assert parse_mode(mode) == ModeSpec(kind=mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "budget_bytes"),
+    [
+        ("budget=40%", ModeSpec(kind="budget", budget="40%"), 400),
+        ("budget=1.5GiB", ModeSpec(kind="budget", budget="1.5GiB"), 3 << 29),
+        ("budget=12.5%@50MB/s+mmap", ModeSpec(kind="budget", budget="12.5%", throttle="50MB/s", is_mapped=True), 125),
+        ("auto@200MB/s", ModeSpec(kind="auto", throttle="200MB/s"), None),
+        ("recompute+mmap", ModeSpec(kind="recompute", is_mapped=True), None),
+    ],
+)
+def test_names_are_read(name: str, spec: ModeSpec, budget_bytes: int | None) -> None:
+    assert parse_mode(name) == spec
+    assert spec.budget_bytes(1000) == budget_bytes
+    assert spec.is_planned == (spec.kind in ("auto", "budget"))
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("budget", "budget=SIZE"),
+        ("budget=", "allowed: keep"),
+        ("budget=0%", "above 0 %"),
+        ("budget=101%", "up to 100 %"),
+        ("budget=many%", "up to 100 %"),
+        ("budget=0", "above 0"),
+        ("budget=lots", "is not a size"),
+        ("ssd=40%", "no budget for the other modes"),
+        ("auto@fast", "is not a size"),
+        ("auto@0", "above 0"),
+        ("keep@50MB/s", "so not keep"),
+        ("recompute@50MB/s", "so not recompute"),
+        ("auto+mmap@50MB/s", "allowed: keep"),
+    ],
+)
+def test_names_that_say_nothing_are_refused(name: str, allowed: str) -> None:
+    with pytest.raises(ValueError, match=allowed):
+        parse_mode(name)
+
+
+def test_a_share_needs_a_whole() -> None:
+    with pytest.raises(ValueError, match="share of what keep holds, which is not known"):
+        parse_mode("budget=40%").budget_bytes(None)
+
+
+def test_no_mode_twice() -> None:
+    with pytest.raises(ValueError, match="each mode once"):
+        parse_modes("keep,ssd, keep")
+
+
+def test_a_throttle_is_for_those_that_are_ours_and_have_none() -> None:
+    names = ["keep", "auto", "budget=40%+mmap", "ssd@1GB/s", "recompute"]
+    assert [with_throttle(name, "50MB/s") for name in names] == [
+        "keep",
+        "auto@50MB/s",
+        "budget=40%@50MB/s+mmap",
+        "ssd@1GB/s",
+        "recompute",
+    ]
+
+
+def plan(**values: float) -> dict[str, float]:
+    names = ("step_s", "stall_s", "peak_bytes", "written_bytes")
+    return {f"{kind}_{name}": 0.0 for kind in ("predicted", "measured") for name in names} | {"num_plans": 1} | values
+
+
+def budgeted(step: int, resident: int, *, warmup: bool = False, **values: Any) -> Sample:
+    filled = sample("budget=100", step, 1.0, resident_peak_bytes=resident, budget_bytes=100, **values)
+    return Sample(filled.mode, 0, step, not warmup, filled.values, warmup)
+
+
+def test_steps_over_the_budget_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the warm-up apart, since the profiled step keeps everything on purpose."""
+    samples = [budgeted(0, 500, warmup=True), budgeted(1, 100), budgeted(2, 101), budgeted(3, 99)]
+    (row,) = summarise(samples)
+    assert (row["num_over_budget"], row["num_checked_steps"], row["num_over_budget_warmup"]) == (1, 3, 1)
+    assert row["resident_bytes"] == 101
+    show([row])
+    assert "| 1 of 3 |" in capsys.readouterr().out
+
+
+def test_predictions_are_compared_with_what_came(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last step's report counts: it covers all steps that followed the plan."""
+    early = plan(predicted_step_s=9.0, measured_step_s=1.0)
+    late = plan(predicted_step_s=1.1, measured_step_s=1.0, predicted_peak_bytes=90 << 20, measured_peak_bytes=100 << 20)
+    samples = [sample("auto", 1, 1.0, plan=early), sample("auto", 2, 1.0, plan=late), sample("auto", 3, 1.0, plan=late)]
+    (row,) = summarise(samples)
+    assert row["step_error"] == pytest.approx(0.1)
+    assert row["peak_error"] == pytest.approx(-0.1)
+    assert row["num_planned_steps"] == 3
+    show([row])
+    assert "| 1.100 | 1.000 | +10.0 % | 90 | 100 | -10.0 % |" in capsys.readouterr().out
+
+
+class Scripted:
+    """A worker that follows a plan from a certain step on."""
+
+    def __init__(self, mode: str, planned_from: int, log: list[str]) -> None:
+        self.mode = mode
+        self._planned_from, self._log, self._num_steps = planned_from, log, 0
+
+    def ask(self, command: str) -> dict[str, Any]:
+        if command != "step":
+            return {}
+        self._log.append(self.mode)
+        self._num_steps += 1
+        return {"step_s": 1.0} | ({"plan": {}} if self._num_steps >= self._planned_from else {})
+
+
+@pytest.mark.parametrize(
+    ("modes", "planned_from", "warmup", "expected"),
+    [
+        (["keep", "ssd"], 99, 2, 2),
+        (["keep", "ssd"], 99, 0, 0),
+        (["keep", "auto"], 3, 1, 3),
+        (["keep", "auto"], 3, 5, 5),
+        (["keep", "budget=40%"], 7, 1, 7),
+        (["keep", "auto"], 99, 2, 2 + bench_step.MAX_EXTRA_WARMUP),
+    ],
+)
+def test_warm_up_lasts_until_plans_are_followed(
+    modes: list[str], planned_from: int, warmup: int, expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log: list[str] = []
+    children: Any = [Scripted(mode, planned_from if mode != "keep" else 1, log) for mode in modes]
+    args = bench_step.parse_arguments(["--warmup", str(warmup), "--steps", "4", "--turn-steps", "1"])
+    samples = bench_step._take_turns(0, children, args)
+    for mode in modes:
+        mine = [s for s in samples if s.mode == mode]
+        assert [s.warmup for s in mine] == [True] * expected + [False] * 4
+        assert [s.timed for s in mine] == [False] * expected + [True] * 4
+        assert [s.step for s in mine] == list(range(expected + 4))
+    assert log[:4] == [modes[0], modes[1], modes[1], modes[0]], "the order must rotate"
+    assert ("no plan was in force for auto" in capsys.readouterr().err) == (planned_from == 99 and "auto" in modes)
+
+
+@pytest.mark.parametrize("name", ["tall", "wide"])
+def test_the_shapes_have_about_equal_activations(name: str) -> None:
+    """Counted on a shape scaled down eight times in tokens, to what autograd saves per token in the blocks."""
+
+    def volume(shape: Any) -> int:
+        return int(shape.layers * shape.width * shape.num_tokens)
+
+    small, other = SHAPES["small"], SHAPES[name]
+    assert volume(other) == volume(small)
+    assert (other.layers > small.layers) == (other.width < small.width) == (name == "tall")
+
+
+def test_the_shapes_of_a_card_are_its_own() -> None:
+    with pytest.raises(SystemExit, match="--shape tall belongs to --profile cpu"):
+        bench_step.main(["--profile", "h200", "--shape", "tall"])
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
+    """It cannot make its directory, says so itself, and everything is closed."""
+    (tmp_path / "file").write_text("")
+    job = Job("ssd", TINY, str(tmp_path / "file" / "below"), 1)
+    child = Child(job, quiet=True)
+    try:
+        with pytest.raises(ChildDiedError, match="the process of mode ssd ended with code 1") as caught:
+            child.answer()
+    finally:
+        child.close()
+    assert (caught.value.mode, caught.value.code) == ("ssd", 1)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_profile_of_a_card_says_that_there_is_none() -> None:
     with pytest.raises(SystemExit, match="needs a CUDA device"):
@@ -103,6 +278,31 @@ def test_a_toy_run_of_the_real_thing(profile: str, tmp_path: Path, capsys: pytes
     assert content["environment"]["shape"]["autocast"] == (profile == "h200")
     assert str(tmp_path) not in json.dumps(content["environment"])
     assert "| ssd |" in out
+    assert list((tmp_path / "spill").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_toy_run_under_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All modes that plan or recompute, one of them on a throttled drive: bits, budgets, predictions."""
+    modes = "keep,auto,budget=60%,budget=60%@200MB/s,ours_recompute,recompute_offload"
+    sizes = ["--layers", "4", "--width", "128", "--sequence", "128", "--batch", "16"]
+    file = tmp_path / "result.json"
+    arguments = ["--tiny", *sizes, "--modes", modes, "--rounds", "1", "--steps", "3", "--threads", "1"]
+    out = run(capsys, *arguments, "--dir", str(tmp_path / "spill"), "--json", str(file))
+    rows = {row["mode"]: row for row in json.loads(file.read_text())["summary"]}
+    assert list(rows) == modes.split(",")
+    assert all(row["equal"] for row in rows.values())
+    held = rows["keep"]["resident_bytes"]
+    for mode in ("budget=60%", "budget=60%@200MB/s"):
+        assert rows[mode]["budget_bytes"] == pytest.approx(0.6 * held, rel=1e-6)
+        assert rows[mode]["num_over_budget"] == 0
+        assert rows[mode]["num_checked_steps"] == rows[mode]["num_planned_steps"] == 3
+        assert rows[mode]["plan"]["predicted_peak_bytes"] <= rows[mode]["budget_bytes"]
+        assert rows[mode]["resident_bytes"] <= rows[mode]["budget_bytes"]
+    assert rows["auto"]["plan"]["num_plans"] >= 1
+    assert rows["ours_recompute"]["resident_bytes"] < held
+    assert "budget=60%@200MB/s, round 1: throttled by" in out
     assert list((tmp_path / "spill").iterdir()) == []
 
 

@@ -6,18 +6,20 @@ import warnings
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from lightning_ssd import OffloadPolicy
+from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.callback import OffloadMonitor
 from lightning_ssd.metrics import METRICS
 from lightning_ssd.strategy import SSDOffloadStrategy
-from tests.trainers import LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, offload_strategy, one_thread
+from tests.trainers import LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, one_thread
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
-KEYS_ON_CPU = {metric.key for metric in METRICS} - {"memory/device_peak_gib"}
+PLAN_KEYS = {metric.key for metric in METRICS if metric.key.startswith("plan/")}
+# What a run without a plan and without rated drives has to tell on a CPU.
+KEYS_ON_CPU = {metric.key for metric in METRICS} - PLAN_KEYS - {"memory/device_peak_gib", "wear/drive_life_days"}
 BAR = {"resident_gib", "ssd_gib", "stall_pct"}
 
 
@@ -47,10 +49,19 @@ class RecordingLogger(Logger):
         return [(step, row) for step, row in self.rows if "wear.written_tb" in row]
 
 
-def fit_monitored(directory, monitor=None, *, strategy=None, **settings):
+def strategy_for(directory, activations="offload", *, drive_endurance=None):
+    """Without a plan by default: from the first step on everything moves, and all numbers are there."""
+    return SSDOffloadStrategy(
+        policy=OffloadPolicy(activations=activations, min_tensor_bytes=4096),
+        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, drive_endurance=drive_endurance),
+    )
+
+
+def fit_monitored(directory, monitor=None, *, strategy=None, callbacks=(), **settings):
     monitor = monitor or OffloadMonitor(verdict=False)
     settings.setdefault("log_every_n_steps", 2)
-    trainer, _ = fit(Net, strategy or offload_strategy(directory), directory, callbacks=[monitor], **settings)
+    strategy = strategy or strategy_for(directory)
+    trainer, _ = fit(Net, strategy, directory, callbacks=[monitor, *callbacks], **settings)
     return trainer, monitor
 
 
@@ -144,6 +155,58 @@ def test_wandb_offline_has_rows_and_peaks_in_its_summary(tmp_path):
     assert trainer.strategy.stats.bytes_saved > 0
 
 
+# -- plans and drives -------------------------------------------------------------------------------------------------
+
+
+class WaitForPlans(Callback):
+    """Plans are made in the background; here the next step follows the one that this step has asked for."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.strategy.offloader.wait_for_plan()
+
+
+def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
+    logger = RecordingLogger()
+    _, monitor = fit_monitored(
+        tmp_path,
+        strategy=strategy_for(tmp_path, "auto"),
+        callbacks=[WaitForPlans()],
+        logger=logger,
+        log_every_n_steps=1,
+    )
+    rows = [row for _, row in logger.rows_of_ours()]
+    keys = {key.replace("/", ".") for key in PLAN_KEYS}
+    assert len(rows) == NUM_BATCHES
+    assert not keys & set(rows[0]), "the first step is the one that is profiled"
+    assert all(keys <= set(row) for row in rows[1:])
+    for row in rows[1:]:
+        assert row["plan.num_plans"] >= 1
+        assert row["plan.predicted_step_s"] > 0
+        assert row["plan.measured_step_s"] > 0
+        assert row["plan.measured_peak_gib"] > 0
+    report = f"Plan: {rows[-1]['plan.predicted_step_s']:.3g} s per pass predicted"
+    assert monitor.summary.count("Plan: ") == 1
+    assert report in monitor.summary
+    assert f"{rows[-1]['plan.num_plans']:.0f} plans. Backend: " in monitor.summary
+
+
+def test_plan_keys_are_absent_where_nothing_is_planned(tmp_path):
+    logger = RecordingLogger()
+    _, monitor = fit_monitored(tmp_path, callbacks=[WaitForPlans()], logger=logger)
+    assert not any(key.startswith("plan.") for _, row in logger.rows_of_ours() for key in row)
+    assert "Plan: " not in monitor.summary
+
+
+@pytest.mark.filterwarnings("ignore:drive .* reaches its rated")
+def test_the_life_of_a_rated_drive_is_shown(tmp_path):
+    logger = RecordingLogger()
+    strategy = strategy_for(tmp_path, drive_endurance="100TB")
+    _, monitor = fit_monitored(tmp_path, strategy=strategy, logger=logger, log_every_n_steps=3)
+    rows = [row for _, row in logger.rows_of_ours()]
+    assert rows[-1]["wear.drive_life_days"] > 0
+    assert "Written to like this day and night, a drive reaches its vendor's rating in " in monitor.summary
+
+
 # -- progress bar -----------------------------------------------------------------------------------------------------
 
 
@@ -183,9 +246,13 @@ def test_the_verdict_can_be_silent(tmp_path, caplog):
 
 
 def test_keep_is_counted_and_said(tmp_path):
-    strategy = SSDOffloadStrategy(policy=OffloadPolicy(activations="keep", min_tensor_bytes=4096))
-    _, monitor = fit_monitored(tmp_path, strategy=strategy)
+    _, monitor = fit_monitored(tmp_path, strategy=strategy_for(tmp_path, "keep"))
     assert monitor.summary.startswith("Saved activations: all kept in memory, as asked; at most ")
+
+
+def test_recomputed_blocks_are_said(tmp_path):
+    _, monitor = fit_monitored(tmp_path, strategy=strategy_for(tmp_path, "recompute"))
+    assert monitor.summary.startswith("Blocks were recomputed, as asked; what they leave was kept: at most ")
 
 
 def test_there_is_no_verdict_on_a_run_that_failed(tmp_path):
@@ -195,7 +262,7 @@ def test_there_is_no_verdict_on_a_run_that_failed(tmp_path):
 
     monitor = OffloadMonitor()
     with pytest.raises(ZeroDivisionError):
-        fit(Fails, offload_strategy(tmp_path), tmp_path, callbacks=[monitor])
+        fit(Fails, strategy_for(tmp_path), tmp_path, callbacks=[monitor])
     assert monitor.summary is None
 
 
@@ -226,7 +293,7 @@ def test_another_strategy_gets_one_warning_and_memory_peaks(tmp_path):
 def test_bytes_written_go_on_over_fits_and_checkpoints(tmp_path):
     saving = {"enable_checkpointing": True, "logger": False, "log_every_n_steps": 1}
     monitor, checkpoint = OffloadMonitor(verdict=False), ModelCheckpoint(tmp_path / "ckpt", save_last=True)
-    trainer, module = fit(Net, offload_strategy(tmp_path), tmp_path, callbacks=[monitor, checkpoint], **saving)
+    trainer, module = fit(Net, strategy_for(tmp_path), tmp_path, callbacks=[monitor, checkpoint], **saving)
     first = monitor.state_dict()["written_bytes"]
     assert 0 < first <= trainer.strategy.stats.bytes_written
     trainer.fit_loop.max_epochs += 1
@@ -236,7 +303,7 @@ def test_bytes_written_go_on_over_fits_and_checkpoints(tmp_path):
 
     logger, resumed = RecordingLogger(), OffloadMonitor(verdict=False)
     trainer = make_trainer(
-        offload_strategy(tmp_path), tmp_path, max_epochs=3, logger=logger, callbacks=[resumed], log_every_n_steps=1
+        strategy_for(tmp_path), tmp_path, max_epochs=3, logger=logger, callbacks=[resumed], log_every_n_steps=1
     )
     trainer.fit(Net(), ckpt_path=checkpoint.last_model_path)
     written = [row["wear.written_tb"] * 1e12 for _, row in logger.rows_of_ours()]
@@ -247,7 +314,7 @@ def test_bytes_written_go_on_over_fits_and_checkpoints(tmp_path):
 
 def test_two_monitors_would_take_each_others_numbers(tmp_path):
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `OffloadMonitor`"):
-        fit(Net, offload_strategy(tmp_path), tmp_path, callbacks=[OffloadMonitor(), OffloadMonitor()])
+        fit(Net, strategy_for(tmp_path), tmp_path, callbacks=[OffloadMonitor(), OffloadMonitor()])
 
 
 def test_peaks_begin_anew_only_on_request(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import shlex
@@ -75,6 +76,43 @@ def test_every_option_is_composed_and_built(group: str, option: str, tmp_path: P
     assert set(callbacks) <= set(trainer.callbacks)
 
 
+POLICIES = [path for path in sorted((CONFIG_DIR / "offload").glob("*.yaml")) if path.stem != "none"]
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
+def test_a_policy_names_every_field_with_its_default(path: Path, tmp_path: Path) -> None:
+    """So that each can be set without a plus sign, and a new field cannot be forgotten here."""
+    config = compose([f"offload={path.stem}"], tmp_path)
+    defaults = {field.name: field.default for field in dataclasses.fields(lightning_ssd.OffloadPolicy)}
+    assert set(config.offload) == {"_target_", *defaults}
+    policy = instantiate(config.offload)
+    changed = {name for name, default in defaults.items() if getattr(policy, name) != default}
+    expected = {"auto": set(), "budget": {"activation_budget"}}.get(path.stem, {"activations"})
+    assert changed == expected
+    assert policy.activations == {"ssd": "offload", "budget": "auto"}.get(path.stem, path.stem)
+    assert policy.recompute_modules == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "value"),
+    [
+        (["offload=budget", "offload.activation_budget=1.5GiB"], "activation_budget", "1.5GiB"),
+        (["offload=auto", "offload.memory_budget=20GiB"], "memory_budget", "20GiB"),
+        (["offload=auto", "offload.wear_budget=1.0DWPD"], "wear_budget", "1.0DWPD"),
+        (["offload=recompute", "offload.recompute_modules=[GPT2Block]"], "recompute_modules", ("GPT2Block",)),
+        (["offload=recompute_offload", "offload.recompute_modules=GPT2Block"], "recompute_modules", ("GPT2Block",)),
+    ],
+)
+def test_a_setting_reaches_the_policy(overrides: list[str], name: str, value: Any, tmp_path: Path) -> None:
+    assert getattr(instantiate(compose(overrides, tmp_path).offload), name) == value
+
+
+def test_a_budget_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    config = compose(["offload=recompute", "offload.activation_budget=1GiB"], tmp_path)
+    with pytest.raises(InstantiationException, match="would be ignored"):
+        instantiate(config.offload)
+
+
 @pytest.mark.parametrize("path", sorted((CONFIG_DIR / "model").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) -> None:
     """The weights are made on the meta device, so that no memory is needed."""
@@ -96,7 +134,7 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
         (["modle=gpt"], "modle", "model", "callbacks, data, experiment"),
         (["model=bart"], "model=bart", "model=bert", "bert, bert_base"),
         (["model=gpt,bertt"], "model=bertt", "model=bert", "bert, bert_base"),
-        (["offload=sdd"], "offload=sdd", "offload=ssd", "auto, keep, none, ssd"),
+        (["offload=sdd"], "offload=sdd", "offload=ssd", "auto, budget, keep, none, recompute"),
         (["experiment=smok"], "experiment=smok", "experiment=smoke", "demo, gpt2_small_cpu, smoke"),
         (["callbacks=[offload_monitr]"], "callbacks=offload_monitr", "callbacks=offload_monitor", "none, offload_mon"),
         (["offload.min_tensor_byte=4"], "offload.min_tensor_byte", "offload.min_tensor_bytes", "activation_budget"),
@@ -118,7 +156,7 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
         (["offload.verify=off,ful"], "offload.verify=ful", "offload.verify=full", "off, sampled, full"),
         (["hardware.backend=possix"], "hardware.backend=possix", "hardware.backend=posix", "auto, kvikio, posix"),
         (["model.objective=cusal"], "model.objective=cusal", "model.objective=causal", "causal, masked, seq2seq"),
-        (["offload=none", "offload.verify=full"], "offload.verify", None, "auto, keep, none, ssd"),
+        (["offload=none", "offload.verify=full"], "offload.verify", None, "auto, budget, keep, none, recompute"),
         (["+local=machine"], "local", None, "callbacks, data"),
         (["seed=1", "+sed=1"], "sed", "seed", "callbacks, data"),
     ],

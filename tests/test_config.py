@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def test_integers_are_bytes(nbytes: int) -> None:
     assert parse_size(nbytes) == parse_size(f"{nbytes}B" if nbytes < 1 << 50 else nbytes) == nbytes
 
 
-@pytest.mark.parametrize("wrong", [-1, "-1MiB", "1 XiB", "", "MiB", "1e3MiB", True, 1.5, None, "1MiB 2"])
+@pytest.mark.parametrize("wrong", [-1, "-1MiB", "1 XiB", "", "MiB", "1e3MiB", True, 1.5, None, "1MiB 2", "9" * 400])
 def test_other_sizes_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"here=.*allowed: bytes"):
         parse_size(wrong, name="here")
@@ -38,28 +39,92 @@ def test_defaults_are_valid_and_print_as_written() -> None:
     assert HardwareProfile().host_memory_nbytes is None
     assert HardwareProfile(host_memory=0).host_memory_nbytes == 0
     assert HardwareProfile(paths="/one").paths == ("/one",)
+    assert HardwareProfile(paths=Path("/one")).paths == (Path("/one"),)
+    assert HardwareProfile(paths=["/one", Path("/two")]).paths == ("/one", Path("/two"))
+    assert HardwareProfile().drive_endurance_nbytes is None
+    assert HardwareProfile(drive_endurance="600TB").drive_endurance_nbytes == 600 * 10**12
+    assert HardwareProfile(drive_endurance=7).drive_endurance_nbytes == 7
+    assert OffloadPolicy().recompute_modules == ()
+    assert OffloadPolicy().budget_nbytes == (None, None)
+    assert OffloadPolicy().wear_bytes_per_day(10**12) is None
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"activations": "ssd"}, r"OffloadPolicy.activations='ssd'; allowed: 'auto', 'offload', 'keep'"),
+        (
+            {"activations": "ssd"},
+            r"OffloadPolicy.activations='ssd'; allowed: 'auto', 'offload', 'keep', 'recompute', 'recom",
+        ),
         ({"verify": "some"}, r"OffloadPolicy.verify='some'; allowed: 'off', 'sampled', 'full'"),
         ({"max_slowdown": 0.99}, r"OffloadPolicy.max_slowdown=0.99; allowed: a number of at least 1"),
         ({"max_slowdown": float("nan")}, r"max_slowdown=nan"),
         ({"max_slowdown": True}, r"max_slowdown=True"),
         ({"min_tensor_bytes": "big"}, r"OffloadPolicy.min_tensor_bytes='big' is not a size"),
         ({"memory_budget": 0}, r"memory_budget=0 leaves no memory"),
-        ({"memory_budget": "20GiB"}, r"memory_budget='20GiB' needs the planner"),
-        ({"activation_budget": "1GiB"}, r"activation_budget='1GiB' needs the planner"),
-        ({"wear_budget": "1.0DWPD"}, r"wear_budget='1.0DWPD' needs the planner"),
+        ({"activation_budget": "0GiB"}, r"OffloadPolicy.activation_budget='0GiB' leaves no memory"),
+        ({"activation_budget": "much"}, r"OffloadPolicy.activation_budget='much' is not a size"),
         ({"wear_budget": "often"}, r"wear_budget='often' is not a size"),
+        ({"wear_budget": True}, r"wear_budget=True is a bool"),
+        ({"wear_budget": 0}, r"OffloadPolicy.wear_budget=0 lets nothing be written; allowed: None or a size above 0"),
+        ({"wear_budget": "0.0DWPD"}, r"wear_budget='0.0DWPD' lets nothing be written; allowed: .*1.0DWPD"),
+        ({"wear_budget": "9" * 400 + "DWPD"}, r"DWPD' is not finite; allowed: .*1.0DWPD"),
+        ({"wear_budget": "-1DWPD"}, r"wear_budget='-1DWPD' is not a size"),
+        (
+            {"recompute_modules": "torch.nn.Linear"},
+            r"recompute_modules contains 'torch.nn.Linear'; allowed: names of c",
+        ),
+        ({"recompute_modules": ["Block", ""]}, r"recompute_modules contains ''"),
+        ({"recompute_modules": [3]}, r"recompute_modules contains 3"),
+        ({"recompute_modules": 3}, r"OffloadPolicy.recompute_modules=3 is a int; allowed: names of classes"),
+        ({"recompute_modules": None}, r"recompute_modules=None is a NoneType; allowed: names of classes"),
+        ({"recompute_modules": b"Block"}, r"recompute_modules=b'Block' is a bytes"),
         ({"optimizer_states": "offload"}, r"optimizer_states='offload' is not built yet"),
     ],
 )
 def test_policy_messages(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         OffloadPolicy(**setting)
+
+
+@pytest.mark.parametrize("activations", ["offload", "keep", "recompute", "recompute_offload"])
+@pytest.mark.parametrize("budget", ["memory_budget", "activation_budget", "wear_budget"])
+def test_a_budget_that_nobody_would_keep_is_refused(activations: Any, budget: str) -> None:
+    message = rf"{budget}='1GiB' with activations='{activations}' would be ignored; allowed: activations='auto'"
+    with pytest.raises(ConfigError, match=message):
+        OffloadPolicy(activations=activations, **{budget: "1GiB"})  # type: ignore[arg-type]
+    OffloadPolicy(activations="auto", **{budget: "1GiB"})  # type: ignore[arg-type]
+    OffloadPolicy(activations=activations)
+
+
+@pytest.mark.parametrize("activations", ["offload", "keep"])
+def test_blocks_that_nobody_would_recompute_are_refused(activations: Any) -> None:
+    message = (
+        rf"recompute_modules=\('Block',\) with activations='{activations}' would be ignored; allowed: .*'recompute"
+    )
+    with pytest.raises(ConfigError, match=message):
+        OffloadPolicy(activations=activations, recompute_modules="Block")
+
+
+@pytest.mark.parametrize("activations", ["auto", "recompute", "recompute_offload"])
+@pytest.mark.parametrize("names", ["Block", ["Block"], ("Block",)], ids=str)
+def test_blocks_to_recompute_become_a_tuple(activations: Any, names: Any) -> None:
+    assert OffloadPolicy(activations=activations, recompute_modules=names).recompute_modules == ("Block",)
+
+
+def test_budgets_are_read_as_sizes() -> None:
+    both = OffloadPolicy(memory_budget="20GiB", activation_budget=7)
+    assert both.budget_nbytes == (20 << 30, 7)
+    assert "memory_budget='20GiB'" in repr(both)
+    assert OffloadPolicy(activation_budget="1KiB").budget_nbytes == (None, 1024)
+
+
+@pytest.mark.parametrize(
+    ("budget", "nbytes"),
+    [("1.0DWPD", 10**12), (" 0.3 dwpd ", 3 * 10**11), ("2GB", 2 * 10**9), (5, 5), (".5DWPD", 5 * 10**11)],
+)
+def test_a_wear_budget_is_bytes_or_drive_writes_per_day(budget: int | str, nbytes: int) -> None:
+    assert OffloadPolicy(wear_budget=budget).wear_bytes_per_day(10**12) == nbytes
 
 
 def test_policy_bounds() -> None:
@@ -74,6 +139,10 @@ def test_policy_bounds() -> None:
         ({"host_memory": "lots"}, r"HardwareProfile.host_memory='lots' is not a size"),
         ({"paths": [""]}, r"HardwareProfile.paths contains ''"),
         ({"paths": [3]}, r"HardwareProfile.paths contains 3"),
+        ({"paths": 3}, r"HardwareProfile.paths=3 is a int; allowed: directory names, one per drive"),
+        ({"paths": None}, r"HardwareProfile.paths=None is a NoneType; allowed: directory names"),
+        ({"drive_endurance": 0}, r"HardwareProfile.drive_endurance=0 is no rating; allowed: None or a size above 0"),
+        ({"drive_endurance": "long"}, r"HardwareProfile.drive_endurance='long' is not a size"),
         ({"allow_unsuitable_paths": "yes"}, r"allow_unsuitable_paths='yes'; allowed: True, False"),
     ],
 )

@@ -10,10 +10,12 @@ import torch
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory import (
     MallocThreshold,
+    available_bytes,
     cgroup_available_bytes,
     cgroup_limit_bytes,
     host_available_bytes,
     host_total_bytes,
+    level_bytes,
     read_memory,
     reset_device_peak,
     reset_host_peak,
@@ -69,6 +71,61 @@ def test_device_peak_and_its_reset():
     assert readings.device_bytes <= held - 64 * MIB
     assert reset_device_peak("cuda")
     assert read_memory("cuda").device_peak_bytes < readings.device_peak_bytes
+
+
+@linux_only
+def test_the_level_of_a_cpu_is_what_the_process_uses():
+    cpu = torch.device("cpu")
+    before = level_bytes(cpu)
+    with mmap.mmap(-1, 64 * MIB) as block:
+        block.write(b"1" * (64 * MIB))
+        during = level_bytes(cpu)
+        assert abs(during - read_memory().host_bytes) < 16 * MIB
+    assert 48 * MIB < during - before < 80 * MIB
+    assert level_bytes(cpu) < during - 48 * MIB
+
+
+def test_a_level_that_nobody_tells_is_zero(monkeypatch):
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", missing)
+    assert level_bytes(torch.device("cpu")) == 0
+
+
+def test_the_level_of_a_device_is_read_without_starting_cuda(monkeypatch):
+    if not torch.cuda.is_initialized():
+        assert level_bytes(torch.device("cuda", 0)) == 0
+        assert not torch.cuda.is_initialized()
+    seen = {"allocated_bytes": {"all": {"current": 7, "peak": 9}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: seen)
+    assert level_bytes(torch.device("cuda", 0)) == 7
+
+
+@linux_only
+def test_available_on_a_cpu_is_what_the_host_has():
+    assert abs(available_bytes(torch.device("cpu")) - host_available_bytes()) < 256 * MIB
+
+
+def test_what_the_allocator_holds_unused_is_available(monkeypatch):
+    stats = {"reserved_bytes.all.current": 50, "allocated_bytes.all.current": 20}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    assert available_bytes(torch.device("cuda", 0)) == 130
+    stats.clear()
+    assert available_bytes(torch.device("cuda", 0)) == 100, "nobody has allocated yet"
+
+
+@pytest.mark.gpu
+def test_level_and_room_of_a_device_follow_an_allocation():
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.empty(1, device=device)
+    level, room = level_bytes(device), available_bytes(device)
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+    assert level_bytes(device) - level == 64 * MIB == read_memory(device).device_bytes - level
+    assert room - available_bytes(device) > 48 * MIB
+    del block
+    assert level_bytes(device) == level
 
 
 @linux_only

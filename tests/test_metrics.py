@@ -1,3 +1,5 @@
+import json
+import math
 import random
 from dataclasses import replace
 
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_ssd.events import PlacementEvent, StallEvent, TransferEvent
 from lightning_ssd.memory import MemoryReadings
-from lightning_ssd.metrics import METRICS, MetricWindow, compute, overlap_ratio, union_s
+from lightning_ssd.metrics import METRICS, MetricWindow, PlanReadings, compute, overlap_ratio, union_s
 from lightning_ssd.stats import OffloadStats
 
 GIB = 1 << 30
@@ -72,6 +74,7 @@ BEFORE = OffloadStats(bytes_written=GIB, bytes_read=GIB, stall_s=1.0)
 NOW = OffloadStats(
     bytes_written=3 * GIB,
     bytes_read=4 * GIB,
+    bytes_host=7 * GIB,
     bytes_forwarded=GIB // 2,
     stall_s=1.5,
     resident_peak_bytes=GIB,
@@ -80,8 +83,20 @@ NOW = OffloadStats(
 READINGS = MemoryReadings(host_bytes=GIB, host_peak_bytes=2 * GIB, device_bytes=0, device_peak_bytes=3 * GIB)
 
 
-def sample(events=EVENTS, before=BEFORE, now=NOW, readings=READINGS):
-    return compute(events, stats_before=before, stats_now=now, readings=readings)
+PLAN = PlanReadings(
+    predicted_step_s=4.0,
+    measured_step_s=5.0,
+    predicted_peak_bytes=GIB,
+    measured_peak_bytes=2 * GIB,
+    predicted_stall_s=0.25,
+    num_plans=3,
+)
+
+
+def sample(events=EVENTS, before=BEFORE, now=NOW, readings=READINGS, plan=PLAN, drive_life_days=500.0):
+    return compute(
+        events, stats_before=before, stats_now=now, readings=readings, plan=plan, drive_life_days=drive_life_days
+    )
 
 
 def test_the_numbers_of_one_sample():
@@ -93,12 +108,20 @@ def test_the_numbers_of_one_sample():
             "memory/activations_saved_peak_gib": 5,
             "io/write_gib": 2,
             "io/read_gib": 3,
+            "io/host_gib": 7,
             "io/forwarded_gib": 0.5,
             "io/stall_s": 0.5,
             "io/overlap_ratio": 1 - 0.5 / 3.5,
             "io/write_gib_per_s": 1,
             "io/read_gib_per_s": 3,
             "wear/written_tb": 3 * GIB / 1e12,
+            "wear/drive_life_days": 500,
+            "plan/predicted_step_s": 4,
+            "plan/measured_step_s": 5,
+            "plan/predicted_peak_gib": 1,
+            "plan/measured_peak_gib": 2,
+            "plan/predicted_stall_s": 0.25,
+            "plan/num_plans": 3,
         }
     )
 
@@ -112,16 +135,18 @@ def test_keys_follow_the_naming_law():
     assert len(set(keys)) == len(keys)
     for key in keys:
         group, name = key.split("/")
-        assert group in {"memory", "io", "wear"}
+        assert group in {"memory", "io", "wear", "plan"}
         assert name != "step"
         assert key.replace("/", "_").isidentifier()
-        assert name.endswith(("_gib", "_s", "_ratio", "_tb"))
+        assert name.endswith(("_gib", "_s", "_ratio", "_tb", "_days")) or name.startswith("num_")
 
 
 def test_what_has_no_number_has_no_key():
     nothing = OffloadStats()
-    row = sample(events=(), before=nothing, now=nothing, readings=MemoryReadings())
-    assert set(row) == {metric.key for metric in METRICS} - {
+    row = compute((), stats_before=nothing, stats_now=nothing, readings=MemoryReadings())
+    plan = {metric.key for metric in METRICS if metric.key.startswith("plan/")}
+    assert set(row) == {metric.key for metric in METRICS} - plan - {
+        "wear/drive_life_days",
         "memory/device_peak_gib",
         "memory/host_peak_gib",
         "io/overlap_ratio",
@@ -129,6 +154,21 @@ def test_what_has_no_number_has_no_key():
         "io/read_gib_per_s",
     }
     assert set(row.values()) == {0}
+
+
+def test_only_what_a_plan_knows_has_a_key():
+    row = sample(plan=PlanReadings(measured_step_s=0.0, num_plans=0))
+    assert {key: value for key, value in row.items() if key.startswith("plan/")} == {
+        "plan/measured_step_s": 0,
+        "plan/num_plans": 0,
+    }
+
+
+@pytest.mark.parametrize(("days", "told"), [(None, None), (math.inf, None), (0.0, 0.0), (4.6, 4.6)])
+def test_a_drive_life_is_a_number_or_absent(days, told):
+    row = sample(drive_life_days=days)
+    assert row.get("wear/drive_life_days") == told
+    json.dumps(row, allow_nan=False)
 
 
 def test_a_window_of_one_step_changes_nothing():
@@ -144,15 +184,30 @@ def test_a_window_merges_by_the_rule_of_the_table():
     later = replace(NOW, bytes_written=5 * GIB, resident_peak_bytes=GIB // 2)
     window = MetricWindow()
     window.add(sample())
-    window.add(sample(slow, before=NOW, now=later))
+    later_plan = replace(PLAN, predicted_step_s=6.0, predicted_peak_bytes=GIB // 2, num_plans=4)
+    window.add(sample(slow, before=NOW, now=later, plan=later_plan, drive_life_days=400.0))
     row = window.result()
     assert row["io/write_gib"] == 2
     assert row["io/read_gib"] == 1.5
     assert row["io/write_gib_per_s"] == pytest.approx(4 / (2 + 8)), "all bytes over all busy time"
     assert row["io/read_gib_per_s"] == pytest.approx(3), "a step without reads has no say in their rate"
-    assert row["io/overlap_ratio"] == pytest.approx((5 * (1 - 0.5 / 3.5) + 2 * 0.75) / 7), "weighted by bytes moved"
+    ratio = (19 * (1 - 0.5 / 3.5) + 2 * 0.75) / 21
+    assert row["io/overlap_ratio"] == pytest.approx(ratio), "weighted by bytes moved; host bytes go down and come back"
     assert row["memory/activations_resident_peak_gib"] == 1
     assert row["wear/written_tb"] == pytest.approx(5 * GIB / 1e12)
+    assert row["io/host_gib"] == 3.5
+    assert row["wear/drive_life_days"] == 400
+    assert row["plan/predicted_step_s"] == 5
+    assert row["plan/predicted_peak_gib"] == 1
+    assert row["plan/num_plans"] == 4
+
+
+def test_a_step_that_moved_to_host_memory_only_has_a_say():
+    copies = (transfer("write", GIB, 0.0, 1.0, tier="host"), StallEvent(GIB, 0.5, 1.0))
+    window = MetricWindow()
+    window.add(sample(copies, before=replace(NOW, bytes_host=6 * GIB)))
+    assert window.result()["io/overlap_ratio"] == 0.5
+    assert "io/write_gib_per_s" not in window.result()
 
 
 def test_a_window_of_idle_steps_has_no_rates():

@@ -81,7 +81,7 @@ def test_several_directories_share_the_storages(spill_dir: Path) -> None:
     with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=paths)) as offloader:
         step(offloader)
         assert offloader.stats.bytes_read > 0
-        arenas = offloader._tier._arenas  # type: ignore[union-attr]
+        arenas = offloader._parts.tiers.ssd._arenas  # type: ignore[union-attr]
         assert len({arena.path for arena in arenas}) == 3
         assert sum(arena.size_bytes > 0 for arena in arenas) >= 2
 
@@ -136,7 +136,7 @@ def test_disk_use_and_books_are_constant_over_steps(spill_dir: Path) -> None:
         assert cache.ledger.num_live == 0
         assert cache.ledger.ahead_bytes == 0
         gc.collect()
-        assert sum(arena.used_bytes for arena in offloader._tier._arenas) == 0  # type: ignore[union-attr]
+        assert sum(arena.used_bytes for arena in offloader._parts.tiers.ssd._arenas) == 0  # type: ignore[union-attr]
 
 
 def test_metrics_are_drained_once(spill_dir: Path) -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_ssd import OffloadPolicy, OffloadStats
@@ -55,11 +57,25 @@ def test_failures_are_not_hushed_up():
         (
             {"stats": OffloadStats(num_kept_small=7)},
             "Nothing was offloaded: no saved activation had min_tensor_bytes='1MiB' or more; "
+            "7 smaller ones were kept. Lower min_tensor_bytes to move those too. ",
+        ),
+        (
+            {"stats": OffloadStats()},
+            "Nothing was offloaded: no saved activation had min_tensor_bytes='1MiB' or more; "
+            "0 smaller ones were kept. ",
+        ),
+        (
+            {"stats": OffloadStats(num_kept_small=7), "policy": OffloadPolicy(activations="keep")},
+            "Nothing was offloaded: no saved activation had min_tensor_bytes='1MiB' or more; "
             "7 smaller ones were kept. ",
         ),
         (
             {"policy": OffloadPolicy(activations="keep")},
             "Saved activations: all kept in memory, as asked; at most 3.00 GiB at a time. ",
+        ),
+        (
+            {"policy": OffloadPolicy(activations="recompute")},
+            "Blocks were recomputed, as asked; what they leave was kept: at most 3.00 GiB at a time. ",
         ),
         ({"stats": None, "policy": None}, "Nothing was offloaded: the Trainer's strategy does not. "),
     ],
@@ -78,3 +94,31 @@ def test_nothing_is_claimed_without_a_number():
 
 def test_whose_numbers_they_are():
     assert verdict(run(num_processes=4)).endswith("Numbers of the first of 4 processes.")
+
+
+PLAN = "Plan: 1 s per pass predicted, 1.1 s measured (+10 %)."
+
+
+def test_a_plan_is_told_of_as_it_is():
+    text = verdict(run(plan=PLAN))
+    assert f"overlap 98 %. {PLAN} Backend: " in text
+    assert "Plan:" not in verdict(run())
+
+
+@pytest.mark.parametrize("activations", ["offload", "recompute_offload"])
+def test_whatever_moves_is_judged_alike(activations):
+    assert verdict(run(policy=OffloadPolicy(activations=activations))) == verdict(run())
+
+
+@pytest.mark.parametrize(
+    ("days", "text"), [(0.04, "0.0"), (0.31, "0.3"), (9.96, "10.0"), (10.4, "10"), (12345.6, "12,346")]
+)
+def test_how_long_a_drive_lasts(days, text):
+    sentence = f"Written to like this day and night, a drive reaches its vendor's rating in {text} days."
+    assert sentence in verdict(run(drive_life_days=days))
+    assert "rating" not in verdict(run())
+
+
+def test_what_went_into_host_memory_is_no_write_to_a_drive():
+    text = verdict(run(stats=replace(STATS, bytes_host=2 * GIB)))
+    assert "12.00 GiB written and 2.00 GiB put into host memory, 11.00 GiB read, " in text

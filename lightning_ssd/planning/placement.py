@@ -1,11 +1,21 @@
-"""Keep or SSD, for the saved storages of one pass."""
+"""Where a saved storage goes; and, without a plan, keep or SSD for the storages of one pass."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PassTimes", "storages_to_keep"]
+__all__ = ["PassTimes", "Placement", "storages_to_keep"]
+
+
+class Placement(enum.StrEnum):
+    """The decision for one storage."""
+
+    KEEP = "keep"
+    HOST = "host"
+    SSD = "ssd"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True)

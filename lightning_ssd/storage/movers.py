@@ -20,7 +20,7 @@ from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.storage.streams import Copies, Mark
 from lightning_ssd.tensors import Region
 
-__all__ = ["DeviceMover", "Edges", "HostMover", "Mover", "Piece", "StagedMover"]
+__all__ = ["DeviceMover", "Edges", "HostMover", "Mover", "Piece", "StagedMover", "host_bytes", "storage_bytes"]
 
 
 class Edges(NamedTuple):
@@ -115,7 +115,9 @@ class StagedMover:
     def store(self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, *, check: bool) -> int | None:
         with self._staging.lease(self._padded(piece)) as region:
             mark = self._copies.copy_out(
-                _host_bytes(region, piece.nbytes), _bytes_of(storage, piece), after or self._copies.mark()
+                host_bytes(region.address, piece.nbytes),
+                storage_bytes(storage, piece.start, piece.nbytes),
+                after or self._copies.mark(),
             )
             mark.synchronize()  # the file must not get the buffer before the copy has filled it
             self._backend.write(piece.arena, region, piece.offset)
@@ -133,7 +135,9 @@ class StagedMover:
             if expected is not None and checksum(Region(region.address, piece.nbytes)) != expected:
                 return None, False
             mark = self._copies.copy_in(
-                _bytes_of(storage, piece), _host_bytes(region, piece.nbytes), after or self._copies.mark()
+                storage_bytes(storage, piece.start, piece.nbytes),
+                host_bytes(region.address, piece.nbytes),
+                after or self._copies.mark(),
             )
             mark.synchronize()  # the buffer goes back to the pool, so the copy must have left it
             return mark, True
@@ -172,11 +176,11 @@ class DeviceMover:
         return None, True
 
 
-def _bytes_of(storage: torch.UntypedStorage, piece: Piece) -> torch.Tensor:
-    """The piece of a storage as a byte tensor over the same memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, piece.start, (piece.nbytes,), (1,))
+def storage_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    """A part of a storage as a byte tensor over the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
 
 
-def _host_bytes(region: Region, nbytes: int) -> torch.Tensor:
-    """The first ``nbytes`` bytes of a staging buffer as a byte tensor over the same memory."""
-    return torch.frombuffer(Region(region.address, nbytes).view(), dtype=torch.uint8)
+def host_bytes(address: int, nbytes: int) -> torch.Tensor:
+    """Host memory of ours as a byte tensor. It does not keep the memory alive."""
+    return torch.frombuffer(Region(address, nbytes).view(), dtype=torch.uint8)

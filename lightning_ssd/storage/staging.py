@@ -7,104 +7,32 @@ per 4 KiB, which takes longer than reading the page from a drive.
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
-import mmap
-import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.storage.mapped import PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
 from lightning_ssd.tensors import Region
 
 __all__ = ["ReloadPool", "StagingPool"]
 
 _log = logging.getLogger(__name__)
 
-_PAGE = 4096
-_HUGE_PAGE = 2 << 20
 _MAX_WASTE = 1.25
 _SMALL_NBYTES = 64 << 10
-
-
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_DONTFORK: int = getattr(mmap, "MADV_DONTFORK", 10)
-_HUGEPAGE: int = getattr(mmap, "MADV_HUGEPAGE", 14)
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _round_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-@functools.lru_cache(maxsize=256)
-def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """Kept, because each is a class that only the garbage collector could free, and the same lengths come again."""
-    return ctypes.c_char * nbytes
-
-
-class _Block:
-    """Anonymous memory, freed with its last reference. Only bytes that are touched cost memory.
-
-    Note [fork]: before Linux 6.3 a direct read into private memory may be lost when another thread forks meanwhile
-    and two requests share a page (chunks of a tensor do). So children do not inherit the memory; and since something
-    else may lie at its address there, only the process that mapped it unmaps it, which ``mmap.mmap`` cannot promise.
-    """
-
-    __slots__ = ("_length", "_mapped", "_pid", "address", "nbytes", "pinned")
-
-    def __init__(self, nbytes: int, alignment: int = _PAGE) -> None:
-        huge = nbytes >= _HUGE_PAGE
-        alignment = max(alignment, _HUGE_PAGE if huge else _PAGE)
-        self._pid = os.getpid()
-        self._length = nbytes + alignment - _PAGE
-        self._mapped = 0
-        mapped = _libc.mmap(None, self._length, _READ_WRITE, _PRIVATE_ANONYMOUS, -1, 0)
-        if mapped == _MAP_FAILED:
-            raise MemoryError(f"the system has no {self._length:,} bytes for a transfer buffer; lower host_memory")
-        self._mapped = mapped
-        self.address = mapped + -mapped % alignment
-        self.nbytes = nbytes
-        self.pinned = False
-        # Advice: kernels without the feature refuse it, and everything still works.
-        _libc.madvise(mapped, self._length, _DONTFORK)
-        if huge:
-            # Whole huge pages only: the tail must not cost up to 2 MiB more than was asked for.
-            _libc.madvise(self.address, nbytes // _HUGE_PAGE * _HUGE_PAGE, _HUGEPAGE)
-
-    def __del__(self, _unmap: Any = _libc.munmap, _getpid: Any = os.getpid) -> None:
-        # Both are bound early: at interpreter exit the modules may be gone before us.
-        if self._mapped and _getpid() == self._pid:
-            _unmap(self._mapped, self._length)
-
-    def export(self) -> ctypes.Array[ctypes.c_char]:
-        """The memory as an object that keeps it mapped and can be watched by a weak reference."""
-        array = _array_type(self.nbytes).from_address(self.address)
-        array.block = self  # type: ignore[attr-defined]
-        return array
-
-
-def _best_fit(spare: list[_Block], need: int, alignment: int = _PAGE) -> _Block | None:
+def _best_fit(spare: list[MappedBlock], need: int, alignment: int = PAGE_BYTES) -> MappedBlock | None:
     """The smallest spare block that fits without much waste."""
     fitting = (b for b in spare if need <= b.nbytes <= need * _MAX_WASTE and b.address % alignment == 0)
     return min(fitting, key=lambda block: block.nbytes, default=None)
@@ -123,7 +51,7 @@ class StagingPool:
     def __init__(self, capacity_bytes: int, *, pin: bool = False) -> None:
         self._capacity_bytes = capacity_bytes
         self._pin = pin
-        self._spare: list[_Block] = []
+        self._spare: list[MappedBlock] = []
         self._lent_bytes = 0
         self._closed = False
         # Guards all of the above and the queue. A leaf lock: memory is mapped and pinned outside of it.
@@ -148,7 +76,7 @@ class StagingPool:
         Raises:
             OffloaderClosedError: after close, also while waiting.
         """
-        block = self._acquire(_round_up(max(nbytes, 1), _PAGE))
+        block = self._acquire(_round_up(max(nbytes, 1), PAGE_BYTES))
         try:
             yield Region(block.address, nbytes)
         finally:
@@ -162,7 +90,7 @@ class StagingPool:
             self._changed.notify_all()
         self._free(spare)
 
-    def _acquire(self, need: int) -> _Block:
+    def _acquire(self, need: int) -> MappedBlock:
         ticket = object()
         with self._changed:
             self._queue.append(ticket)
@@ -185,15 +113,15 @@ class StagingPool:
         block = _best_fit(self._spare, need)
         return self._lent_bytes == 0 or self._lent_bytes + (block.nbytes if block else need) <= self._capacity_bytes
 
-    def _evict(self, need: int) -> list[_Block]:
+    def _evict(self, need: int) -> list[MappedBlock]:
         evicted = []
         while self._spare and self._lent_bytes + need + sum(b.nbytes for b in self._spare) > self._capacity_bytes:
             evicted.append(self._spare.pop(0))
         return evicted
 
-    def _create(self, need: int) -> _Block:
+    def _create(self, need: int) -> MappedBlock:
         try:
-            block = _Block(need)
+            block = MappedBlock(need)
         except BaseException:
             with self._changed:
                 self._lent_bytes -= need
@@ -203,16 +131,16 @@ class StagingPool:
             self._register(block)
         return block
 
-    def _register(self, block: _Block) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(block.address, block.nbytes, 0))  # type: ignore[no-untyped-call]
-        block.pinned = code == 0
+    def _register(self, block: MappedBlock) -> None:
+        code = lock_memory(block.address, block.nbytes)
+        block.locked = code == 0
         if code:
             self._pin = False
             _log.warning(
                 "CUDA could not lock staging memory (error %s); copies to and from the device are slower", code
             )
 
-    def _give_back(self, block: _Block) -> None:
+    def _give_back(self, block: MappedBlock) -> None:
         with self._changed:
             self._lent_bytes -= block.nbytes
             keep = not self._closed and block.nbytes <= self._capacity_bytes
@@ -222,11 +150,11 @@ class StagingPool:
         if not keep:
             self._free([block])
 
-    def _free(self, blocks: list[_Block]) -> None:
+    def _free(self, blocks: list[MappedBlock]) -> None:
         for block in blocks:
-            if block.pinned:
-                block.pinned = False
-                torch.cuda.cudart().cudaHostUnregister(block.address)  # type: ignore[no-untyped-call]
+            if block.locked:
+                block.locked = False
+                unlock_memory(block.address)
 
 
 class _Loan(weakref.ref["ctypes.Array[ctypes.c_char]"]):
@@ -234,7 +162,7 @@ class _Loan(weakref.ref["ctypes.Array[ctypes.c_char]"]):
 
     __slots__ = ("block",)
 
-    block: _Block
+    block: MappedBlock
 
 
 class ReloadPool:
@@ -249,7 +177,7 @@ class ReloadPool:
 
     def __init__(self, max_spare_bytes: int) -> None:
         self._max_spare_bytes = max_spare_bytes
-        self._spare: list[_Block] = []
+        self._spare: list[MappedBlock] = []
         self._lent: dict[int, _Loan] = {}
         self._returned: deque[_Loan] = deque()
         self._closed = False
@@ -292,7 +220,7 @@ class ReloadPool:
             raise ValueError(f"phase={phase}; allowed: 0 up to {memory_alignment - 1}, the alignment less one")
         if nbytes < _SMALL_NBYTES:
             return _small_storage(nbytes, phase, memory_alignment)
-        need = _round_up(phase + nbytes, _PAGE)
+        need = _round_up(phase + nbytes, PAGE_BYTES)
         with self._lock:
             if self._closed:
                 raise OffloaderClosedError("memory for a reload was asked for after the pool was closed")
@@ -303,7 +231,7 @@ class ReloadPool:
             surplus = self._surplus()
         del surplus  # unmapped here, outside of the lock
         if block is None:
-            block = _Block(need, memory_alignment)
+            block = MappedBlock(need, memory_alignment)
         array = block.export()
         loan = _Loan(array, self._returned.append)
         loan.block = block
@@ -342,7 +270,7 @@ class ReloadPool:
             if self._lent.pop(id(loan), None) is not None:
                 self._spare.append(loan.block)
 
-    def _surplus(self) -> list[_Block]:
+    def _surplus(self) -> list[MappedBlock]:
         surplus = []
         spare_bytes = sum(block.nbytes for block in self._spare)
         while spare_bytes > self._max_spare_bytes:

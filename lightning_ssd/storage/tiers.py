@@ -1,7 +1,8 @@
 """A tier: a place with capacity where the bytes of storages wait.
 
-:class:`SsdTier` spreads storages over its directories, cuts each into chunks, and lets its workers move them.
-It checks what comes back (``verify``), tries a failed or wrong chunk once more, and never returns other bytes.
+:class:`Tier` is the contract. :class:`SsdTier` spreads storages over its directories, cuts each into chunks, and lets
+its workers move them. It checks what comes back (``verify``), tries a failed or wrong chunk once more, and never
+returns other bytes. The other tier is in ``storage/host_tier.py``.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,31 +20,23 @@ from lightning_ssd.errors import CorruptionError, OffloaderClosedError, OutOfSpa
 from lightning_ssd.events import EventLog
 from lightning_ssd.storage.arena import Arena, Extent
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
+from lightning_ssd.storage.gate import UrgentGate
 from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import Edges, Mover, Piece
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.transfer import Chunk, Transfer, TransferQueue
 
-__all__ = ["ReadOwner", "SsdTier", "StoredBytes", "WriteOwner"]
+__all__ = ["Progress", "ReadOwner", "SsdTier", "StoredBytes", "Tier", "WriteOwner"]
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBytes:
-    """Where the bytes of one storage wait. ``checksums`` holds one value per chunk, or nothing."""
-
-    arena: Arena
-    extent: Extent
-    nbytes: int
-    edges: Edges
-    checksums: tuple[int, ...]
-    label: str
+class StoredBytes(Protocol):
+    """Where the bytes of one storage wait. Only the tier that made it knows what is in it."""
 
     @property
     def body_nbytes(self) -> int:
-        """Bytes that are in the file."""
-        return self.nbytes - len(self.edges.head) - len(self.edges.tail)
+        """Bytes that moved to the tier."""
 
 
 class WriteOwner(Protocol):
@@ -63,6 +56,77 @@ class ReadOwner(Protocol):
         """Either ``storage`` (there once ``mark`` has passed) or ``error`` is given. Must not raise."""
 
 
+class Progress(NamedTuple):
+    """What a tier has done since it was opened. Seconds are those in which at least one move was under way."""
+
+    written_bytes: int
+    write_busy_s: float
+    read_bytes: int
+    read_busy_s: float
+
+
+class Tier(Protocol):
+    """The contract of all tiers. Every method may be called from any thread and under the locks of layers above;
+    none but ``flush`` and ``close`` waits for bytes to move.
+    """
+
+    @property
+    def name(self) -> str:
+        """For events and counters: "ssd" or "host"."""
+
+    def write(self, owner: WriteOwner, nbytes: int, after: Mark | None, *, label: str) -> bool:
+        """Queue a write of ``nbytes`` bytes behind ``after``.
+
+        Returns:
+            Whether there is room. ``False``: nothing was queued and nobody will call the owner. ``True``: the place is
+            taken for good or goes back by itself, when the owner no longer wants the write, it fails or is discarded
+            at close. A tier that learns of its room while it writes returns ``True`` and lets the write fail.
+
+        Raises:
+            OffloaderClosedError: after close.
+        """
+
+    def read(self, owner: ReadOwner, stored: StoredBytes, device: torch.device, *, urgent: bool) -> Transfer:
+        """Queue a read into new memory, which is allocated here, in the calling thread and on its stream.
+
+        Raises:
+            OffloaderClosedError: after close.
+            MemoryError: no memory (``torch.OutOfMemoryError`` on a device). Nothing was queued.
+        """
+
+    def promote(self, read: Transfer) -> None:
+        """Somebody waits for this read: serve it before the speculative ones."""
+
+    def free(self, stored: StoredBytes) -> None:
+        """Give the place back. Nobody may read ``stored`` any more. Harmless after close."""
+
+    def progress(self) -> Progress:
+        """Bytes and busy seconds of both directions."""
+
+    def flush(self) -> None:
+        """Block until every queued write has ended."""
+
+    def close(self) -> None:
+        """End what is under way, drop what has not begun, give everything back. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SsdBytes:
+    """One storage in an arena. ``checksums`` holds one value per chunk, or nothing."""
+
+    tier: SsdTier
+    arena: Arena
+    extent: Extent
+    nbytes: int
+    edges: Edges
+    checksums: tuple[int, ...]
+    label: str
+
+    @property
+    def body_nbytes(self) -> int:
+        return self.nbytes - len(self.edges.head) - len(self.edges.tail)
+
+
 class SsdTier:
     """Directories on drives, one arena each, with workers that write and workers that read.
 
@@ -74,6 +138,9 @@ class SsdTier:
         sampler: which storages get checksums.
         chunk_bytes: largest request; a transfer is shared by the workers of its direction chunk by chunk.
         num_workers: workers per direction.
+
+    Note [writes give way]: reads and writes share the drives. While somebody waits for a read, no worker begins a write
+    or the next chunk of one (see ``storage/gate.py`` for how long at most).
     """
 
     name = "ssd"
@@ -102,8 +169,9 @@ class SsdTier:
                 arena.close()
             raise
         self._turn = itertools.count()
-        self._writes = TransferQueue("write", num_workers, events)
-        self._reads = TransferQueue("read", num_workers, events)
+        gate = UrgentGate()
+        self._writes = TransferQueue("write", num_workers, events, tier=self.name, yields_to=gate)
+        self._reads = TransferQueue("read", num_workers, events, tier=self.name, announces=gate)
         self.num_retries = 0
         self._write_rate = _Rate(self._writes)
         self._read_rate = _Rate(self._reads)
@@ -113,25 +181,27 @@ class SsdTier:
         """Size of the spill files."""
         return sum(arena.size_bytes for arena in self._arenas)
 
-    def write(self, owner: WriteOwner, nbytes: int, after: Mark | None, *, label: str) -> None:
-        """Queue a write. The owner is asked for its storage only when a worker gets to it."""
+    def write(self, owner: WriteOwner, nbytes: int, after: Mark | None, *, label: str) -> bool:
         self._writes.submit(_Write(self, owner, nbytes, after, label))
+        return True
 
     def read(self, owner: ReadOwner, stored: StoredBytes, device: torch.device, *, urgent: bool) -> Transfer:
-        """Queue a read into new memory, which is allocated here, in the calling thread and on its stream."""
-        storage, after = self.mover.allocate(stored.nbytes, stored.edges, device)
-        transfer = _Read(self, owner, stored, storage, after, urgent=urgent)
+        mine = self._mine(stored)
+        storage, after = self.mover.allocate(mine.nbytes, mine.edges, device)
+        transfer = _Read(self, owner, mine, storage, after, urgent=urgent)
         self._reads.submit(transfer)
         return transfer
 
     def promote(self, read: Transfer) -> None:
-        """Somebody waits for this read: serve it before the speculative ones."""
         self._reads.promote(read)
 
     def free(self, stored: StoredBytes) -> None:
-        """Give the extent back. Nobody may read ``stored`` any more."""
-        if stored.extent.nbytes:
-            stored.arena.free(stored.extent)
+        mine = self._mine(stored)
+        if mine.extent.nbytes:
+            mine.arena.free(mine.extent)
+
+    def progress(self) -> Progress:
+        return Progress(*self._writes.progress(), *self._reads.progress())
 
     def sample_rates(self) -> tuple[float, float]:
         """Write and read rate while busy, in bytes per second: moving averages over the calls; 0 if unknown."""
@@ -143,15 +213,18 @@ class SsdTier:
         return self._writes.progress()[1], self._reads.progress()[1]
 
     def flush(self) -> None:
-        """Block until every queued write has ended."""
         self._writes.wait_idle()
 
     def close(self) -> None:
-        """End what is under way, drop what has not begun, close the files. Idempotent."""
         self._writes.close()
         self._reads.close()
         for arena in self._arenas:
             arena.close()
+
+    def _mine(self, stored: StoredBytes) -> _SsdBytes:
+        if not isinstance(stored, _SsdBytes) or stored.tier is not self:
+            raise TypeError(f"{stored!r} was given to a tier that did not store it; hand it to the one that did")
+        return stored
 
     # -- used by the two transfers below -----------------------------------------------------------------------
 
@@ -207,10 +280,13 @@ class _Write(Transfer):
         self._after = after
         self._label = label
         self._storage: torch.UntypedStorage | None = None
-        self._stored: StoredBytes | None = None
+        self._stored: _SsdBytes | None = None
         self._checksums: list[int | None] = []
 
     def begin(self) -> Sequence[Chunk] | None:
+        if self._after is not None:
+            with self.not_busy():
+                self._after.synchronize()  # here, so that the rate is the drive's, and a take-back saves the write
         storage = self._storage = self._owner.write_begins()
         if storage is None:
             return None
@@ -218,7 +294,7 @@ class _Write(Transfer):
         body = storage.nbytes() - len(edges.head) - len(edges.tail)
         self.nbytes = body
         arena, extent = self._tier.allocate(body)
-        self._stored = StoredBytes(arena, extent, storage.nbytes(), edges, (), self._label)
+        self._stored = _SsdBytes(self._tier, arena, extent, storage.nbytes(), edges, (), self._label)
         pieces = list(self._tier.pieces(arena, extent, len(edges.head), body))
         self._checksums = [None] * len(pieces)
         check = self._tier.wants_check()
@@ -234,7 +310,7 @@ class _Write(Transfer):
         stored, self._storage, self._after = self._stored, None, None  # the tensor's memory may go now
         if stored is not None and error is None:
             checksums = tuple(value for value in self._checksums if value is not None)
-            stored = StoredBytes(stored.arena, stored.extent, stored.nbytes, stored.edges, checksums, stored.label)
+            stored = replace(stored, checksums=checksums)
         elif stored is not None:
             self._tier.free(stored)
             stored = None
@@ -251,7 +327,7 @@ class _Read(Transfer):
         self,
         tier: SsdTier,
         owner: ReadOwner,
-        stored: StoredBytes,
+        stored: _SsdBytes,
         storage: torch.UntypedStorage,
         after: Mark | None,
         *,

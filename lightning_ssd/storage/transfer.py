@@ -11,12 +11,14 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.events import Direction, EventLog, TransferEvent
+from lightning_ssd.storage.gate import UrgentGate, patience_s
 
-__all__ = ["Transfer", "TransferQueue"]
+__all__ = ["Chunk", "Transfer", "TransferQueue"]
 
 Chunk = Callable[[], None]
 
@@ -24,8 +26,12 @@ Chunk = Callable[[], None]
 class Transfer(ABC):
     """One move: what it is, whether it has ended, and how.
 
-    A subclass says what happens. All three methods run in a worker, never in the thread that submitted.
+    A subclass says what happens. Its methods run in a worker, never in the thread that submitted.
     """
+
+    outlasts = False
+    """Whether bytes may still move on the device when the move has ended for those who wait: :meth:`settle` is called
+    then, and the move's event and the busy time go on until it returns."""
 
     def __init__(self, direction: Direction, nbytes: int, *, urgent: bool = False) -> None:
         self.direction: Direction = direction
@@ -35,7 +41,10 @@ class Transfer(ABC):
         self.start_s = 0.0
         self.error: BaseException | None = None
         self._ended = threading.Event()
-        # The queue's lock guards these three.
+        self._queue: TransferQueue | None = None
+        self._has_waited = False
+        # The queue's lock guards these four.
+        self._announced = False
         self._chunks: list[Chunk] | None = None
         self._num_unfinished = 0
         self._seq = 0
@@ -51,6 +60,27 @@ class Transfer(ABC):
     @abstractmethod
     def discard(self) -> None:
         """Called once instead of the others when the queue closes before the move began."""
+
+    def settle(self) -> BaseException | None:
+        """Where :attr:`outlasts`: called after the end; block until nothing moves any more. Return what went wrong."""
+        return None
+
+    @contextmanager
+    def not_busy(self) -> Iterator[None]:
+        """Around a worker's wait for something other than the move itself (the producer, say).
+
+        It counts neither as busy time nor, the first time, as part of the move's event.
+        """
+        if self._queue is None:
+            raise RuntimeError("not_busy() is for methods that a worker calls; submit the transfer first")
+        self._queue._pause()
+        try:
+            yield
+        finally:
+            self._queue._resume()
+            if not self._has_waited:
+                self._has_waited = True
+                self.start_s = time.perf_counter()
 
     @property
     def ended(self) -> bool:
@@ -69,10 +99,25 @@ class TransferQueue:
         direction: what the workers do, for thread names and events.
         num_workers: moves (or chunks of one) under way at once.
         events: receives one ``TransferEvent`` per finished move.
+        tier: the tier's name, for events and thread names.
+        announces: told of urgent moves.
+        yields_to: before each chunk, wait a while for the urgent moves announced there.
     """
 
-    def __init__(self, direction: Direction, num_workers: int, events: EventLog) -> None:
+    def __init__(
+        self,
+        direction: Direction,
+        num_workers: int,
+        events: EventLog,
+        *,
+        tier: str = "ssd",
+        announces: UrgentGate | None = None,
+        yields_to: UrgentGate | None = None,
+    ) -> None:
         self._events = events
+        self._tier = tier
+        self._announces = announces
+        self._yields_to = yields_to
         # Guards the heap and each transfer's chunk list. Held only for bookkeeping, never during I/O nor while
         # calling into a transfer, so that it can be taken under any lock of the layers above (never the reverse).
         self._lock = threading.Lock()
@@ -80,13 +125,14 @@ class TransferQueue:
         self._idle = threading.Condition(self._lock)
         self._heap: list[tuple[int, int, Transfer]] = []
         self._seq = itertools.count(1)
-        self._num_active = 0
+        self._num_active = 0  # workers that have claimed something; of these, those that wait are not busy
+        self._num_busy = 0
         self._busy_since = 0.0
         self._busy_s = 0.0
         self._moved_bytes = 0
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"lightning_ssd-{direction}-{i}", daemon=True)
+            threading.Thread(target=self._work, name=f"lightning_ssd-{tier}-{direction}-{i}", daemon=True)
             for i in range(num_workers)
         ]
         for thread in self._threads:
@@ -97,7 +143,10 @@ class TransferQueue:
         with self._lock:
             if self._closed:
                 raise OffloaderClosedError("a transfer was submitted after the offloader was closed; open it again")
+            transfer._queue = self
             transfer._seq = next(self._seq)
+            if transfer.urgent:
+                self._announce(transfer)
             self._push(transfer)
             self._wake.notify()
 
@@ -107,6 +156,7 @@ class TransferQueue:
             if not transfer.urgent:
                 transfer.urgent = True
                 if not transfer.ended:
+                    self._announce(transfer)
                     # A second entry with a better rank; the first one is skipped when it surfaces.
                     self._push(transfer)
                     self._wake.notify()
@@ -114,7 +164,7 @@ class TransferQueue:
     def progress(self) -> tuple[int, float]:
         """Bytes moved so far, and the seconds in which at least one worker was busy."""
         with self._lock:
-            under_way_s = time.perf_counter() - self._busy_since if self._num_active else 0.0
+            under_way_s = time.perf_counter() - self._busy_since if self._num_busy else 0.0
             return self._moved_bytes, self._busy_s + under_way_s
 
     def wait_idle(self) -> None:
@@ -134,9 +184,22 @@ class TransferQueue:
             self._idle.notify_all()
         for transfer in unbegun.values():
             transfer.discard()
-            transfer._ended.set()
+            self._let_go(transfer)
         for thread in self._threads:
             thread.join()
+
+    def _announce(self, transfer: Transfer) -> None:
+        if self._announces is not None:
+            transfer._announced = True
+            self._announces.enter()
+
+    def _let_go(self, transfer: Transfer) -> None:
+        """The move has ended, however: wake who waits. Together with the gate, or a promotion could come between."""
+        with self._lock:
+            transfer._ended.set()
+            announced, transfer._announced = transfer._announced, False
+        if announced and self._announces is not None:
+            self._announces.leave()
 
     # -- everything below runs in the workers ------------------------------------------------------------------
 
@@ -153,26 +216,38 @@ class TransferQueue:
             heapq.heappop(self._heap)
         return False
 
-    def _next(self) -> tuple[Transfer, Chunk | None] | None:
+    def _next(self, chunk_s: float) -> tuple[Transfer, Chunk | None] | None:
         """Claim a chunk of the best transfer, or the right to begin it; ``None`` when the queue has closed."""
-        with self._lock:
-            while not self._has_work():
-                if self._closed:
-                    return None
-                self._wake.wait()
-            transfer = self._heap[0][2]
-            if self._num_active == 0:
-                self._busy_since = time.perf_counter()
-            self._num_active += 1
-            if transfer._chunks is None:
-                heapq.heappop(self._heap)
-                transfer._chunks = []  # claimed: a second heap entry of a promoted transfer is skipped
-                return transfer, None
-            return transfer, transfer._chunks.pop()
+        gate, yielded = self._yields_to, False
+        while True:
+            with self._lock:
+                while not self._has_work():
+                    if self._closed:
+                        return None
+                    self._wake.wait()
+                    yielded = False  # what came meanwhile gives way anew
+                if gate is None or gate.num_urgent == 0 or yielded or self._closed:
+                    return self._claim()
+            # Before anything is claimed, so that waiting is not counted as busy, and what is cancelled meanwhile ends.
+            gate.wait(patience_s(chunk_s))
+            yielded = True
+
+    def _claim(self) -> tuple[Transfer, Chunk | None]:
+        """With the lock held, and work there."""
+        transfer = self._heap[0][2]
+        self._num_active += 1
+        self._count_busy(1)
+        if transfer._chunks is None:
+            heapq.heappop(self._heap)
+            transfer._chunks = []  # claimed: a second heap entry of a promoted transfer is skipped
+            return transfer, None
+        return transfer, transfer._chunks.pop()
 
     def _work(self) -> None:
-        while (claim := self._next()) is not None:
+        chunk_s = 0.0
+        while (claim := self._next(chunk_s)) is not None:
             transfer, chunk = claim
+            start_s = time.perf_counter()
             try:
                 if chunk is None:
                     self._begin(transfer)
@@ -182,14 +257,31 @@ class TransferQueue:
                 # No reference may outlive the work: an idle worker must not keep a tensor alive.
                 del claim, transfer, chunk
                 self._rest()
+            chunk_s = time.perf_counter() - start_s
 
     def _rest(self) -> None:
         with self._lock:
             self._num_active -= 1
-            if self._num_active == 0:
-                self._busy_s += time.perf_counter() - self._busy_since
-                if not self._has_work():
-                    self._idle.notify_all()
+            self._count_busy(-1)
+            if self._num_active == 0 and not self._has_work():
+                self._idle.notify_all()
+
+    def _pause(self) -> None:
+        with self._lock:
+            self._count_busy(-1)
+
+    def _resume(self) -> None:
+        with self._lock:
+            self._count_busy(1)
+
+    def _count_busy(self, change: int) -> None:
+        """With the lock held: one worker more or less is busy."""
+        now = time.perf_counter()
+        if self._num_busy == 0:
+            self._busy_since = now
+        self._num_busy += change
+        if self._num_busy == 0:
+            self._busy_s += now - self._busy_since
 
     def _begin(self, transfer: Transfer) -> None:
         transfer.start_s = time.perf_counter()
@@ -199,7 +291,7 @@ class TransferQueue:
             self._end(transfer, error)
             return
         if chunks is None:
-            transfer._ended.set()
+            self._let_go(transfer)
             return
         with self._lock:
             transfer._num_unfinished = len(chunks)
@@ -232,6 +324,17 @@ class TransferQueue:
         if error is None:
             with self._lock:
                 self._moved_bytes += transfer.nbytes
+        if not transfer.outlasts:
+            self._record(transfer, error)
+        try:
+            transfer.finish(error)
+        finally:
+            self._let_go(transfer)
+        if transfer.outlasts:
+            late_error = transfer.settle()
+            self._record(transfer, error or late_error)
+
+    def _record(self, transfer: Transfer, error: BaseException | None) -> None:
         self._events.append(
             TransferEvent(
                 direction=transfer.direction,
@@ -239,11 +342,8 @@ class TransferQueue:
                 queued_s=transfer.queued_s,
                 start_s=transfer.start_s,
                 end_s=time.perf_counter(),
+                tier=self._tier,
                 urgent=transfer.urgent,
                 failed=error is not None,
             )
         )
-        try:
-            transfer.finish(error)
-        finally:
-            transfer._ended.set()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import DRAINED, EAGER, KEEP, MIDDLE, SMALL, Raised, Session, Setup, assert_same
+from tests.helpers import DRAINED, EAGER, KEEP, MIDDLE, PLANNED, SMALL, Raised, Session, Setup, assert_same
 from tests.parity.inplace_programs import (
     RAISING,
     SEVERAL,
@@ -22,7 +22,9 @@ from tests.parity.inplace_programs import (
     second_version_saved_too,
 )
 
-SETUPS = (DRAINED, EAGER, MIDDLE, KEEP, SMALL, Setup(verify="full"))
+# A first pass under a budget moves everything, under "auto" it keeps everything.
+BUDGETED = Setup(activations="auto", activation_budget=1 << 24)
+SETUPS = (DRAINED, EAGER, MIDDLE, KEEP, SMALL, Setup(verify="full"), PLANNED, BUDGETED)
 
 
 @pytest.mark.parametrize("program", RAISING, ids=lambda program: program.__name__)

@@ -20,6 +20,8 @@ from torch import Tensor
 from tests.helpers import (
     DRAINED,
     EAGER,
+    PLANNED,
+    PLANNING,
     SETUPS,
     Session,
     Setup,
@@ -65,7 +67,7 @@ def train(session: Session, model: torch.nn.Module, steps: int) -> None:
 def test_fifty_steps_leave_nothing(setup: Setup, tmp_path: Path) -> None:
     """Tensors, files and disk use are the same after 5 steps and after 50."""
     with open_offloader(tmp_path, setup) as offloader:
-        session = Session(offloader, drained=setup.drained)
+        session = Session.of(offloader, setup)
         model = Perceptrons(num_blocks=3)
         session.register(model)
         counted = []
@@ -79,11 +81,16 @@ def test_fifty_steps_leave_nothing(setup: Setup, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize("setup", [DRAINED, EAGER], ids=["drained", "eager"])
+@pytest.mark.parametrize("setup", [DRAINED, EAGER, PLANNED, PLANNING], ids=["drained", "eager", "planned", "planning"])
 def test_backward_frees_without_the_collector(setup: Setup, tmp_path: Path) -> None:
     """No reference cycle holds a saved tensor; everything is free as soon as backward has ended."""
     with open_offloader(tmp_path, setup) as offloader:
         x = floats(0, 64, 64).requires_grad_()
+        for _ in range(3 if setup.activations == "auto" else 0):  # until a plan is followed
+            with offloader.saved_tensors():
+                loss = (x * 2).sin().exp().square().sum()
+            loss.backward()
+            Session.of(offloader, setup).end()
         with offloader.saved_tensors():
             loss = (x * 2).sin().exp().square().sum()
         if setup.drained:
@@ -182,7 +189,7 @@ def test_the_collector_runs_anywhere(tmp_path: Path) -> None:
     before = gc.get_threshold()
     gc.set_threshold(5, 2, 2)
     try:
-        assert_same(program, tmp_path, setups=SETUPS[:2])
+        assert_same(program, tmp_path, setups=[*SETUPS[:2], PLANNED, PLANNING])
     finally:
         gc.set_threshold(*before)
 

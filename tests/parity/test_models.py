@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import KEEP, Training, assert_parity
+from tests.helpers import AUTO_SETUPS, KEEP, PLANNED, Setup, Training, assert_parity
 from tests.parity import models
 
 TRAININGS: dict[str, Callable[[], Training]] = {
@@ -25,6 +26,21 @@ TRAININGS: dict[str, Callable[[], Training]] = {
 @pytest.mark.parametrize("name", TRAININGS)
 def test_training_is_exact(name: str, tmp_path: Path) -> None:
     assert_parity(TRAININGS[name](), tmp_path)
+
+
+BUDGETED = Setup(activations="auto", activation_budget=1 << 20, settled=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "convolutions-channels-last", "lstm"])
+def test_training_is_exact_under_plans(name: str, tmp_path: Path) -> None:
+    """Eight steps: without a plan, then with the plans that are made meanwhile."""
+    setups = AUTO_SETUPS if name == "gpt2" else (PLANNED,)
+    assert_parity(replace(TRAININGS[name](), steps=8), tmp_path, setups=setups)
+
+
+def test_training_is_exact_under_a_budget(tmp_path: Path) -> None:
+    """Smaller than what one step saves, so that pack has to wait."""
+    assert_parity(replace(models.gpt2_training(), steps=8), tmp_path, setups=[BUDGETED])
 
 
 def test_parity_check_can_fail(tmp_path: Path) -> None:

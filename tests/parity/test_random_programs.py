@@ -12,7 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers import Raised, Session, Setup, assert_identical, assert_released, open_offloader, outcome
+from tests.helpers import (
+    PLANNED,
+    PLANNING,
+    Raised,
+    Session,
+    Setup,
+    assert_identical,
+    assert_released,
+    open_offloader,
+    outcome,
+)
 
 Operation = Callable[[Tensor, Tensor, int], Tensor]
 
@@ -67,6 +77,11 @@ step = st.tuples(
 programs = st.lists(step, min_size=1, max_size=14)
 sizes = st.integers(60, 90) | st.integers(1, 9)
 SETUPS = [Setup(size, drained=drained) for size in (0, 64, 300) for drained in (True, False)]
+SETUPS += [
+    PLANNED,
+    PLANNING,
+    Setup(activations="auto", max_slowdown=9.0, settled=True, activation_budget=1 << 20, drained=False),
+]
 
 
 def interpret(steps: list[Any], shape: tuple[int, int], *, backwards: int) -> Callable[[Session], Any]:
@@ -108,13 +123,13 @@ def test_random_programs_are_exact(tmp_path: Path) -> None:
 
     num_exact = 0
 
-    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @settings(max_examples=350, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     @given(programs, st.tuples(sizes, sizes), st.integers(1, 2), st.integers(0, len(SETUPS) - 1))
     def check(steps: list[Any], shape: tuple[int, int], backwards: int, which: int) -> None:
         nonlocal num_exact
         program = interpret(steps, shape, backwards=backwards)
         expected = without_maker(outcome(program, Session()))
-        got = without_maker(outcome(program, Session(opened[which], drained=SETUPS[which].drained)))
+        got = without_maker(outcome(program, Session.of(opened[which], SETUPS[which])))
         assert_identical(got, expected)
         num_exact += not isinstance(expected, Raised)
 

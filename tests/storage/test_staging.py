@@ -410,7 +410,7 @@ def test_a_forked_child_neither_has_nor_unmaps_the_memory() -> None:
 
 def test_no_memory_is_said_so() -> None:
     pool = ReloadPool(0)
-    with pytest.raises(MemoryError, match="lower host_memory"):
+    with pytest.raises(MemoryError, match="free host memory"):
         pool.take(1 << 60, 0, 512)
     with pytest.raises(MemoryError), StagingPool(MIB).lease(1 << 60):
         pass

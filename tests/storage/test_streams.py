@@ -2,103 +2,24 @@
 
 from __future__ import annotations
 
-import queue
-import random
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+import lightning_ssd.offloader
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from tests.storage.late import LateCopies, late_copies
+
+FEW_STAGING_BYTES = 256 << 10  # few buffers, so that they are reused soon
 
 
-class LateMark:
-    """Passed when the stream gets there; ``honest=False`` claims to have passed at once."""
-
-    def __init__(self, *, honest: bool) -> None:
-        self.passed = threading.Event()
-        self._honest = honest
-
-    def synchronize(self) -> None:
-        if self._honest:
-            self.passed.wait()
-
-
-class LateCopies:
-    """Each stream is a thread that sleeps before each copy. Compute is "queued" too: a mark passes late."""
-
-    def __init__(self, *, seed: int, max_delay_s: float, honest: bool = True) -> None:
-        self._random = random.Random(seed)
-        self._max_delay_s = max_delay_s
-        self._honest = honest
-        self._streams = {name: self._start(name) for name in ("compute", "out", "in")}
-        self.num_copies = 0
-        self.waited_on: list[LateMark] = []
-
-    def _start(self, name: str) -> queue.SimpleQueue[Callable[[], None] | None]:
-        work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-
-        def run() -> None:
-            while (item := work.get()) is not None:
-                time.sleep(self._random.uniform(0, self._max_delay_s))
-                item()
-
-        threading.Thread(target=run, name=f"late-{name}", daemon=True).start()
-        return work
-
-    def close(self) -> None:
-        for work in self._streams.values():
-            work.put(None)
-
-    def _queue(self, stream: str, action: Callable[[], None]) -> LateMark:
-        mark = LateMark(honest=self._honest)
-
-        def run() -> None:
-            action()
-            mark.passed.set()
-
-        self._streams[stream].put(run)
-        return mark
-
-    def mark(self) -> LateMark:
-        return self._queue("compute", lambda: None)
-
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: LateMark) -> LateMark:
-        return self._copy("out", host, device, after)
-
-    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: LateMark) -> LateMark:
-        return self._copy("in", device, host, after)
-
-    def _copy(self, stream: str, target: torch.Tensor, source: torch.Tensor, after: LateMark) -> LateMark:
-        self.num_copies += 1
-
-        def copy() -> None:
-            after.passed.wait()
-            target.copy_(source)
-
-        return self._queue(stream, copy)
-
-    def protect(self, tensor: torch.Tensor) -> None:
-        assert tensor.device.type == "cpu"
-
-    def wait_on_current_stream(self, mark: LateMark) -> None:
-        self.waited_on.append(mark)
-        mark.synchronize()  # the CPU is its own stream
-
-
-@contextmanager
-def late_copies(*, max_delay_s: float = 0.004, honest: bool = True) -> Iterator[LateCopies]:
-    copies = LateCopies(seed=0, max_delay_s=max_delay_s, honest=honest)
-    try:
-        yield copies
-    finally:
-        copies.close()
+@pytest.fixture(autouse=True)
+def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lightning_ssd.offloader, "_STAGING_BYTES", FEW_STAGING_BYTES)
 
 
 def model() -> torch.nn.Module:
@@ -127,7 +48,7 @@ def train(offloader: Offloader | None, *, steps: int = 3, drained: bool = True) 
 def offloader(directory: Path, copies: LateCopies, *, verify: str = "off") -> Offloader:
     return Offloader(
         policy=OffloadPolicy(activations="offload", min_tensor_bytes=0, verify=verify),
-        hardware=HardwareProfile(paths=directory, host_memory="256KiB"),  # few buffers, so that they are reused soon
+        hardware=HardwareProfile(paths=directory),
         _copies=copies,
     )
 
@@ -159,6 +80,7 @@ def test_a_missing_wait_would_be_seen(spill_dir: Path) -> None:
 
 
 def run_with_lies(directory: Path) -> None:
+    lightning_ssd.offloader._STAGING_BYTES = FEW_STAGING_BYTES
     expected = train(None)
     with late_copies(honest=False) as copies, offloader(directory, copies) as late:
         got = train(late)

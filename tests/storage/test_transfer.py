@@ -10,6 +10,7 @@ import pytest
 
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.events import EventLog, TransferEvent
+from lightning_ssd.storage.gate import UrgentGate
 from lightning_ssd.storage.transfer import Transfer, TransferQueue
 
 
@@ -226,3 +227,74 @@ def test_many_threads(events: EventLog) -> None:
     queue.wait_idle()
     queue.close()
     assert total[0] == 4 * 25 * (0 + 1 + 2 + 3)
+
+
+def test_waiting_is_not_busy(events: EventLog) -> None:
+    queue = TransferQueue("read", 2, events, tier="host")
+    move = Move()
+
+    def work() -> None:
+        for wait_s in (0.1, 0.05):
+            with move.not_busy():
+                time.sleep(wait_s)
+
+    move._work = (work,)
+    queue.submit(move)
+    time.sleep(0.03)
+    assert queue.progress()[1] < 0.02
+    queue.wait_idle()
+    assert queue.progress()[1] < 0.05
+    (event,) = events.drain()
+    assert isinstance(event, TransferEvent)
+    assert event.tier == "host"
+    assert 0.05 <= event.end_s - event.start_s < 0.1, "only the first wait is not part of it"
+    queue.close()
+    with pytest.raises(RuntimeError, match="submit the transfer first"), Move().not_busy():
+        pass
+
+
+@pytest.mark.parametrize("late_error", [None, OSError(5, "too late")])
+def test_a_move_that_outlasts_its_end(single: TransferQueue, events: EventLog, late_error: OSError | None) -> None:
+    settled, release = threading.Event(), threading.Event()
+
+    class Outlasting(Move):
+        outlasts = True
+
+        def settle(self) -> BaseException | None:
+            settled.set()
+            assert release.wait(10)
+            return late_error
+
+    move = Outlasting(lambda: None)
+    single.submit(move)
+    move.wait()
+    assert settled.wait(10)
+    time.sleep(0.03)
+    assert events.drain() == []
+    assert move.error is None
+    release.set()
+    single.wait_idle()
+    (event,) = events.drain()
+    assert isinstance(event, TransferEvent)
+    assert event.failed == (late_error is not None)
+    assert single.progress()[1] >= 0.03
+
+
+def test_what_comes_later_gives_way_too(events: EventLog) -> None:
+    """A worker that has given way once, and then found nothing to do, gives way again."""
+    gate = UrgentGate()
+    queue = TransferQueue("write", 1, events, yields_to=gate)
+    gate.enter()
+    gone, later = Move(lambda: None), Move(lambda: None)
+    queue.submit(gone)
+    time.sleep(0.02)
+    gone._ended.set()  # as if another worker had carried it out meanwhile
+    gate.leave()
+    time.sleep(0.02)
+    gate.enter()
+    queue.submit(later)
+    time.sleep(0.02)
+    assert gone.calls == later.calls == []
+    gate.leave()
+    later.wait()
+    queue.close()

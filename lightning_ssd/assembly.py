@@ -1,0 +1,186 @@
+"""What an offloader is made of, for one policy on one machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.events import EventLog
+from lightning_ssd.memory import MallocThreshold, host_available_bytes, trim
+from lightning_ssd.scheduler import Agree, Scheduler, Wishes
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, open_backend
+from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.integrity import Sampler
+from lightning_ssd.storage.movers import DeviceMover, HostMover, Mover, StagedMover
+from lightning_ssd.storage.probe import measure_rates
+from lightning_ssd.storage.staging import ReloadPool, StagingPool
+from lightning_ssd.storage.streams import Copies
+from lightning_ssd.storage.tiers import SsdTier
+from lightning_ssd.tensor_cache import Tiers
+from lightning_ssd.tier_meter import TierMeter, measure_copies
+from lightning_ssd.wear_meter import WearMeter
+
+__all__ = ["NOTHING", "PATHS_VARIABLE", "Parts", "assemble"]
+
+PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
+_STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
+_SPARE_BYTES = 256 << 20
+_PROBE_BYTES = 16 << 20
+_HOST_SHARE = 4
+"""One part in so many of the host's available memory is for the host tier of a CUDA device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What is there; ``None`` where the policy needs none."""
+
+    description: str
+    """One line: how bytes reach the drive, and where."""
+    tiers: Tiers = field(default_factory=Tiers)
+    reload: ReloadPool | None = None
+    wear: WearMeter | None = None
+    scheduler: Scheduler | None = None
+    threshold: MallocThreshold | None = None
+
+
+NOTHING = Parts(description="closed")
+
+
+def assemble(
+    stack: ExitStack,
+    policy: OffloadPolicy,
+    hardware: HardwareProfile,
+    *,
+    device: torch.device,
+    copies: Copies | None,
+    events: EventLog,
+    default_directory: str | os.PathLike[str] | None,
+    subdirectory: str,
+    agree: Agree | None,
+    wrap_backend: Callable[[Backend], Backend] | None,
+) -> Parts:
+    """Open what the policy needs; ``stack`` closes it. The arguments are those of :class:`Offloader`.
+
+    Raises:
+        StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
+        BackendUnavailableError: ``hardware.backend`` names one that does not work here.
+    """
+    if policy.activations == "keep":
+        return Parts(description="everything is kept in memory and counted")
+    if policy.activations == "recompute":
+        return Parts(description="blocks are recomputed, all else is kept in memory and counted")
+    directories = [path / subdirectory for path in _directories(hardware, default_directory)]
+    if subdirectory:
+        stack.callback(_remove_empty, directories)
+    backend, why = open_backend(
+        hardware.backend,
+        directories=directories,
+        device_type=device.type,
+        allow_unsuitable_paths=hardware.allow_unsuitable_paths,
+    )
+    stack.callback(backend.close)
+    if wrap_backend is not None:
+        backend = wrap_backend(backend)
+    mover, reload = _open_mover(stack, policy, backend, copies)
+    ssd = SsdTier(backend, mover, directories, events=events, sampler=Sampler(policy.verify))
+    stack.callback(ssd.close)
+    host = _open_host(stack, policy, hardware, device, copies, events)
+    wear = WearMeter(directories, hardware.drive_endurance_nbytes, num_processes=_processes_here())
+    scheduler = None
+    if policy.activations == "auto":
+        probe = partial(measure_rates, backend, directories[0], nbytes=_PROBE_BYTES)
+        meter = TierMeter(ssd, probe, host=host, probe_host=partial(measure_copies, device))
+        scheduler = Scheduler(_wishes(policy, wear.capacity_bytes), meter.machine, agree=agree)
+        stack.callback(scheduler.close)
+    threshold = None
+    if reload is not None and device.type == "cpu":
+        # Without this, freed activations stay in glibc's heap and the process does not get smaller.
+        threshold = MallocThreshold()
+        threshold.fix()
+        stack.callback(trim)
+        stack.callback(threshold.restore)
+    description = f"{why}; in {', '.join(map(str, directories))}"
+    return Parts(
+        description=description,
+        tiers=Tiers(ssd, host),
+        reload=reload,
+        wear=wear,
+        scheduler=scheduler,
+        threshold=threshold,
+    )
+
+
+def _wishes(policy: OffloadPolicy, capacity_bytes: int) -> Wishes:
+    memory, activations = policy.budget_nbytes
+    wear = policy.wear_bytes_per_day(capacity_bytes)
+    return Wishes(
+        max_slowdown=policy.max_slowdown,
+        activation_budget=activations,
+        memory_budget=memory,
+        wear_bytes_per_day=None if wear is None else wear // _processes_here(),
+    )
+
+
+def _open_mover(
+    stack: ExitStack, policy: OffloadPolicy, backend: Backend, copies: Copies | None
+) -> tuple[Mover, ReloadPool | None]:
+    if copies is None:
+        reload = ReloadPool(_SPARE_BYTES)
+        stack.callback(reload.close)
+        return HostMover(backend, reload), reload
+    if backend.moves_device_memory and policy.verify == "off":
+        return DeviceMover(backend, copies), None
+    staging = StagingPool(_STAGING_BYTES, pin=torch.cuda.is_available())
+    stack.callback(staging.close)
+    return StagedMover(backend, staging, copies), None
+
+
+def _open_host(
+    stack: ExitStack,
+    policy: OffloadPolicy,
+    hardware: HardwareProfile,
+    device: torch.device,
+    copies: Copies | None,
+    events: EventLog,
+) -> HostTier | None:
+    nbytes = hardware.host_memory_nbytes
+    if nbytes is None:
+        # On CPU the host's memory is the device's: what waits there has saved nothing.
+        nbytes = 0 if device.type == "cpu" else (host_available_bytes() or 0) // (_HOST_SHARE * _processes_here())
+    if not nbytes or policy.activations != "auto":
+        return None
+    host = HostTier(nbytes, copies, pin=device.type == "cuda", events=events)
+    stack.callback(host.close)
+    return host
+
+
+def _directories(hardware: HardwareProfile, default_directory: str | os.PathLike[str] | None) -> list[Path]:
+    named = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
+    fallback = default_directory or tempfile.gettempdir()
+    paths = tuple(cast(Sequence[str], hardware.paths)) or tuple(named) or (fallback,)
+    return [Path(path).expanduser().absolute() for path in paths]
+
+
+def _processes_here() -> int:
+    """How many processes of this run share the machine's memory, as launchers tell."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Leave no directory of ours behind; one that somebody else uses stays."""
+    for directory in directories:
+        try:
+            directory.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOTDIR):
+                raise

@@ -1,0 +1,220 @@
+"""Gives backward the bytes that it asks for: forwarded, brought up ahead, or read urgently."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+
+import torch
+
+from lightning_ssd.clock import Clock, Stamp
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.events import EventLog, StallEvent
+from lightning_ssd.live_passes import LivePasses
+from lightning_ssd.prefetcher import Prefetcher, is_out_of_memory
+from lightning_ssd.saved_storage import Ledger, SavedStorage, State
+from lightning_ssd.storage.streams import Copies
+from lightning_ssd.storage.tiers import Tier
+from lightning_ssd.storage.transfer import Transfer
+
+__all__ = ["Fetcher"]
+
+# Reloaded storages that everybody has unpacked stay for so many more: the operation that asked is still running.
+# With retain_graph the graph goes on holding them; then their memory goes, and the file still has them.
+_NUM_CONSUMED = 8
+
+
+class Fetcher:
+    """One per tensor cache.
+
+    Args:
+        ledger: of the saved storages; its lock guards us.
+        passes: that are alive.
+        device: where the bytes go.
+        clock: of the device.
+        events: gets stalls.
+        copies: the device's copy streams; ``None`` on CPU.
+        tier: takes what was to stay and has to go, under a budget; ``None``: nothing goes.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        passes: LivePasses,
+        *,
+        device: torch.device,
+        clock: Clock,
+        events: EventLog,
+        copies: Copies | None,
+        tier: Tier | None,
+    ) -> None:
+        self.prefetcher = Prefetcher(ledger, passes, device)
+        self.closed = False
+        self.failure: BaseException | None = None
+        """The last read that failed for good."""
+        self._ledger = ledger
+        self._passes = passes
+        self._device = device
+        self._clock = clock
+        self._events = events
+        self._copies = copies
+        self._tier = tier
+        self._consumed: deque[SavedStorage] = deque()
+
+    def fetch(self, record: SavedStorage) -> torch.UntypedStorage:
+        """The storage's bytes, in memory and visible to the current stream. The caller holds no lock."""
+        self._note(record)
+        start_s = 0.0
+        begin: Stamp = None
+        while True:
+            with self._ledger.lock:
+                reads = self._bring_up(record)
+                storage, mark = record.storage, record.mark
+            if storage is not None:
+                break
+            if begin is None:
+                start_s, begin = time.perf_counter(), self._clock.stamp()
+            for read in reads:
+                read.wait()
+            self._raise_if_failed(record)
+        if start_s:
+            with self._ledger.lock:
+                self.count_stall(record.nbytes, start_s, time.perf_counter())
+                self.prefetcher.budget.stalled()
+        if mark is not None and self._copies is not None:
+            begin = begin or self._clock.stamp()
+            self._copies.wait_on_current_stream(mark)
+        if begin is not None and record.home is not None and record.home.recorder is not None:
+            record.home.recorder.stalled(begin, self._clock.stamp())
+        return storage
+
+    def count_stall(self, nbytes: int, start_s: float, end_s: float) -> None:
+        """The training thread has waited. The lock is held."""
+        self._events.append(StallEvent(nbytes, start_s, end_s))
+        self._ledger.counters.stall_s += end_s - start_s
+
+    def prune(self) -> None:
+        """Forget storages whose graphs are gone. The lock is held."""
+        self._consumed = deque(r for r in self._consumed if r.state is not State.FREED)
+
+    def _note(self, record: SavedStorage) -> None:
+        """Somebody asks for this storage; what everybody has had by now need not stay."""
+        with self._ledger.lock:
+            self._ledger.settle()
+            record.asked_for()
+            record.num_unpacked += 1
+            if record.home is not None:
+                record.home.asked_for(record, time.perf_counter(), self._passes.book)
+            if record.num_unpacked >= record.num_tensors:
+                self._consumed.append(record)
+            while len(self._consumed) > _NUM_CONSUMED:
+                consumed = self._consumed.popleft()
+                if consumed is not record:
+                    consumed.drop_copy()
+
+    def _bring_up(self, record: SavedStorage) -> list[Transfer]:
+        """Make the storage come, urgently; then look ahead. Returns the reads to wait for before trying again."""
+        if not record.forward():
+            if self.closed:
+                raise OffloaderClosedError(
+                    "backward asked for a saved tensor after the offloader was closed; run backward before closing"
+                )
+            if record.state is State.READING and record.read is not None and record.tier is not None:
+                record.tier.promote(record.read)
+            elif record.state is State.ON_DISK:
+                if not self._make_room(record):
+                    return [] if record.read is None else [record.read]
+                try:
+                    record.start_read(self._device, urgent=True)
+                except (RuntimeError, MemoryError, OSError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    dropped, reads = self.prefetcher.give_up()
+                    if not dropped and not reads:
+                        raise
+                    return reads
+        if record.home is not None:
+            self.prefetcher.advance(record.home)
+        return [] if record.read is None else [record.read]
+
+    def _make_room(self, record: SavedStorage) -> bool:
+        """Under a budget, what nobody waits for goes before what somebody waits for comes.
+
+        Returns:
+            Whether the record still has to be read: waiting lets go of the lock.
+        """
+        guide = None if record.home is None else record.home.guide
+        if guide is None or guide.limit_bytes is None:
+            return True
+        self._ledger.sweep_all()
+        excess = self._ledger.counters.resident_bytes + record.nbytes - guide.limit_bytes
+        if excess <= 0:
+            return True
+        self.prefetcher.drop_ahead(excess)
+        begin = self._clock.stamp()
+        waited = self.admit(record.nbytes, guide.limit_bytes, wanted=record)
+        if waited is not None:
+            self.count_stall(record.nbytes, *waited)
+            if record.home is not None and record.home.recorder is not None:
+                record.home.recorder.stalled(begin, self._clock.stamp())
+        return record.state is State.ON_DISK
+
+    def admit(self, nbytes: int, limit_bytes: int, *, wanted: SavedStorage | None = None) -> tuple[float, float] | None:
+        """Wait until so much more fits under the limit, as far as writes can make room. The lock is held.
+
+        When no write is left, what was to stay is written too: a plan counts on having the budget for itself, and
+        another pass may be alive.
+
+        Args:
+            nbytes: of what comes.
+            limit_bytes: of all that is in memory.
+            wanted: what comes, if it comes back.
+
+        Returns:
+            When the wait began and ended; ``None``: there was none.
+        """
+        first = last = self._ledger.admit(nbytes, limit_bytes)
+        while self._ledger.counters.resident_bytes + nbytes > limit_bytes:
+            if (wanted is not None and wanted.state is not State.ON_DISK) or not self._evict(
+                self._ledger.counters.resident_bytes + nbytes - limit_bytes, wanted
+            ):
+                break
+            last = self._ledger.admit(nbytes, limit_bytes) or last
+            first = first or last
+        return None if first is None or last is None else (first[0], last[1])
+
+    def _evict(self, nbytes: int, wanted: SavedStorage | None) -> bool:
+        """Queue writes of storages that were to stay, until so many bytes will go. Returns whether there are any.
+
+        Of other passes first; of each pass those first that backward wants last.
+        """
+        if self._tier is None or self.closed:
+            return False
+        home = None if wanted is None else wanted.home
+        evicted = 0
+        for current in sorted(self._passes, key=lambda one: one is home):
+            for record in current.records:
+                if evicted >= nbytes:
+                    return True
+                if record.can_be_evicted:
+                    after = None if self._copies is None else self._copies.mark()
+                    evicted += record.nbytes if record.queue_write(self._tier, after) else 0
+        return evicted > 0
+
+    def _raise_if_failed(self, record: SavedStorage) -> None:
+        with self._ledger.lock:
+            error, record.error = record.error, None
+            if error is not None:
+                # The traceback of what is raised holds the graph, and the graph holds the record: neither the record
+                # nor we may hold the same exception.
+                self.failure = _copy_of(error)
+                raise error
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """The same error to be raised once more, without its traceback."""
+    try:
+        return copy.copy(error)
+    except TypeError:  # an exception whose constructor wants other arguments than it keeps
+        return StorageError(f"reading a saved tensor back failed: {error!r}")

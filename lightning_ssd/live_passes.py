@@ -1,0 +1,130 @@
+"""The passes whose graphs may still be alive, and what they teach the next ones when their backward is over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from lightning_ssd.clock import Clock
+from lightning_ssd.planning.guide import Guide
+from lightning_ssd.planning.passes import PassProfile, ProfileBook
+from lightning_ssd.recorder import Recorder
+from lightning_ssd.saved_pass import PassBegin, SavedPass
+from lightning_ssd.saved_storage import Ledger, State
+from lightning_ssd.scheduler import FinishedPass, Scheduler
+
+__all__ = ["LivePasses"]
+
+_MAX_PASSES = 256
+
+
+class LivePasses:
+    """The ledger's lock is held by every caller, except of :meth:`learn`.
+
+    Args:
+        ledger: of the saved storages.
+        clock: of the device.
+        level: bytes of device memory in use.
+        available: bytes that could still be had; ``None``: unknown.
+        scheduler: plans; ``None``: nothing is planned.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        clock: Clock,
+        *,
+        level: Callable[[], int],
+        available: Callable[[], int | None],
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self.book = ProfileBook()
+        self._ledger = ledger
+        self._clock = clock
+        self._level = level
+        self._available = available
+        self._scheduler = scheduler
+        self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
+        self._finished: list[FinishedPass] = []
+
+    def __iter__(self) -> Iterator[SavedPass]:
+        return iter(self._passes)
+
+    def __reversed__(self) -> Iterator[SavedPass]:
+        return reversed(self._passes)
+
+    def enter(self, current: SavedPass) -> None:
+        """A forward begins."""
+        self._finish(all_freed=True)
+        self.prune()
+        counters = self._ledger.counters
+        if self._scheduler is not None:
+            current.guide, wants_trace = self._scheduler.guide(
+                current.signature, level_bytes=self._level(), available_bytes=self._available()
+            )
+            if wants_trace and current.recorder is None:
+                current.recorder = Recorder(self._clock, self._level)
+        if current.begin is None:
+            current.begin = PassBegin(
+                self._clock.stamp(), counters.stall_s, counters.bytes_written, counters.bytes_read
+            )
+            self._ledger.window_peak_bytes = counters.resident_bytes
+        self._passes.append(current)
+
+    def end_backward(self, write_rate: float, read_rate: float) -> list[PassProfile]:
+        """A backward is over; return what its passes teach."""
+        profiles = [p.profile(write_rate=write_rate, read_rate=read_rate) for p in self._passes if p.order]
+        for profile in profiles:
+            self.book.add(profile)
+        self._finish(all_freed=False)
+        return profiles
+
+    def _finish(self, *, all_freed: bool) -> None:
+        """Sum up passes that are over.
+
+        Args:
+            all_freed: only those whose graphs are gone; else a backward has just ended, and those that were in it are.
+        """
+        for current in self._passes:
+            if current.is_finished or not current.is_complete:
+                continue
+            if all_freed and any(record.state is not State.FREED for record in current.records):
+                continue
+            current.is_finished = True
+            if current.guide is not None and current.begin is not None and self._scheduler is not None:
+                self._finished.append(self._sum_up(current, current.guide, current.begin))
+
+    def _sum_up(self, current: SavedPass, guide: Guide, begin: PassBegin) -> FinishedPass:
+        counters = self._ledger.counters
+        return FinishedPass(
+            signature=current.signature,
+            sizes=tuple(current.sizes),
+            guide=guide,
+            recorder=current.recorder,
+            refused=frozenset() if current.recorder is None else current.refused_blocks,
+            clock=self._clock,
+            begin=begin.stamp,
+            end=self._clock.stamp(),
+            stall_s=counters.stall_s - begin.stall_s,
+            peak_bytes=self._ledger.window_peak_bytes,
+            written_bytes=counters.bytes_written - begin.written_bytes,
+            read_bytes=counters.bytes_read - begin.read_bytes,
+        )
+
+    def learn(self) -> None:
+        """Hand finished passes to the scheduler. Not under the lock: other processes may have to be waited for.
+
+        Raises:
+            BudgetError: the budget cannot be kept by any plan.
+        """
+        if self._scheduler is not None:
+            finished, self._finished = self._finished, []
+            for done in finished:
+                self._scheduler.observe(done)
+            self._scheduler.border()
+
+    def prune(self) -> None:
+        """Forget passes whose graphs are gone."""
+        live = [p for p in self._passes if any(r.state is not State.FREED for r in p.records)]
+        self._passes.clear()
+        self._passes.extend(live)

@@ -1,0 +1,81 @@
+"""What one pass follows, storage by storage: a plan that was made for a pass like it, or a rule while there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import Goal, Plan, TierRates
+from lightning_ssd.planning.trace import Trace
+
+__all__ = ["Guide", "StoredPlan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPlan:
+    """A plan with what it was made from."""
+
+    sizes: tuple[int, ...]
+    """Bytes of the storages in pack order: by these a pass is recognised."""
+    trace: Trace
+    goal: Goal
+    rates: TierRates
+    """Of the SSD tier."""
+    plan: Plan
+
+
+class Guide:
+    """Walks along the known plans of one kind of pass while they fit.
+
+    Args:
+        plans: of passes of the same signature, the latest first.
+        recompute: blocks that this pass recomputes.
+        room_bytes: how much may be kept without a plan; what exceeds it is moved. 0 moves everything.
+        limit_bytes: hard limit of resident saved activations; ``None``: there is none.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[StoredPlan] = (),
+        *,
+        recompute: frozenset[int] = frozenset(),
+        room_bytes: int = 0,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self.recompute = recompute
+        self.limit_bytes = limit_bytes
+        self._candidates = list(plans)
+        self._room_bytes = room_bytes
+        self._num_placed = 0
+
+    def place(self, nbytes: int) -> Placement:
+        """Where the next storage goes."""
+        index = self._num_placed
+        self._num_placed += 1
+        if self._candidates:
+            self._candidates = [
+                known for known in self._candidates if index < len(known.sizes) and known.sizes[index] == nbytes
+            ]
+            if self._candidates:
+                return self._candidates[0].plan.placements[index]
+        if nbytes <= self._room_bytes:
+            self._room_bytes -= nbytes
+            return Placement.KEEP
+        return Placement.SSD
+
+    def block(self, index: int) -> bool:
+        """Whether the block call with this number is recomputed."""
+        return index in self.recompute
+
+    @property
+    def followed(self) -> StoredPlan | None:
+        """The plan that fits all storages so far."""
+        return self._candidates[0] if self._candidates else None
+
+    def completed(self) -> StoredPlan | None:
+        """The plan that fits the whole pass.
+
+        Where another one begins like it, the first placements may have been of that one.
+        """
+        return next((known for known in self._candidates if len(known.sizes) == self._num_placed), None)

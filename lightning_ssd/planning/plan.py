@@ -1,0 +1,78 @@
+"""What a planner is given and what it returns. Plain numbers; see ``planner.py`` for the decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_ssd.planning.placement import Placement
+
+__all__ = ["Goal", "Machine", "Plan", "Prediction", "TierRates"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierRates:
+    """How fast one tier is, and how much of it there is."""
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    capacity_bytes: int | None = None
+    """``None``: more than a pass can use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The tiers below device memory; ``None``: there is no such tier."""
+
+    ssd: TierRates | None = None
+    host: TierRates | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """What a plan must reach."""
+
+    max_slowdown: float = 1.02
+    """Without a budget: the lowest peak of resident saved activations at no more than this, relative to keeping all."""
+    budget_bytes: int | None = None
+    """Resident saved activations never exceed this; the plan is the fastest that manages."""
+    written_bytes: int | None = None
+    """Bytes that one pass may write to the SSD tier (from the wear budget)."""
+    recompute: bool = False
+    """Whether blocks may be recomputed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What the simulator says of one pass."""
+
+    step_s: float
+    """Forward and backward of one pass, stalls included."""
+    stall_s: float
+    peak_bytes: int
+    """Resident saved activations at the worst moment."""
+    written_bytes: int
+    read_bytes: int
+    host_bytes: int = 0
+    """Bytes that went to host memory."""
+    forwarded_bytes: int = 0
+    """Bytes wanted back before their write had ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where each storage of a pass goes, in pack order, and how far ahead reads may run."""
+
+    placements: tuple[Placement, ...]
+    """Of the storages of the trace that the plan was made from; those of recomputed blocks are RECOMPUTE."""
+    recompute: frozenset[int] = frozenset()
+    """Blocks to recompute."""
+    limit_bytes: int
+    """Resident saved activations to stay under. Hard where the goal has a budget: pack waits. Else a target."""
+    ahead_bytes: int
+    """Bytes that may be brought up before they are asked for."""
+    prediction: Prediction
+    keep_step_s: float
+    """The same pass with everything kept."""
+    inputs: tuple[tuple[int, Placement], ...] = ()
+    """(block, where its input goes) for blocks to recompute that the trace did not recompute yet: their inputs are not
+    among its storages."""

@@ -1,0 +1,333 @@
+"""Turns finished passes into plans, in the background, and says what the next pass follows.
+
+A *kind* is all passes of one signature. Its first pass runs without a plan and is traced; the plan is made in a
+thread and put in force at the border of a later pass. From then on predictions are held against measurements, and
+a kind whose promises break is traced and planned again. All methods are called from the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from lightning_ssd.clock import Clock, Stamp
+from lightning_ssd.errors import BudgetError
+from lightning_ssd.metrics import PlanReadings
+from lightning_ssd.planning.comparison import Comparison
+from lightning_ssd.planning.guide import Guide, StoredPlan
+from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
+from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
+from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.planning.watch import Measured, Watch, is_worth_switching
+from lightning_ssd.recorder import Recorder
+
+__all__ = ["Agree", "FinishedPass", "Scheduler", "Wishes"]
+
+Agree = Callable[[Sequence[float]], list[float]]
+"""Gives the smallest of each number over all processes; every process calls it equally often."""
+
+_log = logging.getLogger(__name__)
+
+_MAX_KINDS = 64
+_MAX_PLANS = 8
+_DAY_S = 86_400
+_KEEP_SHARE = 0.5
+"""Of the available memory, what a pass without a plan may keep: gradients and optimizer states are still to come."""
+_NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What the policy asks for, in bytes."""
+
+    max_slowdown: float
+    activation_budget: int | None = None
+    memory_budget: int | None = None
+    wear_bytes_per_day: int | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether there is a hard limit."""
+        return self.activation_budget is not None or self.memory_budget is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedPass:
+    """A pass whose backward is over."""
+
+    signature: Hashable
+    sizes: tuple[int, ...]
+    guide: Guide
+    recorder: Recorder | None
+    refused: frozenset[str] = frozenset()
+    """Names of blocks that cannot be recomputed exactly."""
+    clock: Clock
+    begin: Stamp
+    end: Stamp
+    stall_s: float
+    peak_bytes: int
+    written_bytes: int
+    read_bytes: int
+
+
+@dataclass(slots=True)
+class _Kind:
+    """All passes of one signature."""
+
+    plans: OrderedDict[tuple[int, ...], StoredPlan] = field(default_factory=OrderedDict)
+    recompute: frozenset[int] = frozenset()
+    watch: Watch = field(default_factory=Watch)
+    wants_trace: bool = True
+    future: Future[Plan] | None = None
+    asked: tuple[tuple[int, ...], Trace, Goal, Machine] | None = None
+
+
+class Scheduler:
+    """One per offloader with ``activations="auto"``.
+
+    Args:
+        wishes: of the policy.
+        machine: the tiers' rates, measured until now.
+        agree: makes processes that train together plan with the same numbers; ``None``: there is one process.
+    """
+
+    def __init__(self, wishes: Wishes, machine: Callable[[], Machine], *, agree: Agree | None = None) -> None:
+        self.trace: Trace | None = None
+        self.num_plans = 0
+        self.comparison = Comparison()
+        self._wishes = wishes
+        self._measure = machine
+        self._agree = agree
+        self._agreed: Machine | None = None
+        self._agreed_limit = math.inf
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._unread: deque[FinishedPass] = deque()
+        self._traced: list[tuple[_Kind, tuple[int, ...], Trace]] = []
+        self._num_borders = 0
+        self._other_bytes: int | None = None
+        self._executor: ThreadPoolExecutor | None = None
+
+    # -- before a pass -------------------------------------------------------------------------------------------
+
+    def guide(self, signature: Hashable, *, level_bytes: int, available_bytes: int | None) -> tuple[Guide, bool]:
+        """What the next pass follows, and whether it is to be traced.
+
+        Args:
+            signature: its kind.
+            level_bytes: memory in use now.
+            available_bytes: memory that could still be had; ``None``: unknown, then nothing is kept without a plan.
+        """
+        kind = self._kinds.setdefault(signature, _Kind())
+        self._kinds.move_to_end(signature)
+        while len(self._kinds) > _MAX_KINDS:
+            self._kinds.popitem(last=False)
+        room = 0 if self._wishes.has_budget else int(_KEEP_SHARE * (available_bytes or 0))
+        guide = Guide(
+            tuple(reversed(kind.plans.values())),
+            recompute=kind.recompute,
+            room_bytes=room,
+            limit_bytes=self._limit(level_bytes),
+        )
+        return guide, kind.wants_trace
+
+    def _limit(self, level_bytes: int) -> int | None:
+        wishes = self._wishes
+        limits = [self._agreed_limit]
+        if wishes.activation_budget is not None:
+            limits.append(wishes.activation_budget)
+        if wishes.memory_budget is not None:
+            # Nothing was traced yet: half of what is left is for gradients, temporaries and what we do not know.
+            other = self._other_bytes if self._other_bytes is not None else (wishes.memory_budget + level_bytes) // 2
+            limits.append(max(wishes.memory_budget - other, 0))
+        least = min(limits)
+        return None if math.isinf(least) else int(least)
+
+    # -- after a pass --------------------------------------------------------------------------------------------
+
+    def observe(self, done: FinishedPass) -> None:
+        """Learn from a pass."""
+        # The device may still be busy with this pass; with the one before it is done for sure.
+        self._unread.append(done)
+        while len(self._unread) > done.clock.lag:
+            self._read(self._unread.popleft())
+
+    def border(self) -> None:
+        """A backward is over, and its passes have been observed: agree, put plans in force, begin new ones.
+
+        Raises:
+            BudgetError: the budget cannot be kept by any plan.
+        """
+        self._num_borders += 1
+        if self._agree is not None and self._num_borders & (self._num_borders - 1) == 0:
+            # With the 1st, 2nd, 4th ... backward: every process counts them alike, so that all meet here.
+            self._agree_with_others(self._agree)
+        self._poll()
+        while self._traced:
+            self._submit(*self._traced.pop())
+
+    def _read(self, done: FinishedPass) -> None:
+        kind = self._kinds.get(done.signature)
+        if kind is None:
+            return
+        known = done.guide.completed()
+        if known is not None and done.guide.recompute == kind.recompute:
+            kind.wants_trace = self._compare(kind, known, done) or kind.wants_trace
+        else:
+            kind.wants_trace = True
+        if kind.wants_trace and done.recorder is not None and kind.future is None:
+            kind.wants_trace = False
+            self.trace = trace = done.recorder.trace(done.end, done.refused)
+            self._other_bytes = max(self._other_bytes or 0, trace.other_peak_bytes)
+            if trace.storages:
+                self._traced.append((kind, done.sizes, trace))
+
+    def _compare(self, kind: _Kind, known: StoredPlan, done: FinishedPass) -> bool:
+        """Whether measured and predicted have parted."""
+        measured = Measured(
+            step_s=done.clock.seconds(done.begin, done.end),
+            stall_s=done.stall_s,
+            peak_bytes=done.peak_bytes,
+            written_bytes=done.written_bytes,
+            read_bytes=done.read_bytes,
+            limit_bytes=done.guide.limit_bytes,
+        )
+        self.comparison.add(known, measured)
+        reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
+        if reason is not None:
+            _log.info("planning again: %s", reason)
+        return reason is not None
+
+    def _submit(self, kind: _Kind, sizes: tuple[int, ...], trace: Trace) -> None:
+        goal, machine = self._goal(trace), self.machine
+        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="lightning_ssd-plan")
+        kind.asked = sizes, trace, goal, machine
+        kind.future = self._executor.submit(make_plan, trace, machine, goal)
+
+    def _goal(self, trace: Trace) -> Goal:
+        limit, wear = self._limit(0), self._wishes.wear_bytes_per_day
+        return Goal(
+            max_slowdown=self._wishes.max_slowdown,
+            budget_bytes=limit,
+            written_bytes=None if wear is None else int(wear * trace.end_s / _DAY_S),
+            # A trace with recomputed blocks cannot tell what their storages would do: placements only, then.
+            recompute=bool(trace.blocks) and not trace.recomputed and (limit is not None or wear is not None),
+        )
+
+    @property
+    def machine(self) -> Machine:
+        """The rates to plan with: those that the processes have agreed on, else our own."""
+        return self._agreed or self._measure()
+
+    def _agree_with_others(self, agree: Agree) -> None:
+        machine, limit = self._measure(), self._limit(0)
+        ssd, host = machine.ssd or _NOTHING, machine.host
+        floor = 0
+        if limit is not None and self.trace is not None and self.trace.storages:
+            floor = smallest_budget(self.trace, machine, self._goal(self.trace))
+        write, read, capacity, self._agreed_limit, negative_floor = agree(
+            [
+                ssd.write_bytes_per_s,
+                ssd.read_bytes_per_s,
+                0.0 if host is None else float(host.capacity_bytes or 0),
+                math.inf if limit is None else float(limit),
+                float(-floor),
+            ]
+        )
+        self._agreed = Machine(
+            ssd=None if machine.ssd is None else replace(ssd, write_bytes_per_s=write, read_bytes_per_s=read),
+            host=None if host is None or not capacity else replace(host, capacity_bytes=int(capacity)),
+        )
+        if -negative_floor > self._agreed_limit:
+            raise self._impossible(int(-negative_floor))
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        for kind in self._kinds.values():
+            if kind.future is not None and kind.future.done():
+                self._install(kind)
+
+    def wait(self) -> None:
+        """Block until the plans under way have been made, and put them in force.
+
+        Raises:
+            BudgetError: the budget cannot be kept by any plan.
+        """
+        for kind in self._kinds.values():
+            if kind.future is not None:
+                kind.future.exception()  # waits; raised by _install
+                self._install(kind)
+
+    def _install(self, kind: _Kind) -> None:
+        future, asked = kind.future, kind.asked
+        kind.future = kind.asked = None
+        if future is None or asked is None:
+            return
+        sizes, trace, goal, machine = asked
+        try:
+            plan = future.result()
+        except BudgetTooSmall as error:
+            raise self._impossible(error.smallest_bytes) from error
+        if plan.recompute != trace.recomputed:
+            # Another pass altogether: it is traced and planned again as it really is.
+            kind.recompute, kind.wants_trace = plan.recompute, True
+            kind.plans.clear()
+            self.num_plans += 1
+            return
+        new = StoredPlan(sizes=sizes, trace=trace, goal=goal, rates=machine.ssd or _NOTHING, plan=plan)
+        old = kind.plans.get(sizes)
+        kind.plans[sizes] = new if old is None else self._better(old, new, machine)
+        kind.plans.move_to_end(sizes)
+        self.num_plans += kind.plans[sizes] is new
+        while len(kind.plans) > _MAX_PLANS:
+            kind.plans.popitem(last=False)
+
+    @staticmethod
+    def _better(old: StoredPlan, new: StoredPlan, machine: Machine) -> StoredPlan:
+        """The new plan, or the old one with its prediction brought up to date."""
+        limit = new.goal.budget_bytes
+        prediction = simulate(
+            new.trace, old.plan.placements, machine, limit_bytes=limit, ahead_bytes=old.plan.ahead_bytes
+        ).prediction
+        max_step_s = None if limit is not None else new.goal.max_slowdown * new.plan.keep_step_s
+        if is_worth_switching(prediction, new.plan.prediction, limit_bytes=limit, max_step_s=max_step_s):
+            return new
+        return replace(new, plan=replace(old.plan, prediction=prediction, keep_step_s=new.plan.keep_step_s))
+
+    def _impossible(self, smallest_bytes: int) -> BudgetError:
+        wishes, other = self._wishes, self._other_bytes or 0
+        activations = math.inf if wishes.activation_budget is None else wishes.activation_budget
+        if wishes.memory_budget is not None and wishes.memory_budget - other < activations:
+            got = f"OffloadPolicy.memory_budget={wishes.memory_budget}"
+            smallest = f"{smallest_bytes + other} bytes, of which {other} are not saved activations"
+        else:
+            got, smallest = f"OffloadPolicy.activation_budget={wishes.activation_budget}", f"{smallest_bytes} bytes"
+        return BudgetError(
+            f"{got} bytes cannot be kept by any plan for this model and batch; the smallest possible is {smallest}. "
+            "Raise the budget, make the batch smaller, or lower min_tensor_bytes"
+        )
+
+    def readings(self) -> PlanReadings | None:
+        """Of the last pass that followed a plan; ``None`` before there is one."""
+        if self.comparison.latest is None:
+            return None
+        known, measured = self.comparison.latest
+        return PlanReadings(
+            predicted_step_s=known.plan.prediction.step_s,
+            measured_step_s=measured.step_s,
+            predicted_peak_bytes=known.plan.prediction.peak_bytes,
+            measured_peak_bytes=measured.peak_bytes,
+            predicted_stall_s=known.plan.prediction.stall_s,
+            num_plans=self.num_plans,
+        )
+
+    def close(self) -> None:
+        """End the thread; a plan under way is dropped."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None

@@ -1,0 +1,90 @@
+"""The rates of the tiers: from a short probe first, then from the run itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.planning.rates import RateEstimate
+from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.probe import Rates
+from lightning_ssd.storage.tiers import Progress, SsdTier
+
+__all__ = ["TierMeter", "measure_copies"]
+
+_MAX_AGE_S = 0.05
+
+
+def measure_copies(device: torch.device, *, nbytes: int = 64 << 20) -> Rates:
+    """How fast bytes get from the device's memory to the host's (locked, on CUDA) and back."""
+    on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    on_host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def timed(target: torch.Tensor, source: torch.Tensor) -> float:
+        begin_s = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return nbytes / (time.perf_counter() - begin_s)
+
+    timed(on_host, on_device)  # what the first copy sets up is not part of the rate
+    return Rates(timed(on_host, on_device), timed(on_device, on_host))
+
+
+class TierMeter:
+    """Reads the tiers' counters when it is asked, and keeps an estimate per tier and direction.
+
+    Args:
+        ssd: the drives.
+        probe: measures the drives, for the time before the run has told; called once, when a plan first needs it.
+        host: the host tier, if there is one.
+        probe_host: the same for it.
+    """
+
+    def __init__(
+        self,
+        ssd: SsdTier,
+        probe: Callable[[], Rates],
+        *,
+        host: HostTier | None = None,
+        probe_host: Callable[[], Rates] | None = None,
+    ) -> None:
+        self._ssd = _Channels(ssd.progress, probe)
+        self._host_tier = host
+        self._host = None if host is None or probe_host is None else _Channels(host.progress, probe_host)
+
+    def machine(self) -> Machine:
+        """The tiers as they are known now."""
+        host = None
+        if self._host is not None and self._host_tier is not None:
+            host = self._host.rates(self._host_tier.capacity_bytes)
+        return Machine(ssd=self._ssd.rates(None), host=host)
+
+
+class _Channels:
+    """Both directions of one tier."""
+
+    def __init__(self, progress: Callable[[], Progress], probe: Callable[[], Rates]) -> None:
+        self._progress = progress
+        self._probe: Callable[[], Rates] | None = probe
+        self._seen = Progress(0, 0.0, 0, 0.0)
+        self._seen_s = 0.0
+        self._write, self._read = RateEstimate(), RateEstimate()
+
+    def rates(self, capacity_bytes: int | None) -> TierRates:
+        now_s = time.perf_counter()
+        if now_s - self._seen_s >= _MAX_AGE_S:
+            now, before = self._progress(), self._seen
+            self._write.sample(now.written_bytes - before.written_bytes, now.write_busy_s - before.write_busy_s)
+            self._read.sample(now.read_bytes - before.read_bytes, now.read_busy_s - before.read_busy_s)
+            self._seen, self._seen_s = now, now_s
+        if self._probe is not None and not (self._write.value and self._read.value):
+            probed, self._probe = self._probe(), None
+            self._write = self._write if self._write.value else RateEstimate(probed.write_per_s)
+            self._read = self._read if self._read.value else RateEstimate(probed.read_per_s)
+        return TierRates(
+            write_bytes_per_s=self._write.value, read_bytes_per_s=self._read.value, capacity_bytes=capacity_bytes
+        )

@@ -1,0 +1,104 @@
+"""A worker process of the benchmarks, and the pipe to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.bench_worker import Job
+
+__all__ = ["Child", "ChildDiedError"]
+
+_CLOSED_WITHIN_S = 60
+
+
+class ChildDiedError(Exception):
+    """A worker has ended before it had answered. Its own message, if any, is on the standard error.
+
+    Args:
+        mode: which one.
+        code: its exit code; negative: the signal that killed it.
+    """
+
+    def __init__(self, mode: str, code: int) -> None:
+        super().__init__(f"the process of mode {mode} ended with code {code}; see its message above")
+        self.mode = mode
+        self.code = code
+
+
+class Child:
+    """One worker.
+
+    Args:
+        job: what it does.
+        procs: the ``cgroup.procs`` of a control group that it starts in.
+        quiet: throw its messages away, where it is expected to fail.
+    """
+
+    def __init__(self, job: Job, *, procs: Path | None = None, quiet: bool = False) -> None:
+        self.mode = job.mode
+        self._process = subprocess.Popen(
+            _command(procs),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else None,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"},
+            cwd=Path(__file__).resolve().parents[1],
+        )
+        self._send(job.to_json())
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Have a command carried out, and wait for it.
+
+        Raises:
+            ChildDiedError: it ended instead.
+        """
+        self._send(command)
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """The next line of the child. Raises as :meth:`ask`."""
+        stdout = self._process.stdout
+        line = stdout.readline() if stdout is not None else ""
+        if not line:
+            raise ChildDiedError(self.mode, self._process.wait())
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    def close(self) -> None:
+        """End the child; it closes its files itself."""
+        if self._process.stdin is not None:
+            # It may have ended already, with a line of ours unread.
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_CLOSED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _send(self, line: str) -> None:
+        stdin = self._process.stdin
+        if stdin is None:
+            return
+        # It may have ended; whoever waits for the answer is told so.
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(line + "\n")
+            stdin.flush()
+
+
+def _command(procs: Path | None) -> Sequence[str]:
+    command = [sys.executable, "-m", "recipes.bench_worker"]
+    if procs is None:
+        return command
+    # The shell enters the group and becomes the worker, whose every byte then counts against the group.
+    return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(procs), *command]

@@ -1,0 +1,104 @@
+"""The sizes that the benchmarks train: GPT-2 models, their batches, and how the command line chooses one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+__all__ = ["PROFILES", "SHAPES", "TINY", "TINY_PLANNED", "Shape", "add_shape_arguments", "choose_shape"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT-2 and its batch."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    sequence: int = 512
+    batch: int = 8
+    vocabulary: int = 16_384
+    autocast: bool = False
+    device: str = "cpu"
+
+    @property
+    def num_tokens(self) -> int:
+        """Per step."""
+        return self.batch * self.sequence
+
+    def model(self) -> nn.Module:
+        """The same weights in every process."""
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(
+            n_layer=self.layers,
+            n_embd=self.width,
+            n_head=self.heads,
+            n_positions=self.sequence,
+            vocab_size=self.vocabulary,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return transformers.GPT2LMHeadModel(config).to(self.device).train()
+
+    def tokens(self, step: int) -> Tensor:
+        """The batch of one step, the same in every process."""
+        generator = torch.Generator().manual_seed(step)
+        return torch.randint(0, self.vocabulary, (self.batch, self.sequence), generator=generator).to(self.device)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Around forward."""
+        return torch.autocast(self.device, dtype=torch.bfloat16) if self.autocast else nullcontext()
+
+
+TINY = Shape(layers=2, width=64, heads=4, sequence=32, batch=2, vocabulary=211)
+TINY_PLANNED = Shape(layers=4, width=128, heads=4, sequence=128, batch=16, vocabulary=211)
+"""As small as it can be with saved tensors that are large enough to be moved."""
+SHAPES = {
+    "small": Shape(),
+    # About the bytes of "small". Tall: a third of its arithmetic per byte, which is harder on the drive. Wide: twice.
+    "tall": Shape(layers=48, width=256, heads=4, sequence=1536, batch=2),
+    "wide": Shape(layers=4, width=1536, heads=16, batch=12),
+}
+PROFILES = {
+    "cpu": SHAPES["small"],
+    "h200": Shape(
+        layers=36, width=1280, heads=20, sequence=1024, batch=16, vocabulary=50_304, autocast=True, device="cuda"
+    ),
+}
+_SIZES = ("layers", "width", "heads", "sequence", "batch", "vocabulary")
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--profile``, ``--shape``, ``--tiny`` and the single sizes."""
+    parser.add_argument("--profile", default="cpu", choices=sorted(PROFILES))
+    parser.add_argument("--shape", choices=list(SHAPES), help="of the CPU profile: deep or wide; default: small")
+    parser.add_argument("--tiny", action="store_true", help="a toy size, to try the recipe itself")
+    for name in _SIZES:
+        parser.add_argument(f"--{name}", type=int)
+
+
+def choose_shape(args: argparse.Namespace, *, tiny: Shape = TINY) -> Shape:
+    """Profile or shape, then ``--tiny``, then single sizes."""
+    shape = PROFILES[args.profile]
+    if args.shape is not None:
+        if args.profile != "cpu":
+            sys.exit(f"--shape {args.shape} belongs to --profile cpu; with {args.profile} give the single sizes")
+        shape = SHAPES[args.shape]
+    if args.tiny:
+        shape = replace(tiny, autocast=shape.autocast)
+    elif shape.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"--profile {args.profile} needs a CUDA device and there is none here; with --tiny it runs on the CPU")
+    sizes: Mapping[str, int | None] = {name: getattr(args, name) for name in _SIZES}
+    return replace(shape, **{name: value for name, value in sizes.items() if value is not None})

@@ -1,0 +1,38 @@
+"""Writes give way to urgent reads, for a while."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from lightning_ssd.storage.gate import UrgentGate, patience_s
+
+
+@pytest.mark.parametrize(
+    ("chunk_s", "expected"), [(0.0, 0.05), (0.012, 0.05), (0.02, 0.08), (0.1, 0.4), (0.125, 0.5), (9.0, 0.5)]
+)
+def test_patience_is_bounded(chunk_s: float, expected: float) -> None:
+    assert patience_s(chunk_s) == pytest.approx(expected)
+
+
+def test_open_while_nothing_is_urgent() -> None:
+    start = time.perf_counter()
+    UrgentGate().wait(10)
+    assert time.perf_counter() - start < 1
+
+
+def test_waits_for_the_last_and_no_longer_than_asked() -> None:
+    gate = UrgentGate()
+    gate.enter()
+    gate.enter()
+    gate.leave()
+    start = time.perf_counter()
+    gate.wait(0.05)
+    assert time.perf_counter() - start >= 0.05
+    assert gate.num_urgent == 1
+    threading.Timer(0.05, gate.leave).start()
+    gate.wait(10)
+    assert 0.09 <= time.perf_counter() - start < 5
+    assert gate.num_urgent == 0

@@ -1,0 +1,250 @@
+"""The SSD tier: who goes first on the drives, what it counts. Its exactness is tested through the offloader."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd.events import EventLog, TransferEvent
+from lightning_ssd.storage.gate import patience_s
+from lightning_ssd.storage.integrity import Sampler
+from lightning_ssd.storage.movers import HostMover
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.storage.staging import ReloadPool
+from lightning_ssd.storage.tiers import SsdTier
+from tests.storage.faults import FaultyBackend, eio
+from tests.storage.late import HeldCopies
+from tests.storage.owners import Owner, random_storage
+
+KIB, MIB = 1 << 10, 1 << 20
+CPU = torch.device("cpu")
+CHUNK = 64 * KIB
+
+
+class Drive(FaultyBackend):
+    """Blocks calls while the test wants it; knows their order."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(PosixBackend([directory], direct=False), fail_write=self._write, fail_read=self._read)
+        self.order: list[str] = []
+        self.may_write, self.may_read = threading.Event(), threading.Event()
+        self.may_write.set()
+        self.may_read.set()
+        self.fails = False
+
+    def _write(self, index: int) -> BaseException | None:
+        self.order.append("write")
+        assert self.may_write.wait(20)
+        return None
+
+    def _read(self, index: int) -> BaseException | None:
+        self.order.append("read")
+        assert self.may_read.wait(20)
+        return eio() if self.fails else None
+
+    def wait_calls(self, number: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(self.order) < number:
+            assert time.monotonic() < deadline, self.order
+            time.sleep(0.001)
+
+
+@contextmanager
+def tier_on(
+    drive: Drive, directory: Path, *, num_workers: int = 1, events: EventLog | None = None
+) -> Iterator[SsdTier]:
+    tier = SsdTier(
+        drive,
+        HostMover(drive, ReloadPool(0)),
+        [directory],
+        events=events or EventLog(),
+        sampler=Sampler("off"),
+        chunk_bytes=CHUNK,
+        num_workers=num_workers,
+    )
+    try:
+        yield tier
+    finally:
+        drive.may_write.set()
+        drive.may_read.set()
+        tier.close()
+        drive.close()
+
+
+def stored(tier: SsdTier, nbytes: int, seed: int = 0) -> Owner:
+    owner = Owner(random_storage(nbytes + 4096, seed))  # an unaligned edge stays in memory
+    assert tier.write(owner, nbytes, None, label="")
+    owner.wait()
+    tier.flush()
+    return owner
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Drive:
+    return Drive(tmp_path)
+
+
+class TestWritesGiveWay:
+    @pytest.mark.parametrize("promoted", [False, True])
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_no_write_begins_while_an_urgent_read_runs(
+        self, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promoted: bool, fails: bool
+    ) -> None:
+        monkeypatch.setattr("lightning_ssd.storage.transfer.patience_s", lambda chunk_s: 10.0)
+        with tier_on(drive, tmp_path) as tier:
+            owner = stored(tier, CHUNK)
+            drive.order.clear()
+            drive.may_write.clear()
+            drive.may_read.clear()
+            drive.fails = fails
+            late = Owner(random_storage(5 * CHUNK, 1))
+            tier.write(late, 5 * CHUNK, None, label="")
+            drive.wait_calls(1)
+            read = tier.read(owner, owner.place, CPU, urgent=not promoted)
+            drive.wait_calls(2)
+            if promoted:
+                tier.promote(read)
+            drive.may_write.set()  # the chunk under way ends; no further one may begin
+            other = Owner(random_storage(CHUNK, 2))
+            tier.write(other, CHUNK, None, label="")
+            time.sleep(0.15)
+            assert drive.order == ["write", "read"]
+            drive.may_read.set()
+            read.wait()
+            assert (owner.error is not None) == fails
+            tier.flush()
+            assert drive.order.count("write") >= 6
+            for each in (late, other):
+                drive.fails = False
+                tier.read(each, each.place, CPU, urgent=False).wait()
+                assert each.is_right()
+
+    def test_speculative_reads_delay_no_write(self, drive: Drive, tmp_path: Path) -> None:
+        with tier_on(drive, tmp_path) as tier:
+            owner = stored(tier, CHUNK)
+            drive.order.clear()
+            drive.may_read.clear()
+            tier.read(owner, owner.place, CPU, urgent=False)
+            drive.wait_calls(1)
+            start = time.perf_counter()
+            stored(tier, 10 * CHUNK, 1)
+            assert time.perf_counter() - start < 10 * patience_s(0), "each chunk waited"
+
+    def test_writes_cannot_starve(self, drive: Drive, tmp_path: Path) -> None:
+        """The urgent read never ends, and all is written and flushed the same."""
+        with tier_on(drive, tmp_path) as tier:
+            owner = stored(tier, CHUNK)
+            drive.order.clear()
+            drive.may_read.clear()
+            read = tier.read(owner, owner.place, CPU, urgent=True)
+            drive.wait_calls(1)
+            start = time.perf_counter()
+            late = stored(tier, 3 * CHUNK, 1)
+            assert time.perf_counter() - start >= 3 * patience_s(0)
+            assert not read.ended
+            assert late.place.body_nbytes > 0
+
+    def test_close_does_not_wait_for_the_gate(
+        self, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Chunks of a write that has begun are finished at once, though the urgent read goes on."""
+        monkeypatch.setattr("lightning_ssd.storage.transfer.patience_s", lambda chunk_s: 0.2)
+        with tier_on(drive, tmp_path) as tier:
+            owner = stored(tier, CHUNK)
+            drive.order.clear()
+            drive.may_write.clear()
+            drive.may_read.clear()
+            late = Owner(random_storage(30 * CHUNK, 1))
+            tier.write(late, 30 * CHUNK, None, label="")
+            drive.wait_calls(1)
+            read = tier.read(owner, owner.place, CPU, urgent=True)
+            drive.wait_calls(2)
+            closing = threading.Thread(target=tier.close)
+            closing.start()
+            start = time.perf_counter()
+            drive.may_write.set()
+            late.wait()
+            assert time.perf_counter() - start < 2, "30 chunks would wait 6 seconds"
+            drive.may_read.set()
+            closing.join()
+            assert read.ended
+            assert late.error is None
+
+    def test_discarded_urgent_reads_leave_the_gate(self, drive: Drive, tmp_path: Path) -> None:
+        with tier_on(drive, tmp_path) as tier:
+            owner = stored(tier, CHUNK)
+            drive.order.clear()
+            drive.may_read.clear()
+            reads = [tier.read(owner, owner.place, CPU, urgent=urgent) for urgent in (True, True, False)]
+            tier.promote(reads[2])
+            drive.wait_calls(1)
+            gate = tier._reads._announces
+            assert gate is not None
+            assert gate.num_urgent == 3
+            threading.Timer(0.05, drive.may_read.set).start()
+            tier.close()
+            assert gate.num_urgent == 0
+            tier.promote(reads[0])
+            assert gate.num_urgent == 0
+
+
+def test_urgent_reads_overtake_at_chunk_borders(drive: Drive, tmp_path: Path) -> None:
+    ended: list[str] = []
+    with tier_on(drive, tmp_path) as tier:
+        large, small = stored(tier, 8 * CHUNK), stored(tier, CHUNK, 1)
+        drive.order.clear()
+        drive.may_read.clear()
+        slow = tier.read(large, large.place, CPU, urgent=False)
+        drive.wait_calls(1)
+        queued = tier.read(small, small.place, CPU, urgent=True)
+        threads = [
+            threading.Thread(target=lambda name=name, move=move: (move.wait(), ended.append(name)))
+            for name, move in (("slow", slow), ("urgent", queued))
+        ]
+        for thread in threads:
+            thread.start()
+        drive.may_read.set()
+        for thread in threads:
+            thread.join()
+        assert queued._seq > slow._seq
+        assert ended == ["urgent", "slow"]
+        assert large.is_right()
+        assert small.is_right()
+
+
+def test_progress_and_events(drive: Drive, tmp_path: Path) -> None:
+    events = EventLog()
+    with tier_on(drive, tmp_path, events=events) as tier:
+        assert tier.name == "ssd"
+        assert tier.progress() == (0, 0.0, 0, 0.0)
+        owner = stored(tier, 8 * CHUNK)
+        read = tier.read(owner, owner.place, CPU, urgent=False)
+        read.wait()
+        tier.close()
+        body = owner.place.body_nbytes
+        progress = tier.progress()
+        assert (progress.written_bytes, progress.read_bytes) == (body, body)
+        assert (progress.write_busy_s, progress.read_busy_s) == tier.busy_s
+        assert min(tier.busy_s) > 0
+        assert owner.is_right()
+        assert {event.tier for event in events.drain() if isinstance(event, TransferEvent)} == {"ssd"}
+
+
+def test_writes_wait_for_the_producer_without_being_busy(drive: Drive, tmp_path: Path) -> None:
+    produced = HeldCopies().mark()
+    produced.passed.clear()
+    with tier_on(drive, tmp_path) as tier:
+        owner = Owner(random_storage(CHUNK))
+        assert tier.write(owner, CHUNK, produced, label="")
+        time.sleep(0.05)
+        assert owner.calls == drive.order == []
+        assert tier.progress().write_busy_s < 0.02
+        produced.passed.set()
+        tier.flush()
+        assert owner.calls == ["begins", "written"]
