@@ -278,7 +278,8 @@ class SavedStorage:
     def drop_copy(self) -> None:
         """READY -> ON_DISK for a reloaded storage: its bytes are still in the file."""
         if self.state is State.READY and self.stored is not None and self.storage is not None:
-            self.storage = self.mark = None
+            # The mark stays: the memory may be found alive (a tier holds it until its copy has passed) and handed out.
+            self.storage = None
             self.state = State.ON_DISK
             self.ledger.leave(self)
 
