@@ -14,9 +14,10 @@ from typing import cast
 
 import torch
 
+from lightning_ssd.allocation import Allocation
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.events import EventLog
-from lightning_ssd.memory import MallocThreshold, host_available_bytes, trim
+from lightning_ssd.memory import host_available_bytes
 from lightning_ssd.scheduler import Agree, Scheduler, Wishes
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, open_backend
 from lightning_ssd.storage.host_tier import HostTier
@@ -50,7 +51,7 @@ class Parts:
     reload: ReloadPool | None = None
     wear: WearMeter | None = None
     scheduler: Scheduler | None = None
-    threshold: MallocThreshold | None = None
+    allocation: Allocation = field(default_factory=Allocation)
 
 
 NOTHING = Parts(description="closed")
@@ -77,8 +78,11 @@ def assemble(
     """
     if policy.activations == "keep":
         return Parts(description="everything is kept in memory and counted")
+    allocation = Allocation(is_ours=device.type == "cpu" and copies is None)
+    stack.callback(allocation.close)
     if policy.activations == "recompute":
-        return Parts(description="blocks are recomputed, all else is kept in memory and counted")
+        description = "blocks are recomputed, all else is kept in memory and counted"
+        return Parts(description=description, allocation=allocation)
     directories = [path / subdirectory for path in _directories(hardware, default_directory)]
     if subdirectory:
         stack.callback(_remove_empty, directories)
@@ -102,13 +106,6 @@ def assemble(
         meter = TierMeter(ssd, probe, host=host, probe_host=partial(measure_copies, device))
         scheduler = Scheduler(_wishes(policy, wear.capacity_bytes), meter.machine, agree=agree)
         stack.callback(scheduler.close)
-    threshold = None
-    if reload is not None and device.type == "cpu":
-        # Without this, freed activations stay in glibc's heap and the process does not get smaller.
-        threshold = MallocThreshold()
-        threshold.fix()
-        stack.callback(trim)
-        stack.callback(threshold.restore)
     description = f"{why}; in {', '.join(map(str, directories))}"
     return Parts(
         description=description,
@@ -116,7 +113,7 @@ def assemble(
         reload=reload,
         wear=wear,
         scheduler=scheduler,
-        threshold=threshold,
+        allocation=allocation,
     )
 
 

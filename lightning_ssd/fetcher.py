@@ -174,6 +174,8 @@ class Fetcher:
         Returns:
             When the wait began and ended; ``None``: there was none.
         """
+        if self._ledger.counters.resident_bytes + nbytes > limit_bytes:
+            self._drop_consumed(wanted)
         first = last = self._ledger.admit(nbytes, limit_bytes)
         while self._ledger.counters.resident_bytes + nbytes > limit_bytes:
             if (wanted is not None and wanted.state is not State.ON_DISK) or not self._evict(
@@ -183,6 +185,13 @@ class Fetcher:
             last = self._ledger.admit(nbytes, limit_bytes) or last
             first = first or last
         return None if first is None or last is None else (first[0], last[1])
+
+    def _drop_consumed(self, wanted: SavedStorage | None) -> None:
+        """Of what everybody has unpacked, whoever still uses it holds the memory himself."""
+        for record in self._consumed:
+            if record is not wanted:
+                record.drop_copy()
+        self._consumed.clear()
 
     def _evict(self, nbytes: int, wanted: SavedStorage | None) -> bool:
         """Queue writes of storages that were to stay, until so many bytes will go. Returns whether there are any.

@@ -27,6 +27,7 @@ class LivePasses:
         level: bytes of device memory in use.
         available: bytes that could still be had; ``None``: unknown.
         scheduler: plans; ``None``: nothing is planned.
+        on_enter: told before each pass whether memory is to return while it runs.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class LivePasses:
         level: Callable[[], int],
         available: Callable[[], int | None],
         scheduler: Scheduler | None = None,
+        on_enter: Callable[[bool], None] = lambda may_move: None,
     ) -> None:
         self.book = ProfileBook()
         self._ledger = ledger
@@ -44,6 +46,7 @@ class LivePasses:
         self._level = level
         self._available = available
         self._scheduler = scheduler
+        self._on_enter = on_enter
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
         self._finished: list[FinishedPass] = []
 
@@ -64,6 +67,7 @@ class LivePasses:
             )
             if wants_trace and current.recorder is None:
                 current.recorder = Recorder(self._clock, self._level)
+        self._on_enter(current.guide is None or current.guide.may_move)
         if current.begin is None:
             current.begin = PassBegin(
                 self._clock.stamp(), counters.stall_s, counters.bytes_written, counters.bytes_read

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
@@ -34,8 +33,6 @@ from lightning_ssd.tensor_cache import TensorCache
 __all__ = ["Offloader"]
 
 _T = TypeVar("_T")
-_MIN_RELAXED_S = 0.2
-"""Between borders that are closer than this, changing malloc's threshold to and fro would cost more than it saves."""
 
 
 class Offloader:
@@ -92,7 +89,6 @@ class Offloader:
         self._resources: ExitStack | None = None
         self._cache: TensorCache | None = None
         self._parts: Parts = NOTHING
-        self._last_border_s = 0.0
         self._last_stats = self._sampled = OffloadStats()
         self.description = "closed"
 
@@ -146,6 +142,7 @@ class Offloader:
             copies=copies,
             scheduler=parts.scheduler,
             recompute=self.policy.activations in ("recompute", "recompute_offload"),
+            on_enter=parts.allocation.enter,
         )
         stack.callback(self._cache.close)
         self._last_stats = self._sampled = OffloadStats()
@@ -220,11 +217,12 @@ class Offloader:
         Args:
             signature: names the kind of step, for example the shapes of its batch. Steps of one kind share a plan;
                 without it they are told apart by the sizes of what they save.
+
+        Raises:
+            BudgetError: on entry: a budget of the policy cannot be kept by any plan for this model and batch.
         """
         current = self._opened().new_pass(signature)
         current.keeps_alive = self  # so that nobody closes us meanwhile
-        if self._parts.threshold is not None:
-            self._parts.threshold.fix()
         return current
 
     def end_backward(self) -> None:
@@ -237,10 +235,7 @@ class Offloader:
         cache.end_backward()
         if self._parts.reload is not None:
             self._parts.reload.release()
-        if self._parts.threshold is not None and time.perf_counter() - self._last_border_s > _MIN_RELAXED_S:
-            # The optimizer's temporaries are not ours, and mapping each of them anew would cost it page faults.
-            self._parts.threshold.restore()
-        self._last_border_s = time.perf_counter()
+        self._parts.allocation.border()
         if self._parts.wear is not None:
             warning = self._parts.wear.border(cache.ledger.counters.bytes_written)
             if warning is not None:

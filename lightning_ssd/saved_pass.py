@@ -168,6 +168,7 @@ class SavedPass:
             self.order.append(record.index)
             if self.recorder is not None:
                 self.recorder.wanted(record.index)
+                self.recorder.sample(record.ledger.counters.resident_bytes)
         self.expected_order(book)
         self.next_ahead = max(self.next_ahead, self._position.get(record.index, -1) + 1)
 

@@ -219,8 +219,9 @@ class SavedStorage:
 
     @property
     def can_be_evicted(self) -> bool:
-        """Whether it was to stay, was not asked for yet, and has never been sent anywhere."""
-        return self.state is State.READY and self.tier is None and self.storage is not None and not self.num_unpacked
+        """Whether it was to stay, has never been sent anywhere, and nobody is about to unpack it once more."""
+        in_use = 0 < self.num_unpacked < self.num_tensors
+        return self.state is State.READY and self.tier is None and self.storage is not None and not in_use
 
     def queue_write(self, tier: Tier, after: Mark | None) -> bool:
         """READY -> QUEUED. Returns False, with nothing changed, when the tier has no room."""

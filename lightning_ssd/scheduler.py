@@ -21,9 +21,11 @@ from lightning_ssd.planning.comparison import Comparison
 from lightning_ssd.planning.guide import Guide, StoredPlan
 from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
+from lightning_ssd.planning.recomputation import largest_block
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.watch import Measured, Watch, is_worth_switching
+from lightning_ssd.planning.worth import Worth
 from lightning_ssd.recorder import Recorder
 
 __all__ = ["Agree", "FinishedPass", "Scheduler", "Wishes"]
@@ -79,12 +81,27 @@ class FinishedPass:
 class _Kind:
     """All passes of one signature."""
 
+    worth: Worth
     plans: OrderedDict[tuple[int, ...], StoredPlan] = field(default_factory=OrderedDict)
     recompute: frozenset[int] = frozenset()
+    reserve_bytes: int = 0
+    """What a checkpoint computes again goes past us: room that the limit leaves for the largest such block."""
     watch: Watch = field(default_factory=Watch)
     wants_trace: bool = True
     future: Future[Plan] | None = None
-    asked: tuple[tuple[int, ...], Trace, Goal, Machine] | None = None
+    asked: tuple[_Traced, Goal, Machine] | None = None
+    unplanned: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=_MAX_PLANS))
+    """Sizes of passes that stay under the budget although no plan is known to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """A pass to plan for."""
+
+    sizes: tuple[int, ...]
+    trace: Trace
+    peak_bytes: int
+    """Resident saved activations at the worst moment, as measured."""
 
 
 class Scheduler:
@@ -107,7 +124,8 @@ class Scheduler:
         self._agreed_limit = math.inf
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._unread: deque[FinishedPass] = deque()
-        self._traced: list[tuple[_Kind, tuple[int, ...], Trace]] = []
+        self._traced: list[tuple[_Kind, _Traced]] = []
+        self._peak_bytes = 0  # of the pass that was traced last
         self._num_borders = 0
         self._other_bytes: int | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -121,21 +139,28 @@ class Scheduler:
             signature: its kind.
             level_bytes: memory in use now.
             available_bytes: memory that could still be had; ``None``: unknown, then nothing is kept without a plan.
+
+        Raises:
+            BudgetError: the budget cannot be kept by any plan.
         """
-        kind = self._kinds.setdefault(signature, _Kind())
+        self._poll()
+        wishes = self._wishes
+        kind = self._kinds.setdefault(signature, _Kind(Worth(wishes.max_slowdown)))
         self._kinds.move_to_end(signature)
         while len(self._kinds) > _MAX_KINDS:
             self._kinds.popitem(last=False)
-        room = 0 if self._wishes.has_budget else int(_KEEP_SHARE * (available_bytes or 0))
+        room = 0 if wishes.has_budget else int(_KEEP_SHARE * (available_bytes or 0))
+        if room and kind.worth.keeps:
+            return Guide(room_bytes=room), kind.wants_trace
         guide = Guide(
             tuple(reversed(kind.plans.values())),
             recompute=kind.recompute,
             room_bytes=room,
-            limit_bytes=self._limit(level_bytes),
+            limit_bytes=self._limit(level_bytes, kind.reserve_bytes),
         )
         return guide, kind.wants_trace
 
-    def _limit(self, level_bytes: int) -> int | None:
+    def _limit(self, level_bytes: int, reserve_bytes: int = 0) -> int | None:
         wishes = self._wishes
         limits = [self._agreed_limit]
         if wishes.activation_budget is not None:
@@ -145,7 +170,7 @@ class Scheduler:
             other = self._other_bytes if self._other_bytes is not None else (wishes.memory_budget + level_bytes) // 2
             limits.append(max(wishes.memory_budget - other, 0))
         least = min(limits)
-        return None if math.isinf(least) else int(least)
+        return None if math.isinf(least) else max(int(least) - reserve_bytes, 0)
 
     # -- after a pass --------------------------------------------------------------------------------------------
 
@@ -175,16 +200,20 @@ class Scheduler:
         if kind is None:
             return
         known = done.guide.completed()
-        if known is not None and done.guide.recompute == kind.recompute:
+        if done.guide.keeps_all and not self._wishes.has_budget:
+            kind.worth.kept(done.clock.seconds(done.begin, done.end))
+            kind.wants_trace = kind.wants_trace or not kind.plans
+        elif known is not None and done.guide.recompute == kind.recompute:
             kind.wants_trace = self._compare(kind, known, done) or kind.wants_trace
-        else:
+        elif done.sizes not in kind.unplanned:
             kind.wants_trace = True
         if kind.wants_trace and done.recorder is not None and kind.future is None:
             kind.wants_trace = False
             self.trace = trace = done.recorder.trace(done.end, done.refused)
             self._other_bytes = max(self._other_bytes or 0, trace.other_peak_bytes)
             if trace.storages:
-                self._traced.append((kind, done.sizes, trace))
+                self._peak_bytes = done.peak_bytes
+                self._traced.append((kind, _Traced(done.sizes, trace, done.peak_bytes)))
 
     def _compare(self, kind: _Kind, known: StoredPlan, done: FinishedPass) -> bool:
         """Whether measured and predicted have parted."""
@@ -197,19 +226,22 @@ class Scheduler:
             limit_bytes=done.guide.limit_bytes,
         )
         self.comparison.add(known, measured)
+        slowdown = None if measured.limit_bytes is not None else kind.worth.planned(measured.step_s)
+        if slowdown is not None:
+            _log.info("moving makes a pass %.2f times as long: everything is kept for now", slowdown)
         reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
         if reason is not None:
             _log.info("planning again: %s", reason)
         return reason is not None
 
-    def _submit(self, kind: _Kind, sizes: tuple[int, ...], trace: Trace) -> None:
-        goal, machine = self._goal(trace), self.machine
+    def _submit(self, kind: _Kind, traced: _Traced) -> None:
+        goal, machine = self._goal(traced.trace, kind.reserve_bytes), self.machine
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="lightning_ssd-plan")
-        kind.asked = sizes, trace, goal, machine
-        kind.future = self._executor.submit(make_plan, trace, machine, goal)
+        kind.asked = traced, goal, machine
+        kind.future = self._executor.submit(make_plan, traced.trace, machine, goal)
 
-    def _goal(self, trace: Trace) -> Goal:
-        limit, wear = self._limit(0), self._wishes.wear_bytes_per_day
+    def _goal(self, trace: Trace, reserve_bytes: int = 0) -> Goal:
+        limit, wear = self._limit(0, reserve_bytes), self._wishes.wear_bytes_per_day
         return Goal(
             max_slowdown=self._wishes.max_slowdown,
             budget_bytes=limit,
@@ -227,7 +259,7 @@ class Scheduler:
         machine, limit = self._measure(), self._limit(0)
         ssd, host = machine.ssd or _NOTHING, machine.host
         floor = 0
-        if limit is not None and self.trace is not None and self.trace.storages:
+        if limit is not None and self._peak_bytes > limit and self.trace is not None and self.trace.storages:
             floor = smallest_budget(self.trace, machine, self._goal(self.trace))
         write, read, capacity, self._agreed_limit, negative_floor = agree(
             [
@@ -268,14 +300,22 @@ class Scheduler:
         kind.future = kind.asked = None
         if future is None or asked is None:
             return
-        sizes, trace, goal, machine = asked
+        traced, goal, machine = asked
+        sizes, trace = traced.sizes, traced.trace
         try:
             plan = future.result()
         except BudgetTooSmall as error:
+            if goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes:
+                # The planner does not know of every way to make room (copies that a retained graph drops, say). What
+                # has just been done is possible: go on as this pass did.
+                _log.info("no plan is known for a pass that stays under the budget: %s", error)
+                kind.unplanned.append(sizes)
+                return
             raise self._impossible(error.smallest_bytes) from error
         if plan.recompute != trace.recomputed:
             # Another pass altogether: it is traced and planned again as it really is.
             kind.recompute, kind.wants_trace = plan.recompute, True
+            kind.reserve_bytes = largest_block(trace, plan.recompute)
             kind.plans.clear()
             self.num_plans += 1
             return

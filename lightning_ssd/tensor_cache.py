@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -62,6 +62,7 @@ class TensorCache:
         copies: the device's copy streams; ``None`` on CPU, where work is done when a call returns.
         scheduler: plans what goes where; ``None``: whatever is large enough goes to SSD.
         recompute: recompute every block, whatever is planned.
+        on_enter: told before each pass whether memory is to return while it runs.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class TensorCache:
         copies: Copies | None = None,
         scheduler: Scheduler | None = None,
         recompute: bool = False,
+        on_enter: Callable[[bool], None] = lambda may_move: None,
     ) -> None:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
         self.ledger = Ledger()
@@ -98,6 +100,7 @@ class TensorCache:
             level=partial(level_bytes, device),
             available=partial(available_bytes, device),
             scheduler=scheduler,
+            on_enter=on_enter,
         )
         self._fetcher = Fetcher(
             self.ledger,

@@ -11,21 +11,32 @@ from torch import nn
 
 from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak, trim
 
-__all__ = ["StepMeter", "weights_digest"]
+__all__ = ["NUM_WARMUP", "StepMeter", "num_warmup", "weights_digest"]
+
+NUM_WARMUP = 3
+"""One step is profiled, its plan is made while the next one runs, and a third one follows it for the first time."""
+
+
+def num_warmup(max_steps: int) -> int:
+    """Steps that count for nothing: fewer in a run that has few; -1 is a run without end."""
+    return NUM_WARMUP if max_steps < 0 else max(min(NUM_WARMUP, max_steps - 1), 0)
 
 
 class StepMeter:
     """Times steps and finds the memory peak above the resting level.
 
-    The first step is a warm-up: it makes the optimizer's states and warms allocators. The resting level is read after
-    it, once free heap has been given back to the system; the peak begins anew there, for every reader in the process.
+    The first steps are a warm-up: they make the optimizer's states, warm allocators, and are profiled. The resting
+    level is read after them, once free heap has been given back to the system; the peak begins anew there, for every
+    reader in the process.
 
     Args:
         device: whose peak counts; for the CPU that of the process.
+        num_warmup: steps that count for nothing.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, num_warmup: int = NUM_WARMUP) -> None:
         self.device = torch.device(device)
+        self.num_warmup = num_warmup
         self.step_s: list[float] = []
         self._started_s = 0.0
         self._rest_bytes = 0
@@ -39,20 +50,25 @@ class StepMeter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.step_s.append(time.perf_counter() - self._started_s)
-        if len(self.step_s) == 1:
+        if self.is_warm:
             trim()
             self._rest_bytes = self._read()[0]
             reset_host_peak()
             reset_device_peak(self.device)
 
     @property
+    def is_warm(self) -> bool:
+        """Whether the last step of the warm-up has just ended."""
+        return len(self.step_s) == self.num_warmup
+
+    @property
     def median_step_s(self) -> float:
-        """Median of all steps but the first."""
-        return statistics.median(self.step_s[1:] or self.step_s)
+        """Median of all steps after the warm-up."""
+        return statistics.median(self.step_s[self.num_warmup :] or self.step_s)
 
     @property
     def peak_above_rest_bytes(self) -> int:
-        """Highest memory use since the first step, minus the resting level; 0 where the system does not tell."""
+        """Highest memory use since the warm-up, minus the resting level; 0 where the system does not tell."""
         return max(0, self._read()[1] - self._rest_bytes)
 
     def _read(self) -> tuple[int, int]:

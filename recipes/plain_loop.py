@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_ssd
-from lightning_ssd.errors import BackendUnavailableError, UnsuitablePathError
-from recipes.meter import StepMeter, weights_digest
+from lightning_ssd import OffloadStats
+from lightning_ssd.errors import BackendUnavailableError, BudgetError, UnsuitablePathError
+from recipes.meter import StepMeter, num_warmup, weights_digest
 from recipes.models import LanguageModel, build_network, compute_loss
 from recipes.schema import SCHEMA, ConfigMistake
 from recipes.summary import RunSummary
@@ -44,7 +45,9 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
     network = build_network(recipe.config, recipe.objective).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
-    meter, losses = StepMeter(device), []
+    meter = StepMeter(device, num_warmup=num_warmup(config.trainer.max_steps))
+    losses: list[float] = []
+    before = OffloadStats()
     with _offloader(config) as offloader:
         if offloader is not None:
             offloader.open(network)
@@ -58,9 +61,13 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
                 offloader.end_backward()
             optimizer.step()
             meter.end_step()
+            if offloader is not None and meter.is_warm:
+                offloader.reset_peaks()
+                before = offloader.stats
             losses.append(loss.item())
             print(f"step {step + 1}: loss {losses[-1]:.6f}, {meter.step_s[-1]:.2f} s", flush=True)
         stats, backend = (None, "") if offloader is None else (offloader.stats, offloader.description)
+        report = None if offloader is None else offloader.plan_report
     return RunSummary.of(
         meter,
         model=model,
@@ -68,7 +75,9 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
         losses=losses,
         weights_digest=weights_digest(network),
         stats=stats,
+        stats_before=before,
         backend=backend,
+        plan="" if report is None else report.text(),
     )
 
 
@@ -99,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> RunSummary:
     try:
         config, choices = SCHEMA.compose(overrides)
         summary = train(config, model=choices["model"], offload=choices["offload"])
-    except (ConfigMistake, HydraException, UnsuitablePathError, BackendUnavailableError) as mistake:
+    except (ConfigMistake, HydraException, UnsuitablePathError, BackendUnavailableError, BudgetError) as mistake:
         sys.exit(str(mistake))
     print(summary.line(), flush=True)
     return summary

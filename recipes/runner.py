@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from lightning_ssd import Offloader, OffloadStats
 from recipes.data import TokenData
-from recipes.meter import StepMeter, weights_digest
+from recipes.meter import StepMeter, num_warmup, weights_digest
 from recipes.models import LanguageModel
 from recipes.schema import SCHEMA, ConfigMistake
 from recipes.summary import RunSummary
@@ -27,11 +27,12 @@ class MeterCallback(pl.Callback):
         self.meter = StepMeter()
         self.losses: list[float] = []
         self.stats: OffloadStats | None = None
-        self.backend = ""
+        self.stats_before = OffloadStats()
+        self.backend = self.plan = ""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The device is known from here on."""
-        self.meter = StepMeter(pl_module.device)
+        self.meter = StepMeter(pl_module.device, num_warmup=num_warmup(trainer.max_steps))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Start of the step."""
@@ -41,12 +42,17 @@ class MeterCallback(pl.Callback):
         """End of the step."""
         self.meter.end_step()
         self.losses.append(outputs["loss"].item())
+        offloader: Offloader | None = getattr(trainer.strategy, "offloader", None)
+        if offloader is not None and self.meter.is_warm:
+            offloader.reset_peaks()
+            self.stats_before = offloader.stats
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The offloader is still open; Lightning's own strategies have none."""
         offloader: Offloader | None = getattr(trainer.strategy, "offloader", None)
         if offloader is not None:
             self.stats, self.backend = offloader.stats, offloader.description
+            self.plan = "" if offloader.plan_report is None else offloader.plan_report.text()
 
 
 def run(config: DictConfig, *, model: str, offload: str) -> RunSummary:
@@ -85,7 +91,9 @@ def run(config: DictConfig, *, model: str, offload: str) -> RunSummary:
         losses=callback.losses,
         weights_digest=weights_digest(module.network),
         stats=callback.stats,
+        stats_before=callback.stats_before,
         backend=callback.backend,
+        plan=callback.plan,
     )
 
 

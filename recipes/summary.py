@@ -27,19 +27,21 @@ class RunSummary:
     losses: Sequence[float]
     """One per step."""
     step_s: float
-    """Median of all steps but the first."""
+    """Median of the steps after the warm-up."""
     peak_above_rest_bytes: int
-    """Of the device; on a CPU of the process."""
+    """Of the device; on a CPU of the process; since the warm-up."""
     weights_digest: str
     """Hash of all weights at the end."""
     counted: bool = False
-    """Whether saved activations went through us; if not, what follows is unknown."""
+    """Whether saved activations went through us; if not, what follows is unknown. All since the warm-up."""
     resident_peak_bytes: int = 0
     saved_peak_bytes: int = 0
     written_bytes_per_step: int = 0
     read_bytes_per_step: int = 0
     stall_s_per_step: float = 0.0
     backend: str = ""
+    plan: str = ""
+    """Predicted against measured; empty without a plan."""
 
     @classmethod
     def of(
@@ -51,20 +53,24 @@ class RunSummary:
         losses: Sequence[float],
         weights_digest: str,
         stats: OffloadStats | None = None,
+        stats_before: OffloadStats | None = None,
         backend: str = "",
+        plan: str = "",
     ) -> RunSummary:
-        """Read the meter and the counters; ``stats=None``: nothing was counted."""
-        num_steps = max(1, len(losses))
+        """Read the meter and the counters, these from ``stats_before`` on; ``stats=None``: nothing was counted."""
         counted: dict[str, Any] = {}
         if stats is not None:
+            before = stats_before or type(stats)()
+            num_steps = max(1, len(losses) - meter.num_warmup)
             counted = {
                 "counted": True,
                 "resident_peak_bytes": stats.resident_peak_bytes,
                 "saved_peak_bytes": stats.saved_peak_bytes,
-                "written_bytes_per_step": stats.bytes_written // num_steps,
-                "read_bytes_per_step": stats.bytes_read // num_steps,
-                "stall_s_per_step": stats.stall_s / num_steps,
+                "written_bytes_per_step": (stats.bytes_written - before.bytes_written) // num_steps,
+                "read_bytes_per_step": (stats.bytes_read - before.bytes_read) // num_steps,
+                "stall_s_per_step": (stats.stall_s - before.stall_s) / num_steps,
                 "backend": backend,
+                "plan": plan,
             }
         return cls(
             model=model,

@@ -34,14 +34,14 @@ def _job(config: DictConfig) -> None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lightning_ssd.errors import BackendUnavailableError, UnsuitablePathError
+    from lightning_ssd.errors import BackendUnavailableError, BudgetError, UnsuitablePathError
     from recipes.runner import run
 
     _tidy_logging()
     choices = HydraConfig.get().runtime.choices
     try:
         summary = run(config, model=str(choices["model"]), offload=str(choices["offload"]))
-    except (ConfigMistake, UnsuitablePathError, BackendUnavailableError) as mistake:
+    except (ConfigMistake, UnsuitablePathError, BackendUnavailableError, BudgetError) as mistake:
         sys.exit(str(mistake))
     except InstantiationException as error:
         # A setting was refused by what it sets: the message is for the user, the way to it is not.

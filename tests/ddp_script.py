@@ -5,6 +5,7 @@
 Several scenarios share the processes, since starting these takes longer than all the training.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
-from lightning_ssd import OffloadPolicy
+from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.callback import OffloadMonitor
+from lightning_ssd.errors import BudgetError
 from lightning_ssd.strategy import SSDOffloadStrategy
 from tests.helpers import assert_identical
 from tests.trainers import ManualNet, Net, fit, offload_strategy, result
@@ -147,13 +149,57 @@ def forgotten(directory: Path) -> None:
     print("forgotten ok", flush=True)
 
 
+BUDGET = 400_000
+
+
+def budgeted(directory: Path, budget: int) -> SSDOffloadStrategy:
+    return SSDOffloadStrategy(
+        policy=OffloadPolicy(min_tensor_bytes=0, activation_budget=budget),
+        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
+    )
+
+
+def rank_before_launch() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+class Agrees(Net):
+    """Remembers what its process plans with at the end."""
+
+    def on_train_end(self) -> None:
+        scheduler = self.trainer.strategy.offloader._parts.scheduler
+        rates = scheduler.machine.ssd
+        mine = [rates.write_bytes_per_s, rates.read_bytes_per_s, float(scheduler._limit(0))]
+        self.mine, self.all = mine, self.all_gather(torch.tensor(mine, dtype=torch.float64)).tolist()
+
+
+def agreed(directory: Path) -> None:
+    """Each process has a budget of its own; the smaller one holds in both, as do the lower rates."""
+    _, expected = fit(Agrees.__base__, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
+    ours = budgeted(directory / "agreed", BUDGET + 50_000 * rank_before_launch())
+    trainer, module = fit(Agrees, ours, directory, devices=2, max_epochs=2)
+    assert_identical(result(module), result(expected))
+    assert module.all == [module.mine] * 2, module.all
+    assert module.mine[2] == BUDGET
+    assert ours.stats.saved_peak_bytes > BUDGET
+    print(f"rank {trainer.global_rank}: agreed ok", flush=True)
+
+
+def impossible(directory: Path) -> None:
+    """A budget that only the second process cannot keep is refused in both."""
+    strategy = budgeted(directory / "impossible", 20_000 if rank_before_launch() else BUDGET)
+    with pytest.raises(BudgetError, match="smallest possible"):
+        fit(Net, strategy, directory, devices=2)
+    print(f"rank {rank_before_launch()}: impossible ok", flush=True)
+
+
 def main(directory: Path, start_method: str, *names: str) -> None:
     """Run the scenarios in order."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name in names:
-        if name == "forgotten":
-            forgotten(directory)
+        if name in ("forgotten", "agreed", "impossible"):
+            {"forgotten": forgotten, "agreed": agreed, "impossible": impossible}[name](directory)
         else:
             compare(name, directory, start_method)
     assert isinstance(offload_strategy(directory), SSDOffloadStrategy)

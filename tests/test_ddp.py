@@ -43,3 +43,15 @@ def test_two_processes_train_bitwise_like_lightnings_ddp(tmp_path):
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_started_processes_hand_the_weights_back(tmp_path, start_method):
     assert "rank 0: plain ok" in run_script(tmp_path, start_method, "plain")
+
+
+def test_two_processes_agree_on_budget_and_rates(tmp_path):
+    output = run_script(tmp_path, "popen", "agreed")
+    for rank in (0, 1):
+        assert f"rank {rank}: agreed ok" in output
+
+
+def test_a_budget_that_one_process_cannot_keep_is_refused_in_both(tmp_path):
+    output = run_script(tmp_path, "popen", "impossible")
+    for rank in (0, 1):
+        assert f"rank {rank}: impossible ok" in output

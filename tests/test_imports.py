@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("config", "events", "stats", "tensors", "memory"),
     ("storage", "planning", "metrics", "inplace", "parameters", "recompute", "clock", "signature", "verdict"),
-    ("blocks", "recorder", "tier_meter", "wear_meter"),
+    ("allocation", "blocks", "recorder", "tier_meter", "wear_meter"),
     ("scheduler", "saved_storage"),
     ("saved_pass",),
     ("live_passes",),

@@ -153,7 +153,8 @@ def test_interpreter_exit_without_close(spill_dir: Path) -> None:
     program = f"""
 import torch, lightning_ssd as s
 hardware = s.HardwareProfile(paths={str(spill_dir)!r})
-offloader = s.Offloader(policy=s.OffloadPolicy(min_tensor_bytes=0), hardware=hardware)
+policy = s.OffloadPolicy(activations="offload", min_tensor_bytes=0)
+offloader = s.Offloader(policy=policy, hardware=hardware)
 offloader.open()
 x = torch.randn(2000, 2000, requires_grad=True)
 with offloader.saved_tensors():
@@ -185,7 +186,8 @@ def collecting(self, record):
     gc.collect()
     opened(self, record)
 Ledger.opened = collecting
-policy, hardware = s.OffloadPolicy(min_tensor_bytes=0), s.HardwareProfile(paths={str(spill_dir)!r})
+policy = s.OffloadPolicy(activations="offload", min_tensor_bytes=0)
+hardware = s.HardwareProfile(paths={str(spill_dir)!r})
 forgotten = s.Offloader(policy=policy, hardware=hardware).open()
 forgotten.cycle = forgotten
 x = torch.randn(300, 300, requires_grad=True)
@@ -206,7 +208,8 @@ def test_fork_says_so_instead_of_waiting(spill_dir: Path) -> None:
     out = run_child(f"""
 import faulthandler, os, torch, lightning_ssd as s
 faulthandler.dump_traceback_later(60, exit=True)
-policy, hardware = s.OffloadPolicy(min_tensor_bytes=0), s.HardwareProfile(paths={str(spill_dir)!r})
+policy = s.OffloadPolicy(activations="offload", min_tensor_bytes=0)
+hardware = s.HardwareProfile(paths={str(spill_dir)!r})
 offloader = s.Offloader(policy=policy, hardware=hardware).open()
 x = torch.randn(300, 300, requires_grad=True)
 with offloader.saved_tensors():

@@ -26,7 +26,7 @@ def record_of(tensor: torch.Tensor) -> SavedStorage:
 
 
 def test_memory_that_is_handed_out_again_still_has_its_mark() -> None:
-    """A reload whose copy may still run is dropped, found alive, and handed out: the consumer must wait for the copy."""
+    """A reload whose copy may still run is dropped, found alive and handed out: the consumer must wait for the copy."""
     record = record_of(torch.arange(16.0))
     reloaded, mark = torch.arange(16.0).untyped_storage(), _Mark()
     record.stored = _Stored()

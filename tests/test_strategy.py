@@ -44,7 +44,7 @@ def _one_thread():
 
 
 class WideNet(Net):
-    """Activations of 1 MiB: the default policy moves them."""
+    """Activations of 1 MiB: large enough for the default policy."""
 
     def __init__(self):
         super().__init__(width=1024, batch_size=256)
@@ -56,8 +56,38 @@ def test_by_name_with_all_defaults(spill_dir, name):
     trainer, module = fit(WideNet, name, spill_dir)
     assert type(trainer.strategy) is SSDOffloadStrategy
     assert_identical(result(module), result(expected))
-    assert trainer.strategy.stats.bytes_written > 0
+    stats, trace = trainer.strategy.stats, trainer.strategy.offloader.trace
+    assert stats.bytes_kept > 0, "the first step was to be kept"
+    assert trace is not None
+    assert max(storage.nbytes for storage in trace.storages) >= 1 << 20
+    assert stats.saved_peak_bytes > 1 << 20
     assert [path for path in spill_dir.rglob("*") if not path.is_dir()] == []
+
+
+def test_with_all_defaults_but_that_everything_moves(spill_dir):
+    _, expected = fit(WideNet, "auto", spill_dir)
+    strategy = SSDOffloadStrategy(policy=OffloadPolicy(activations="offload"))
+    _, module = fit(WideNet, strategy, spill_dir)
+    assert_identical(result(module), result(expected))
+    assert strategy.stats.bytes_written > 0
+    assert [path for path in spill_dir.rglob("*") if not path.is_dir()] == []
+
+
+def test_plans_are_followed_and_a_budget_is_kept(tmp_path):
+    """Six batches, three epochs; the last steps follow a plan."""
+    _, expected = fit(Net, "auto", tmp_path, max_epochs=3)
+    budget = 400_000
+    strategy = SSDOffloadStrategy(
+        policy=OffloadPolicy(min_tensor_bytes=0, activation_budget=budget),
+        hardware=HardwareProfile(paths=tmp_path, allow_unsuitable_paths=True),
+    )
+    _, module = fit(Net, strategy, tmp_path, max_epochs=3)
+    assert_identical(result(module), result(expected))
+    stats, report = strategy.stats, strategy.offloader.plan_report
+    assert stats.saved_peak_bytes > budget >= stats.resident_peak_bytes
+    assert report is not None
+    assert report.num_plans >= 1
+    assert_nothing_left(tmp_path)
 
 
 NOT_WITH_BAREBONES = (

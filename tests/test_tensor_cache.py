@@ -297,12 +297,3 @@ def test_device_tensors_of_another_device_are_kept(tmp_path: Path) -> None:
         loss.backward()
         assert offloader.stats.num_kept_foreign == 1
         assert offloader.stats.num_saved == 0
-
-
-def test_automatic_offloads_until_there_is_a_planner(tmp_path: Path) -> None:
-    assert OffloadPolicy().activations == "auto"
-    with open_offloader(tmp_path, Setup(activations="auto")) as offloader:
-        loss = chain(offloader, leaf())
-        offloader.flush()
-        assert offloader.stats.bytes_written > 0
-        loss.backward()

@@ -45,6 +45,8 @@ class Guide:
     ) -> None:
         self.recompute = recompute
         self.limit_bytes = limit_bytes
+        self.keeps_all = not plans and room_bytes > 0 and limit_bytes is None
+        """Whether nothing has moved so far, and there was no limit: what such a pass takes is what keeping takes."""
         self._candidates = list(plans)
         self._room_bytes = room_bytes
         self._num_placed = 0
@@ -62,7 +64,15 @@ class Guide:
         if nbytes <= self._room_bytes:
             self._room_bytes -= nbytes
             return Placement.KEEP
+        self.keeps_all = False
         return Placement.SSD
+
+    @property
+    def may_move(self) -> bool:
+        """Whether memory is to return while the pass runs; known before its first storage."""
+        if self._candidates:
+            return any(known.plan.moves for known in self._candidates)
+        return self._room_bytes == 0
 
     def block(self, index: int) -> bool:
         """Whether the block call with this number is recomputed."""

@@ -76,3 +76,8 @@ class Plan:
     inputs: tuple[tuple[int, Placement], ...] = ()
     """(block, where its input goes) for blocks to recompute that the trace did not recompute yet: their inputs are not
     among its storages."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether it keeps less than everything."""
+        return bool(self.recompute) or any(placement is not Placement.KEEP for placement in self.placements)

@@ -45,6 +45,15 @@ def inner_storages(trace: Trace, blocks: frozenset[int]) -> frozenset[int]:
     )
 
 
+def largest_block(trace: Trace, blocks: frozenset[int]) -> int:
+    """Bytes that recomputing the largest of these blocks holds at once."""
+    held: dict[int, int] = {}
+    for index in inner_storages(trace, blocks):
+        storage = trace.storages[index]
+        held[storage.block] = held.get(storage.block, 0) + storage.nbytes
+    return max(held.values(), default=0)
+
+
 def recomputed(trace: Trace, blocks: frozenset[int]) -> tuple[Trace, tuple[int, ...]]:
     """Recompute these blocks.
 

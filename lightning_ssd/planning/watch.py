@@ -15,6 +15,7 @@ _FIRST_PAUSE = 2
 _MAX_PAUSE = 64
 _MIN_GAIN = 0.02
 _MIN_RELIEF = 0.05
+_MIN_SPARED = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,5 +93,9 @@ def is_worth_switching(old: Prediction, new: Prediction, *, limit_bytes: int | N
     if max_step_s is not None:
         if old.step_s > max_step_s:
             return True
-        return new.peak_bytes < (1 - _MIN_RELIEF) * old.peak_bytes
-    return new.step_s < (1 - _MIN_GAIN) * old.step_s
+        better = new.peak_bytes < (1 - _MIN_RELIEF) * old.peak_bytes
+    else:
+        better = new.step_s < (1 - _MIN_GAIN) * old.step_s
+    # A plan that is no worse and moves much less wears the drive less.
+    moves_less = new.written_bytes < (1 - _MIN_SPARED) * old.written_bytes
+    return better or (moves_less and new.step_s <= old.step_s and new.peak_bytes <= old.peak_bytes)

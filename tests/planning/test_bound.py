@@ -42,6 +42,13 @@ def test_by_hand() -> None:
     assert tight.floor_bytes == 100
 
 
+def test_stalls_give_writes_no_more_time() -> None:
+    """0 is waited for from 1 s to 2 s. 1, packed a second later, is gone a second later, with or without that wait."""
+    case = trace([storage(100, 0, 1, 1.5), storage(100, 2, None, 9), storage(100, 3.5, None, 9)], end=9)
+    found = bound(Lifetimes(case), [SSD, SSD, KEEP], ssd(100), limit_bytes=None, ahead_bytes=0)
+    assert (found.step_s, found.peak_bytes) == (10, 100)
+
+
 @given(plans())
 @laws
 def test_it_bounds_the_simulator(plan: tuple[Lifetimes, tuple[Placement, ...], Machine, int]) -> None:

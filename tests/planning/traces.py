@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from lightning_ssd.planning.placement import Placement
@@ -69,8 +71,25 @@ def network(
 
 
 @st.composite
+def _storages(draw: st.DrawFn, packed: float, back: float, block: int) -> TracedStorage:
+    """One that is wanted, if at all, within three seconds from ``back`` on, and freed within three more."""
+    quarters = st.integers(0, 12).map(lambda n: n / 4)
+    want = draw(st.one_of(st.none(), quarters))
+    freed = (packed if want is None else back + want) + draw(quarters)
+    return TracedStorage(
+        nbytes=draw(st.integers(0, 100)),
+        packed_s=packed,
+        last_used_s=min(packed + draw(quarters) / 3, freed),
+        wanted_s=None if want is None else back + want,
+        freed_s=freed,
+        block=block,
+        movable=draw(st.integers(0, 5)) > 0,
+    )
+
+
+@st.composite
 def passes(draw: st.DrawFn) -> Trace:
-    """Up to 12 storages in up to 3 blocks (or none), with ties, gaps, zero lengths and things never wanted back."""
+    """Up to 18 storages in up to 3 blocks (or none), with ties, gaps, zero lengths and things never wanted back."""
     quarters = st.integers(0, 12).map(lambda n: n / 4)
     num_blocks = draw(st.integers(0, 3))
     slots = max(num_blocks, 1)
@@ -89,22 +108,15 @@ def passes(draw: st.DrawFn) -> Trace:
                     input_nbytes=inputs,
                 )
             )
-        for packed in sorted(draw(st.lists(quarters, max_size=4))):
-            want = draw(st.one_of(st.none(), quarters))
-            wanted = None if want is None else back + want
-            base = max(start + packed, start + packed if wanted is None else wanted)
-            freed = base + draw(quarters)
-            storages.append(
-                TracedStorage(
-                    nbytes=draw(st.integers(0, 100)),
-                    packed_s=start + packed,
-                    last_used_s=min(start + packed + draw(quarters) / 3, freed),
-                    wanted_s=wanted,
-                    freed_s=freed,
-                    block=slot if num_blocks else -1,
-                    movable=draw(st.integers(0, 5)) > 0,
-                )
-            )
+        storages += [draw(_storages(start + packed, back, slot)) for packed in draw(st.lists(quarters, max_size=4))]
+        # Saved by backward itself, as for a second derivative or by another forward in the same pass.
+        if draw(st.integers(0, 3)) == 0:
+            storages += [
+                draw(_storages(back + packed, back + 3, slot)) for packed in draw(st.lists(quarters, max_size=2))
+            ]
+    storages.sort(key=lambda s: s.packed_s)
+    if not num_blocks:
+        storages = [replace(s, block=-1) for s in storages]
     return trace(storages, forward_end=turn, end=turn + 6.0 * slots + 3, blocks=tuple(blocks))
 
 

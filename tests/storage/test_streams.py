@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import lightning_ssd.offloader
+import lightning_ssd.assembly
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from tests.storage.late import LateCopies, late_copies
 
@@ -19,7 +19,7 @@ FEW_STAGING_BYTES = 256 << 10  # few buffers, so that they are reused soon
 
 @pytest.fixture(autouse=True)
 def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_ssd.offloader, "_STAGING_BYTES", FEW_STAGING_BYTES)
+    monkeypatch.setattr(lightning_ssd.assembly, "_STAGING_BYTES", FEW_STAGING_BYTES)
 
 
 def model() -> torch.nn.Module:
@@ -80,7 +80,7 @@ def test_a_missing_wait_would_be_seen(spill_dir: Path) -> None:
 
 
 def run_with_lies(directory: Path) -> None:
-    lightning_ssd.offloader._STAGING_BYTES = FEW_STAGING_BYTES
+    lightning_ssd.assembly._STAGING_BYTES = FEW_STAGING_BYTES
     expected = train(None)
     with late_copies(honest=False) as copies, offloader(directory, copies) as late:
         got = train(late)

@@ -1,0 +1,480 @@
+"""What the scheduler decides: when it traces and plans, which limit holds, what ranks agree on, what it raises."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from lightning_ssd import scheduler as module
+from lightning_ssd.clock import Clock, HostClock
+from lightning_ssd.errors import BudgetError
+from lightning_ssd.planning.guide import Guide
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
+from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
+from lightning_ssd.scheduler import Agree, FinishedPass, Scheduler, Wishes
+
+NBYTES = 1 << 20
+COUNT = 12
+TIMEOUT_S = 30
+FAST = Machine(ssd=TierRates(write_bytes_per_s=1e9, read_bytes_per_s=1e9))
+SLOW = Machine(ssd=TierRates(write_bytes_per_s=1e6, read_bytes_per_s=1e6))
+
+
+def make_trace(count: int = COUNT, *, step_s: float = 1.0, other: int = 0, blocks: bool = False) -> Trace:
+    """Storages packed one after the other, wanted back in reverse."""
+    unit = step_s / (2 * count)
+    storages = tuple(
+        TracedStorage(
+            nbytes=NBYTES,
+            packed_s=i * unit,
+            last_used_s=(i + 0.5) * unit,
+            wanted_s=(2 * count - 1 - i) * unit,
+            freed_s=(2 * count - 1 - i + 0.9) * unit,
+            block=i // 3 if blocks else -1,
+        )
+        for i in range(count)
+    )
+    calls = tuple(
+        TracedBlock(
+            name=f"block {b}",
+            forward_start_s=3 * b * unit,
+            forward_end_s=(3 * b + 3) * unit,
+            backward_start_s=(2 * count - 3 * b - 3) * unit,
+            backward_end_s=(2 * count - 3 * b) * unit,
+            input_nbytes=NBYTES // 8,
+        )
+        for b in range(count // 3 if blocks else 0)
+    )
+    return Trace(
+        storages=storages,
+        order=tuple(reversed(range(count))),
+        blocks=calls,
+        forward_end_s=step_s / 2,
+        end_s=step_s,
+        other_peak_bytes=other,
+    )
+
+
+class FakeRecorder:
+    """Gives a trace that the test made."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def trace(self, end: float, refused: frozenset[str] = frozenset()) -> Trace:
+        return self._trace
+
+
+class LateClock(HostClock):
+    """As on CUDA: a pass can only be read when the next one has been run."""
+
+    lag = 1
+
+
+def run_pass(
+    made: Scheduler,
+    trace: Trace,
+    *,
+    signature: str = "a",
+    step_s: float | None = None,
+    clock: type[Clock] = HostClock,
+    stall_s: float = 0.0,
+) -> tuple[Guide, bool]:
+    """One pass that saves what the trace says."""
+    guide, wants_trace = made.guide(signature, level_bytes=0, available_bytes=None)
+    sizes = tuple(storage.nbytes for storage in trace.storages)
+    for nbytes in sizes:
+        guide.place(nbytes)
+    followed = guide.followed
+    predicted = trace.end_s if followed is None else followed.plan.prediction.step_s
+    made.observe(
+        FinishedPass(
+            signature=signature,
+            sizes=sizes,
+            guide=guide,
+            recorder=FakeRecorder(trace) if wants_trace else None,  # type: ignore[arg-type]
+            clock=clock(),
+            begin=0.0,
+            end=predicted if step_s is None else step_s,
+            stall_s=stall_s,
+            peak_bytes=max(sizes, default=0),
+            written_bytes=NBYTES,
+            read_bytes=NBYTES,
+        )
+    )
+    made.border()
+    return guide, wants_trace
+
+
+def machine_of(machine: Machine) -> Callable[[], Machine]:
+    return lambda: machine
+
+
+@contextmanager
+def opened(
+    *,
+    machine: Callable[[], Machine] = lambda: FAST,
+    agree: Agree | None = None,
+    max_slowdown: float = 1.02,
+    **wishes: Any,
+) -> Iterator[Scheduler]:
+    made = Scheduler(Wishes(max_slowdown=max_slowdown, **wishes), machine, agree=agree)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# -- tracing and planning ---------------------------------------------------------------------------------------------
+
+
+def test_the_first_pass_is_traced_and_planned_and_the_next_one_follows() -> None:
+    trace = make_trace()
+    with opened() as made:
+        guide, wants_trace = run_pass(made, trace)
+        assert wants_trace
+        assert guide.followed is None
+        made.wait()
+        guide, wants_trace = run_pass(made, trace)
+        assert not wants_trace
+        known = guide.completed()
+        assert known is not None
+        assert known.trace is trace is made.trace
+        assert Placement.SSD in known.plan.placements
+        assert made.num_plans == 1
+
+
+def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:
+    with opened() as made:
+        for count, signature in ((12, "a"), (8, "a"), (6, "b")):
+            for _ in range(2):
+                run_pass(made, make_trace(count), signature=signature)
+                made.wait()
+        for count, signature in ((12, "a"), (6, "b"), (8, "a")):
+            guide, wants_trace = run_pass(made, make_trace(count), signature=signature)
+            assert not wants_trace
+            known = guide.completed()
+            assert known is not None
+            assert len(known.sizes) == count
+        assert made.num_plans == 3
+
+
+def test_one_pass_that_hiccups_changes_nothing_and_two_do() -> None:
+    trace = make_trace()
+    with opened() as made:
+        run_pass(made, trace)
+        made.wait()
+        wants = [run_pass(made, trace, step_s=step_s)[1] for step_s in (1.0, 5.0, 1.0, 5.0, 1.0)]
+        assert wants == [False] * 5
+        run_pass(made, trace, step_s=5.0)
+        run_pass(made, trace, step_s=5.0)
+        assert made.guide("a", level_bytes=0, available_bytes=None)[1], "the next pass was to be traced"
+
+
+def test_a_drive_that_has_become_slow_is_given_less() -> None:
+    trace, now = make_trace(), [FAST]
+    with opened(machine=lambda: now[0]) as made:
+        run_pass(made, trace)
+        made.wait()
+        before = made.guide("a", level_bytes=0, available_bytes=None)[0]
+        # Ten storages per second. (One per second would not slow the pass down: nearly all writes would be taken back.)
+        now[0] = Machine(ssd=TierRates(write_bytes_per_s=1e7, read_bytes_per_s=1e7))
+        for _ in range(6):
+            run_pass(made, trace)
+            made.wait()
+        after = made.guide("a", level_bytes=0, available_bytes=None)[0]
+        placed = [[guide.place(NBYTES) for _ in range(COUNT)] for guide in (before, after)]
+        assert placed[0].count(Placement.SSD) > placed[1].count(Placement.SSD) + 2
+        assert made.num_plans == 2
+
+
+def test_what_the_device_has_not_finished_is_not_read() -> None:
+    with opened() as made:
+        run_pass(made, make_trace(), clock=LateClock)
+        made.wait()
+        assert made.trace is None
+        run_pass(made, make_trace(), clock=LateClock)
+        assert made.trace is not None
+
+
+def test_training_does_not_wait_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, make_plan = threading.Event(), module.make_plan
+
+    def slow(*args: Any) -> Any:
+        assert go_on.wait(TIMEOUT_S)
+        return make_plan(*args)
+
+    monkeypatch.setattr(module, "make_plan", slow)
+    with opened() as made:
+        for _ in range(5):
+            assert run_pass(made, make_trace())[0].followed is None
+        go_on.set()
+        made.wait()
+        assert run_pass(made, make_trace())[0].followed is not None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
+
+
+def test_a_plan_that_recomputes_is_traced_again() -> None:
+    """Its pass saves other things: until it has been seen, nothing is known of it."""
+    trace = make_trace(blocks=True)
+    floor = smallest_budget(trace, SLOW, module.Goal(recompute=True))
+    with opened(machine=machine_of(SLOW), activation_budget=max(floor, 6 * NBYTES)) as made:
+        run_pass(made, trace)
+        made.wait()
+        guide, wants_trace = made.guide("a", level_bytes=0, available_bytes=None)
+        assert guide.recompute, "on a drive as slow as this, recomputing was expected"
+        assert wants_trace
+        assert guide.followed is None
+        assert all(guide.block(b) == (b in guide.recompute) for b in range(4))
+
+
+def test_an_error_of_the_planner_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(module, "make_plan", broken)
+    with opened() as made:
+        run_pass(made, make_trace())
+        with pytest.raises(ZeroDivisionError, match="injected"):
+            made.wait()
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_budget_there_is_no_limit_and_half_of_the_memory_is_used() -> None:
+    with opened() as made:
+        guide, _ = made.guide("a", level_bytes=123, available_bytes=10 * NBYTES)
+        assert guide.limit_bytes is None
+        assert [guide.place(NBYTES) for _ in range(7)] == [Placement.KEEP] * 5 + [Placement.SSD] * 2
+
+
+def test_memory_that_nobody_can_tell_is_not_used() -> None:
+    with opened() as made:
+        assert made.guide("a", level_bytes=0, available_bytes=None)[0].place(1) is Placement.SSD
+
+
+def test_under_a_budget_the_first_pass_moves_everything() -> None:
+    with opened(activation_budget=5 * NBYTES) as made:
+        guide, _ = made.guide("a", level_bytes=0, available_bytes=1 << 40)
+        assert guide.limit_bytes == 5 * NBYTES
+        assert guide.place(NBYTES) is Placement.SSD
+
+
+def test_a_memory_budget_leaves_room_for_everything_else() -> None:
+    with opened(memory_budget=20 * NBYTES) as made:
+        # Unknown yet: half of what is free is for saved activations.
+        assert made.guide("a", level_bytes=4 * NBYTES, available_bytes=None)[0].limit_bytes == 8 * NBYTES
+        run_pass(made, make_trace(other=11 * NBYTES))
+        made.wait()
+        assert made.guide("a", level_bytes=4 * NBYTES, available_bytes=None)[0].limit_bytes == 9 * NBYTES
+
+
+def test_the_smaller_one_of_two_budgets_holds() -> None:
+    for memory, activations, limit in ((20, 3, 3), (10, 30, 5)):
+        with opened(memory_budget=memory * NBYTES, activation_budget=activations * NBYTES) as made:
+            assert made.guide("a", level_bytes=0, available_bytes=None)[0].limit_bytes == limit * NBYTES
+
+
+def test_an_impossible_budget_names_the_smallest_one() -> None:
+    trace = make_trace()
+    with opened(activation_budget=NBYTES // 2) as made:
+        run_pass(made, trace)
+        with pytest.raises(BudgetError, match=rf"activation_budget={NBYTES // 2} bytes cannot") as raised:
+            made.wait()
+    smallest = int(str(raised.value).split("smallest possible is ")[1].split(" bytes")[0])
+    with opened(activation_budget=smallest) as made:
+        run_pass(made, trace)
+        made.wait()
+        known = run_pass(made, trace)[0].completed()
+        assert known is not None
+        assert known.plan.prediction.peak_bytes <= smallest
+
+
+def test_a_budget_that_was_kept_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the planner knows: the pass that it was asked about has stayed under the budget."""
+    num_calls = 0
+
+    def refuse(*_: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        raise BudgetTooSmall(5 * NBYTES, 6 * NBYTES)
+
+    monkeypatch.setattr(module, "make_plan", refuse)
+    with opened(activation_budget=5 * NBYTES) as made:
+        for _ in range(4):
+            guide, _ = run_pass(made, make_trace())
+            made.wait()
+            assert guide.limit_bytes == 5 * NBYTES
+            assert guide.followed is None
+        assert num_calls == 1, "it is not asked again for passes like this one"
+        run_pass(made, make_trace(COUNT + 1))
+        made.wait()
+        assert num_calls == 1, "nobody traced the first pass of other sizes"
+        run_pass(made, make_trace(COUNT + 1))
+        made.wait()
+        assert num_calls == 2
+
+
+def test_an_impossible_memory_budget_names_what_else_is_in_memory() -> None:
+    other = 7 * NBYTES
+    with opened(memory_budget=other + NBYTES // 2) as made:
+        run_pass(made, make_trace(other=other))
+        with pytest.raises(BudgetError, match=rf"memory_budget=.* of which {other} are not saved activations"):
+            made.wait()
+
+
+# -- several processes ------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """Processes as threads: each number is the smallest that any of them has."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self._given: list[list[float]] = []
+        self.num_calls = 0
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        self._given.append(list(values))
+        if self._barrier.wait() == 0:
+            self.num_calls += 1
+        result = [min(column) for column in zip(*self._given, strict=True)]
+        if self._barrier.wait() == 0:
+            self._given.clear()
+        self._barrier.wait()
+        return result
+
+
+def on_ranks(works: Sequence[Callable[[Agree], Any]]) -> tuple[list[Any], Group]:
+    """Run each in a thread; returns what they returned or raised. A rank that waits for ever fails the test."""
+    group, results = Group(len(works)), [None] * len(works)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = works[rank](group.agree)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+        assert not thread.is_alive(), "a rank waits for the other one"
+    return results, group
+
+
+def rank(machine: Machine, trace: Trace, budget: int | None, passes: int = 9) -> Callable[[Agree], Any]:
+    def work(agree: Agree) -> Any:
+        with opened(machine=machine_of(machine), agree=agree, activation_budget=budget) as made:
+            for _ in range(passes):
+                guide, _ = run_pass(made, trace)
+                made.wait()
+            return made.machine, guide.limit_bytes
+
+    return work
+
+
+def test_ranks_agree_on_rates_and_limit() -> None:
+    one = Machine(ssd=TierRates(write_bytes_per_s=3e9, read_bytes_per_s=1e9))
+    two = Machine(ssd=TierRates(write_bytes_per_s=2e9, read_bytes_per_s=4e9))
+    results, group = on_ranks([rank(one, make_trace(), 8 * NBYTES), rank(two, make_trace(10), 9 * NBYTES)])
+    expected = Machine(ssd=TierRates(write_bytes_per_s=2e9, read_bytes_per_s=1e9))
+    assert results == [(expected, 8 * NBYTES)] * 2
+    assert group.num_calls == 4, "with the 1st, 2nd, 4th and 8th backward"
+
+
+def test_ranks_agree_on_a_host_tier_that_all_have() -> None:
+    def host(capacity: int) -> Machine:
+        rates = TierRates(write_bytes_per_s=9e9, read_bytes_per_s=9e9, capacity_bytes=capacity)
+        return Machine(ssd=FAST.ssd, host=rates)
+
+    results, _ = on_ranks([rank(host(5), make_trace(), None), rank(host(3), make_trace(), None)])
+    assert [machine.host.capacity_bytes for machine, _ in results] == [3, 3]
+    results, _ = on_ranks([rank(host(5), make_trace(), None), rank(FAST, make_trace(), None)])
+    assert [machine.host for machine, _ in results] == [None, None]
+    assert [limit for _, limit in results] == [None, None]
+
+
+def test_a_budget_that_one_rank_cannot_keep_raises_on_all() -> None:
+    """The second one saves storages so large that the budget of the first one is too small for it."""
+    large = make_trace()
+    storages = tuple(
+        TracedStorage(
+            nbytes=8 * s.nbytes,
+            packed_s=s.packed_s,
+            last_used_s=s.last_used_s,
+            wanted_s=s.wanted_s,
+            freed_s=s.freed_s,
+        )
+        for s in large.storages
+    )
+    large = Trace(storages=storages, order=large.order, forward_end_s=0.5, end_s=1.0)
+    results, _ = on_ranks([rank(FAST, make_trace(), 6 * NBYTES), rank(FAST, large, 6 * NBYTES)])
+    assert [type(result) for result in results] == [BudgetError] * 2
+    assert str(results[0]) == str(results[1])
+
+
+def test_without_others_nothing_is_agreed() -> None:
+    now = [FAST]
+    with opened(machine=lambda: now[0]) as made:
+        run_pass(made, make_trace())
+        now[0] = SLOW
+        assert made.machine is SLOW
+
+
+# -- bounds and numbers -----------------------------------------------------------------------------------------------
+
+
+def test_kinds_and_plans_are_bounded() -> None:
+    with opened() as made:
+        for number in range(100):
+            run_pass(made, make_trace(3), signature=str(number))
+            made.wait()
+        for count in range(1, 21):
+            run_pass(made, make_trace(count), signature="x")
+            made.wait()
+        assert len(made._kinds) == 64
+        assert max(len(kind.plans) for kind in made._kinds.values()) == 8
+
+
+def test_readings_are_those_of_the_last_pass() -> None:
+    trace = make_trace()
+    with opened() as made:
+        run_pass(made, trace)
+        assert made.readings() is None
+        made.wait()
+        guide, _ = run_pass(made, trace, step_s=1.25)
+        known, readings = guide.completed(), made.readings()
+        assert known is not None
+        assert readings is not None
+        assert readings.predicted_step_s == known.plan.prediction.step_s
+        assert readings.predicted_peak_bytes == known.plan.prediction.peak_bytes
+        assert (readings.measured_step_s, readings.measured_peak_bytes, readings.num_plans) == (1.25, NBYTES, 1)
+
+
+def test_the_limit_of_wear_is_that_of_one_pass() -> None:
+    per_day = 86_400 * 4 * NBYTES  # four storages per second, and a pass takes one
+    with opened(wear_bytes_per_day=per_day, max_slowdown=9.0) as made:
+        run_pass(made, make_trace())
+        made.wait()
+        known = run_pass(made, make_trace())[0].completed()
+        assert known is not None
+        assert known.goal.written_bytes == 4 * NBYTES
+        assert 0 < known.plan.prediction.written_bytes <= 4 * NBYTES
+        assert math.isfinite(known.plan.prediction.step_s)
+
+
+def test_a_pass_without_saved_storages_is_no_trace() -> None:
+    with opened() as made:
+        run_pass(made, Trace(storages=(), order=(), forward_end_s=0.1, end_s=0.2))
+        made.wait()
+        assert made.num_plans == 0
