@@ -233,6 +233,10 @@ class Blocks:
         """The blocks that we stand in for."""
         return tuple(wrapper.name for wrapper in self._wrappers)
 
+    def __contains__(self, module: object) -> bool:
+        """Whether we stand in for this module."""
+        return any(wrapper.stands_for(module) for wrapper in self._wrappers)
+
     @property
     def refused(self) -> dict[str, str]:
         """Blocks that cannot be recomputed exactly -> why, as far as calls have shown whose inputs were wanted.
@@ -307,6 +311,9 @@ class _Wrapper:
         if self._earlier is not None:
             return operator.getitem, ((self._earlier,), 0)
         return getattr, (self._module(), "forward")
+
+    def stands_for(self, module: object) -> bool:
+        return self._module() is module
 
     def remove(self) -> None:
         self._active = _NOBODY

@@ -100,12 +100,14 @@ class LivePasses:
 
     def _sum_up(self, current: SavedPass, guide: Guide, begin: PassBegin) -> FinishedPass:
         counters = self._ledger.counters
+        # From now on it is read outside of the lock: a graph that goes on elsewhere tells it nothing more.
+        recorder, current.recorder = current.recorder, None
         return FinishedPass(
             signature=current.signature,
             sizes=tuple(current.sizes),
             guide=guide,
-            recorder=current.recorder,
-            refused=frozenset() if current.recorder is None else current.refused_blocks,
+            recorder=recorder,
+            refused=frozenset() if recorder is None else current.refused_blocks,
             clock=self._clock,
             begin=begin.stamp,
             end=self._clock.stamp(),

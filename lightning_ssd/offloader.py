@@ -202,9 +202,10 @@ class Offloader:
         cache, resources = self._opened(), self._resources
         if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
             blocks = find_blocks(module, self.policy.recompute_modules)
-            if blocks:
-                cache.blocks.append(resources.enter_context(Blocks(blocks)))
-            elif self.policy.activations != "auto":
+            new = {name: block for name, block in blocks.items() if not any(block in known for known in cache.blocks)}
+            if new:  # again, or as part of another module: a second stand-in would tell of each call twice
+                cache.blocks.append(resources.enter_context(Blocks(new)))
+            elif not blocks and self.policy.activations != "auto":
                 raise ConfigError(
                     f"{type(module).__name__} has no repeated blocks, which activations={self.policy.activations!r} "
                     "would recompute; name their classes in OffloadPolicy.recompute_modules, or use 'offload'"

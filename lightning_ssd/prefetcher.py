@@ -64,6 +64,7 @@ class Prefetcher:
             if known is not None:
                 budget = max(budget, known.plan.ahead_bytes)
             if limit is not None and not record.is_in_memory:
+                limit -= current.guide.reserve_bytes
                 if ledger.counters.resident_bytes + record.nbytes > limit:
                     ledger.sweep_all()
                 if ledger.counters.resident_bytes + record.nbytes > limit:

@@ -6,6 +6,7 @@ times are those of a clock that stands still during stalls. The ledger's lock gu
 
 from __future__ import annotations
 
+import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Collection
@@ -21,6 +22,7 @@ __all__ = ["Recorder"]
 
 # How many storages that somebody besides autograd still holds are looked at with each pack.
 _NUM_WATCHED = 16
+_SAMPLE_S = 0.001
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -66,6 +68,7 @@ class Recorder:
         self._stalls: list[tuple[Stamp, Stamp]] = []
         self._watched: deque[_Seen] = deque()
         self._other_peak_bytes = 0
+        self._next_sample_s = 0.0
         self._begin: Stamp = clock.stamp()
         self._turn: Stamp | None = None
 
@@ -104,7 +107,11 @@ class Recorder:
         self._look(self._turn, len(self._watched))
 
     def sample(self, resident_bytes: int) -> None:
-        """Look at what else is in memory."""
+        """Look at what else is in memory, unless somebody has just looked: asking takes longer than all the rest."""
+        now_s = time.perf_counter()
+        if now_s < self._next_sample_s:
+            return
+        self._next_sample_s = now_s + _SAMPLE_S
         self._other_peak_bytes = max(self._other_peak_bytes, self._level() - resident_bytes)
 
     def block_enters(self, name: str, *, recompute: bool) -> None:

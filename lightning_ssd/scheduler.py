@@ -21,7 +21,7 @@ from lightning_ssd.planning.comparison import Comparison
 from lightning_ssd.planning.guide import Guide, StoredPlan
 from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
-from lightning_ssd.planning.recomputation import largest_block
+from lightning_ssd.planning.recomputation import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.watch import Measured, Watch, is_worth_switching
@@ -84,8 +84,8 @@ class _Kind:
     worth: Worth
     plans: OrderedDict[tuple[int, ...], StoredPlan] = field(default_factory=OrderedDict)
     recompute: frozenset[int] = frozenset()
-    reserve_bytes: int = 0
-    """What a checkpoint computes again goes past us: room that the limit leaves for the largest such block."""
+    inner_bytes: dict[int, int] = field(default_factory=dict)
+    """Of recomputed blocks: what a checkpoint computes again goes past us."""
     watch: Watch = field(default_factory=Watch)
     wants_trace: bool = True
     future: Future[Plan] | None = None
@@ -156,11 +156,12 @@ class Scheduler:
             tuple(reversed(kind.plans.values())),
             recompute=kind.recompute,
             room_bytes=room,
-            limit_bytes=self._limit(level_bytes, kind.reserve_bytes),
+            limit_bytes=self._limit(level_bytes),
+            reserve_bytes=max(kind.inner_bytes.values(), default=0),
         )
         return guide, kind.wants_trace
 
-    def _limit(self, level_bytes: int, reserve_bytes: int = 0) -> int | None:
+    def _limit(self, level_bytes: int) -> int | None:
         wishes = self._wishes
         limits = [self._agreed_limit]
         if wishes.activation_budget is not None:
@@ -170,7 +171,7 @@ class Scheduler:
             other = self._other_bytes if self._other_bytes is not None else (wishes.memory_budget + level_bytes) // 2
             limits.append(max(wishes.memory_budget - other, 0))
         least = min(limits)
-        return None if math.isinf(least) else max(int(least) - reserve_bytes, 0)
+        return None if math.isinf(least) else int(least)
 
     # -- after a pass --------------------------------------------------------------------------------------------
 
@@ -235,13 +236,14 @@ class Scheduler:
         return reason is not None
 
     def _submit(self, kind: _Kind, traced: _Traced) -> None:
-        goal, machine = self._goal(traced.trace, kind.reserve_bytes), self.machine
+        goal, machine = self._goal(traced.trace), self.machine
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="lightning_ssd-plan")
+        traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         kind.asked = traced, goal, machine
         kind.future = self._executor.submit(make_plan, traced.trace, machine, goal)
 
-    def _goal(self, trace: Trace, reserve_bytes: int = 0) -> Goal:
-        limit, wear = self._limit(0, reserve_bytes), self._wishes.wear_bytes_per_day
+    def _goal(self, trace: Trace) -> Goal:
+        limit, wear = self._limit(0), self._wishes.wear_bytes_per_day
         return Goal(
             max_slowdown=self._wishes.max_slowdown,
             budget_bytes=limit,
@@ -280,7 +282,7 @@ class Scheduler:
     # -- plans ---------------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        for kind in self._kinds.values():
+        for kind in list(self._kinds.values()):  # another thread may enter a pass of a new kind
             if kind.future is not None and kind.future.done():
                 self._install(kind)
 
@@ -290,7 +292,7 @@ class Scheduler:
         Raises:
             BudgetError: the budget cannot be kept by any plan.
         """
-        for kind in self._kinds.values():
+        for kind in list(self._kinds.values()):
             if kind.future is not None:
                 kind.future.exception()  # waits; raised by _install
                 self._install(kind)
@@ -315,7 +317,7 @@ class Scheduler:
         if plan.recompute != trace.recomputed:
             # Another pass altogether: it is traced and planned again as it really is.
             kind.recompute, kind.wants_trace = plan.recompute, True
-            kind.reserve_bytes = largest_block(trace, plan.recompute)
+            kind.inner_bytes = inner_bytes(trace, plan.recompute)
             kind.plans.clear()
             self.num_plans += 1
             return

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
 
+from lightning_ssd.errors import StorageError
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.rates import RateEstimate
 from lightning_ssd.storage.host_tier import HostTier
@@ -82,7 +84,12 @@ class _Channels:
             self._read.sample(now.read_bytes - before.read_bytes, now.read_busy_s - before.read_busy_s)
             self._seen, self._seen_s = now, now_s
         if self._probe is not None and not (self._write.value and self._read.value):
-            probed, self._probe = self._probe(), None
+            probe, self._probe = self._probe, None
+            try:
+                probed = probe()
+            except (OSError, StorageError) as error:  # as with a failed write: nothing is moved, training goes on
+                warnings.warn(f"a tier could not be measured ({error}); it is not planned with", stacklevel=2)
+                probed = Rates(0.0, 0.0)
             self._write = self._write if self._write.value else RateEstimate(probed.write_per_s)
             self._read = self._read if self._read.value else RateEstimate(probed.read_per_s)
         return TierRates(

@@ -231,3 +231,15 @@ offloader.close()
 print(offloader.stats.bytes_read > 0)
 """)
     assert out == "True\n"
+
+
+def test_a_module_that_is_registered_again_is_watched_once(spill_dir: Path) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    with Offloader(policy=OffloadPolicy(activations="recompute"), hardware=HardwareProfile(paths=spill_dir)) as opened:
+        opened.register_module(model)
+        stand_ins = [block.__dict__["forward"] for block in model.layers]
+        for module in (model, model.layers, torch.nn.Sequential(model)):
+            opened.register_module(module)
+        assert [block.__dict__["forward"] for block in model.layers] == stand_ins
+    assert not any("forward" in block.__dict__ for block in model.layers)

@@ -329,7 +329,8 @@ def test_where_nobody_can_look_everything_may_move(clock: FakeClock, monkeypatch
     assert held.variable is not None
 
 
-def test_other_memory_at_its_worst_moment(clock: FakeClock) -> None:
+def test_other_memory_at_its_worst_moment(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_SAMPLE_S", 0.0)  # look each time
     levels = iter([50, 90, 70])
     told = Recorder(clock, lambda: next(levels))
     for resident_bytes in (10, 20, 30):

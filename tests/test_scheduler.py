@@ -478,3 +478,26 @@ def test_a_pass_without_saved_storages_is_no_trace() -> None:
         run_pass(made, Trace(storages=(), order=(), forward_end_s=0.1, end_s=0.2))
         made.wait()
         assert made.num_plans == 0
+
+
+def test_room_for_what_is_recomputed_is_not_taken_from_a_pass_that_recomputes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a pass may have begun before blocks were chosen."""
+    budgets: list[int | None] = []
+
+    def planned(trace: Trace, machine: Machine, goal: module.Goal) -> Any:
+        budgets.append(goal.budget_bytes)
+        return make(trace, machine, goal)
+
+    make = module.make_plan
+    monkeypatch.setattr(module, "make_plan", planned)
+    trace, budget = make_trace(blocks=True), 6 * NBYTES
+    with opened(machine=machine_of(SLOW), activation_budget=budget) as made:
+        for _ in range(2):  # the second one as if begun earlier
+            run_pass(made, trace)
+            made.wait()
+        guide = made.guide("a", level_bytes=0, available_bytes=None)[0]
+    assert guide.limit_bytes == budget
+    assert 0 < guide.reserve_bytes < budget
+    assert budgets == [budget, budget]

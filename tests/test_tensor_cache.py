@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd import Offloader, OffloadPolicy
+from lightning_ssd import Offloader
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.storage.backend import Backend
 from tests.helpers import DRAINED, EAGER, KEEP, Setup, assert_released, disk_used_bytes, open_offloader

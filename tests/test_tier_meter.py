@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -194,3 +195,14 @@ def test_the_first_copy_is_not_part_of_the_rate(monkeypatch: pytest.MonkeyPatch)
     ticks = iter([0.0, 10.0, 10.0, 10.5, 11.0, 11.25])
     monkeypatch.setattr(tier_meter, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     assert measure_copies(torch.device("cpu"), nbytes=1000) == Rates(2000.0, 4000.0)
+
+
+def test_a_probe_that_fails_costs_no_step() -> None:
+    def full() -> Rates:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    meter = TierMeter(FakeTier().as_ssd, full)
+    with pytest.warns(UserWarning, match="No space left"):
+        machine = meter.machine()
+    assert machine.ssd == TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
+    assert meter.machine() == machine

@@ -33,6 +33,7 @@ class Guide:
         recompute: blocks that this pass recomputes.
         room_bytes: how much may be kept without a plan; what exceeds it is moved. 0 moves everything.
         limit_bytes: hard limit of resident saved activations; ``None``: there is none.
+        reserve_bytes: of these, what looking ahead leaves for a block that is recomputed.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class Guide:
         recompute: frozenset[int] = frozenset(),
         room_bytes: int = 0,
         limit_bytes: int | None = None,
+        reserve_bytes: int = 0,
     ) -> None:
         self.recompute = recompute
         self.limit_bytes = limit_bytes
+        self.reserve_bytes = reserve_bytes
         self.keeps_all = not plans and room_bytes > 0 and limit_bytes is None
         """Whether nothing has moved so far, and there was no limit: what such a pass takes is what keeping takes."""
         self._candidates = list(plans)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -12,7 +12,7 @@ from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 _SAME_S = 1e-6
 """Moments closer than this are one: no clock tells them apart, and neither does rounding."""
 
-__all__ = ["inner_storages", "input_of", "recomputable", "recomputed"]
+__all__ = ["inner_bytes", "inner_storages", "input_of", "recomputable", "recomputed", "with_inner"]
 
 
 def input_of(index: int) -> int:
@@ -45,13 +45,39 @@ def inner_storages(trace: Trace, blocks: frozenset[int]) -> frozenset[int]:
     )
 
 
-def largest_block(trace: Trace, blocks: frozenset[int]) -> int:
-    """Bytes that recomputing the largest of these blocks holds at once."""
+def inner_bytes(trace: Trace, blocks: frozenset[int]) -> dict[int, int]:
+    """Block -> bytes that its forward saves, and that recomputing it holds again while its backward runs."""
     held: dict[int, int] = {}
     for index in inner_storages(trace, blocks):
         storage = trace.storages[index]
         held[storage.block] = held.get(storage.block, 0) + storage.nbytes
-    return max(held.values(), default=0)
+    return held
+
+
+def with_inner(trace: Trace, held: Mapping[int, int]) -> Trace:
+    """A pass that was traced with blocks recomputed, completed by what no hook sees of them.
+
+    Args:
+        trace: as it was recorded: of recomputed blocks only the inputs are in it.
+        held: block -> bytes, from a trace of the same kind of pass in which they were not recomputed.
+
+    Returns:
+        The trace with one more storage, at the end, for each of its recomputed blocks: there while the block's backward
+        runs, never moved, never asked for.
+    """
+    hidden = tuple(
+        TracedStorage(
+            nbytes=held[index],
+            packed_s=block.backward_start_s,
+            last_used_s=block.backward_end_s,
+            wanted_s=None,
+            freed_s=block.backward_end_s,
+            movable=False,
+        )
+        for index, block in enumerate(trace.blocks)
+        if index in trace.recomputed and held.get(index, 0) > 0
+    )
+    return replace(trace, storages=trace.storages + hidden) if hidden else trace
 
 
 def recomputed(trace: Trace, blocks: frozenset[int]) -> tuple[Trace, tuple[int, ...]]:

@@ -9,8 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ssd.planning.lifetimes import Lifetimes
-from lightning_ssd.planning.recomputation import inner_storages, input_of, recomputable, recomputed
-from lightning_ssd.planning.trace import Trace, TracedStorage
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.planning.recomputation import (
+    inner_bytes,
+    inner_storages,
+    input_of,
+    recomputable,
+    recomputed,
+    with_inner,
+)
+from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 from tests.planning.traces import network, passes
 
 
@@ -159,3 +169,40 @@ def test_laws(case: Trace, chosen: set[int]) -> None:
             before, after = case.storages[index].wanted_s, s.wanted_s
             assert (before is None) == (after is None)
             assert before is None or after is None or before - 1e-9 <= after <= before + 3 * len(done) + 1e-9
+
+
+def test_what_no_hook_sees_of_a_recomputed_block_is_put_back_into_its_trace() -> None:
+    base = Trace(
+        storages=(
+            TracedStorage(nbytes=10, packed_s=0.1, last_used_s=0.1, wanted_s=3.5, freed_s=3.9, block=0),
+            TracedStorage(nbytes=20, packed_s=0.2, last_used_s=0.2, wanted_s=3.2, freed_s=3.4, block=0),
+            TracedStorage(nbytes=5, packed_s=1.1, last_used_s=1.1, wanted_s=2.5, freed_s=2.9, block=1),
+        ),
+        order=(2, 1, 0),
+        blocks=tuple(
+            TracedBlock(
+                name=str(i),
+                forward_start_s=float(i),
+                forward_end_s=i + 1.0,
+                backward_start_s=3.0 - i,
+                backward_end_s=4.0 - i,
+                input_nbytes=1,
+            )
+            for i in range(2)
+        ),
+        forward_end_s=2.0,
+        end_s=4.0,
+    )
+    held = inner_bytes(base, frozenset({0}))
+    assert held == {0: 30}
+    recorded = replace(base, storages=base.storages[2:], order=(0,), recomputed=frozenset({0}))
+    completed = with_inner(recorded, held)
+    assert completed.storages[:1] == recorded.storages
+    hidden = completed.storages[1]
+    assert (hidden.nbytes, hidden.packed_s, hidden.freed_s, hidden.movable) == (30, 3.0, 4.0, False)
+    assert completed.order == recorded.order
+    assert with_inner(base, held) == base  # nothing was recomputed: the hooks have seen all of it
+    placements = (Placement.SSD, Placement.KEEP)
+    machine = Machine(ssd=TierRates(write_bytes_per_s=1e9, read_bytes_per_s=1e9))
+    played = simulate(completed, placements, machine, limit_bytes=None, ahead_bytes=0).prediction
+    assert played.peak_bytes == 30
