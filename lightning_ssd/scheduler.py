@@ -126,6 +126,7 @@ class Scheduler:
         self._unread: deque[FinishedPass] = deque()
         self._traced: list[tuple[_Kind, _Traced]] = []
         self._peak_bytes = 0  # of the pass that was traced last
+        self._is_following = False
         self._num_borders = 0
         self._other_bytes: int | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -158,6 +159,7 @@ class Scheduler:
             room_bytes=room,
             limit_bytes=self._limit(level_bytes),
             reserve_bytes=max(kind.inner_bytes.values(), default=0),
+            maps=kind.worth.maps or wishes.has_budget,
         )
         return guide, kind.wants_trace
 
@@ -201,10 +203,11 @@ class Scheduler:
         if kind is None:
             return
         known = done.guide.completed()
+        self._is_following = known is not None and done.guide.recompute == kind.recompute
         if done.guide.keeps_all and not self._wishes.has_budget:
             kind.worth.kept(done.clock.seconds(done.begin, done.end))
             kind.wants_trace = kind.wants_trace or not kind.plans
-        elif known is not None and done.guide.recompute == kind.recompute:
+        elif known is not None and self._is_following:
             kind.wants_trace = self._compare(kind, known, done) or kind.wants_trace
         elif done.sizes not in kind.unplanned:
             kind.wants_trace = True
@@ -229,7 +232,8 @@ class Scheduler:
         self.comparison.add(known, measured)
         slowdown = None if measured.limit_bytes is not None else kind.worth.planned(measured.step_s)
         if slowdown is not None:
-            _log.info("moving makes a pass %.2f times as long: everything is kept for now", slowdown)
+            what = "everything is kept for now" if kind.worth.keeps else "freed memory stays with the process"
+            _log.info("moving makes a pass %.2f times as long: %s", slowdown, what)
         reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
         if reason is not None:
             _log.info("planning again: %s", reason)
@@ -355,8 +359,8 @@ class Scheduler:
         )
 
     def readings(self) -> PlanReadings | None:
-        """Of the last pass that followed a plan; ``None`` before there is one."""
-        if self.comparison.latest is None:
+        """Of the last pass; ``None`` if it followed no plan."""
+        if self.comparison.latest is None or not self._is_following:
             return None
         known, measured = self.comparison.latest
         return PlanReadings(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from lightning_ssd.planning.rates import BAND
-
 __all__ = ["NUM_KEPT", "Worth"]
 
 NUM_KEPT = 2
 """Passes that run with everything kept before the first plan comes into force; the first of them warms up."""
 _NUM_PLANNED = 3
 _WINDOW = 5
+_SCATTER = 0.05
+"""Medians of a few passes differ by so much with nothing changed."""
 _FIRST_PAUSE = 8
 _MAX_PAUSE = 512
 
@@ -24,16 +24,19 @@ _MAX_PAUSE = 512
 class Worth:
     """Compares the passes of one kind that followed plans with those that kept everything. Only without a budget.
 
-    While planned passes take longer than asked by more than the band within which measurements count as equal, the kind
-    keeps everything for a number of passes, which measures keeping anew; then plans get another chance. The number
-    doubles each time.
+    Planned passes that take longer than asked, and by more than measurements scatter, lose first the mapping of freed
+    memory (:attr:`maps`): then it serves the process again, but does not return to the system. If that does not help,
+    the kind keeps everything for a number of passes, which measures keeping anew; then plans get another chance. The
+    number doubles each time.
 
     Args:
         max_slowdown: that was asked for.
     """
 
     def __init__(self, max_slowdown: float) -> None:
-        self._limit = max(max_slowdown, 1 + BAND)
+        self.maps = True
+        """Whether memory that moving frees is to return to the system (see ``allocation.py``)."""
+        self._limit = max_slowdown + _SCATTER
         self._kept_s: deque[float] = deque(maxlen=_WINDOW)
         self._planned_s: deque[float] = deque(maxlen=_WINDOW)
         self._num_kept = 0
@@ -62,6 +65,9 @@ class Worth:
         if slowdown <= self._limit:
             return None
         self._planned_s.clear()
+        if self.maps:
+            self.maps = False
+            return slowdown
         self._kept_s.clear()
         self._num_to_keep, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
         return slowdown
