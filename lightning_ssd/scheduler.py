@@ -159,7 +159,6 @@ class Scheduler:
             room_bytes=room,
             limit_bytes=self._limit(level_bytes),
             reserve_bytes=max(kind.inner_bytes.values(), default=0),
-            maps=kind.worth.maps or wishes.has_budget,
         )
         return guide, kind.wants_trace
 
@@ -232,8 +231,7 @@ class Scheduler:
         self.comparison.add(known, measured)
         slowdown = None if measured.limit_bytes is not None else kind.worth.planned(measured.step_s)
         if slowdown is not None:
-            what = "everything is kept for now" if kind.worth.keeps else "freed memory stays with the process"
-            _log.info("moving makes a pass %.2f times as long: %s", slowdown, what)
+            _log.info("moving makes a pass %.2f times as long: everything is kept for now", slowdown)
         reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
         if reason is not None:
             _log.info("planning again: %s", reason)

@@ -34,7 +34,6 @@ class Guide:
         room_bytes: how much may be kept without a plan; what exceeds it is moved. 0 moves everything.
         limit_bytes: hard limit of resident saved activations; ``None``: there is none.
         reserve_bytes: of these, what looking ahead leaves for a block that is recomputed.
-        maps: whether memory that is freed is to return to the system while the pass runs.
     """
 
     def __init__(
@@ -45,12 +44,10 @@ class Guide:
         room_bytes: int = 0,
         limit_bytes: int | None = None,
         reserve_bytes: int = 0,
-        maps: bool = True,
     ) -> None:
         self.recompute = recompute
         self.limit_bytes = limit_bytes
         self.reserve_bytes = reserve_bytes
-        self._maps = maps
         self.keeps_all = not plans and room_bytes > 0 and limit_bytes is None
         """Whether nothing has moved so far, and there was no limit: what such a pass takes is what keeping takes."""
         self._candidates = list(plans)
@@ -76,8 +73,6 @@ class Guide:
     @property
     def may_move(self) -> bool:
         """Whether memory is to return while the pass runs; known before its first storage."""
-        if not self._maps:
-            return False
         if self._candidates:
             return any(known.plan.moves for known in self._candidates)
         return self._room_bytes == 0

@@ -17,25 +17,22 @@ _NUM_PLANNED = 3
 _WINDOW = 5
 _SCATTER = 0.05
 """Medians of a few passes differ by so much with nothing changed."""
-_FIRST_PAUSE = 8
-_MAX_PAUSE = 512
+_FIRST_PAUSE = 64
+"""So long that the passes which find out again cost less than the 2 % that are asked for."""
+_MAX_PAUSE = 4096
 
 
 class Worth:
     """Compares the passes of one kind that followed plans with those that kept everything. Only without a budget.
 
-    Planned passes that take longer than asked, and by more than measurements scatter, lose first the mapping of freed
-    memory (:attr:`maps`): then it serves the process again, but does not return to the system. If that does not help,
-    the kind keeps everything for a number of passes, which measures keeping anew; then plans get another chance. The
-    number doubles each time.
+    While planned passes take longer than asked, and by more than measurements scatter, the kind keeps everything for a
+    number of passes, which measures keeping anew; then plans get another chance. The number doubles each time.
 
     Args:
         max_slowdown: that was asked for.
     """
 
     def __init__(self, max_slowdown: float) -> None:
-        self.maps = True
-        """Whether memory that moving frees is to return to the system (see ``allocation.py``)."""
         self._limit = max_slowdown + _SCATTER
         self._kept_s: deque[float] = deque(maxlen=_WINDOW)
         self._planned_s: deque[float] = deque(maxlen=_WINDOW)
@@ -65,9 +62,6 @@ class Worth:
         if slowdown <= self._limit:
             return None
         self._planned_s.clear()
-        if self.maps:
-            self.maps = False
-            return slowdown
         self._kept_s.clear()
         self._num_to_keep, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
         return slowdown
