@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from lightning_ssd.planning import worth
 
 # Lightning and W&B set these for the rest of the process; they are taken back after each test without complaint.
 _SET_BY_OTHERS = {
@@ -53,6 +56,15 @@ def no_leaked_environment() -> Iterator[None]:
             del os.environ[name]
     leaked = {name: after.get(name) for name in sorted(changed - _SET_BY_OTHERS)}
     assert not leaked, f"the test left these environment variables changed: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def plans_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving does not pay for models as small as those of the tests, and would be given up where that can be measured.
+
+    Tests of the giving up override this.
+    """
+    monkeypatch.setattr(worth, "_SCATTER", math.inf)
 
 
 @pytest.fixture(autouse=True)

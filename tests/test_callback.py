@@ -12,7 +12,6 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.callback import OffloadMonitor
 from lightning_ssd.metrics import METRICS
-from lightning_ssd.planning import worth
 from lightning_ssd.planning.worth import NUM_KEPT
 from lightning_ssd.strategy import SSDOffloadStrategy
 from tests.trainers import LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, one_thread
@@ -167,9 +166,7 @@ class WaitForPlans(Callback):
         trainer.strategy.offloader.wait_for_plan()
 
 
-def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path, monkeypatch):
-    # Moving does not pay for a model of this size, and would soon be given up.
-    monkeypatch.setattr(worth, "_NUM_PLANNED", NUM_BATCHES)
+def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
     logger = RecordingLogger()
     _, monitor = fit_monitored(
         tmp_path,

@@ -13,6 +13,7 @@ import pytest
 from lightning_ssd import scheduler as module
 from lightning_ssd.clock import Clock, HostClock
 from lightning_ssd.errors import BudgetError
+from lightning_ssd.planning import worth
 from lightning_ssd.planning.guide import Guide
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
@@ -86,9 +87,10 @@ def run_pass(
     step_s: float | None = None,
     clock: type[Clock] = HostClock,
     stall_s: float = 0.0,
+    available_bytes: int | None = None,
 ) -> tuple[Guide, bool]:
     """One pass that saves what the trace says."""
-    guide, wants_trace = made.guide(signature, level_bytes=0, available_bytes=None)
+    guide, wants_trace = made.guide(signature, level_bytes=0, available_bytes=available_bytes)
     sizes = tuple(storage.nbytes for storage in trace.storages)
     for nbytes in sizes:
         guide.place(nbytes)
@@ -149,6 +151,19 @@ def test_the_first_pass_is_traced_and_planned_and_the_next_one_follows() -> None
         assert known.trace is trace is made.trace
         assert Placement.SSD in known.plan.placements
         assert made.num_plans == 1
+
+
+def test_moving_that_does_not_pay_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes keep, three follow the plan and take twice as long, and from then on everything is kept again."""
+    monkeypatch.setattr(worth, "_SCATTER", 0.05)
+    trace, followed = make_trace(), []
+    with opened() as made:
+        for step_s in (9.0, 1.0, 2.0, 2.0, 2.0, 1.0, 1.0):
+            guide, _ = run_pass(made, trace, step_s=step_s, available_bytes=1 << 40)
+            followed.append(guide.followed is not None)
+            made.wait()
+            assert made.readings() is None or followed[-1]
+    assert followed == [False, False, True, True, True, False, False]
 
 
 def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:

@@ -7,6 +7,11 @@ import pytest
 from lightning_ssd.planning.worth import NUM_KEPT, Worth
 
 
+@pytest.fixture(autouse=True)
+def plans_are_followed() -> None:
+    """Here they are given up."""
+
+
 def warmed(worth: Worth, kept_s: float = 1.0) -> Worth:
     worth.kept(10.0)  # the first pass warms up, and must not make everything else look fast
     for _ in range(NUM_KEPT - 1):
