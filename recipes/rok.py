@@ -175,7 +175,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.rok", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/rok"), help="where the results go")
-    parser.add_argument("--budgets", help=f"sizes or shares of what keep holds; default: {BUDGETS}")
+    parser.add_argument("--budgets", help=f"sizes or shares of what keep holds; default: {BUDGETS.replace('%', '%%')}")
     parser.add_argument("--throttle", default="50MB/s", help="rate for the mixed plans; empty: none of them")
     parser.add_argument("--modes", help="instead of the sweep, as for recipes.bench_step")
     parser.add_argument("--together", type=int, help="processes side by side; default: 2, with --tiny all")
