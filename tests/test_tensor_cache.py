@@ -135,7 +135,7 @@ def test_what_is_alive_elsewhere_is_not_read(tmp_path: Path) -> None:
 def test_writes_that_have_not_begun_are_cancelled(tmp_path: Path) -> None:
     """Backward follows at once and the drive is slow: most is taken back from the queue, nothing is read."""
     with open_offloader(
-        tmp_path, EAGER, _wrap_backend=lambda backend: FaultyBackend(backend, delay_s=0.02)
+        tmp_path, EAGER, _wrap_backend=lambda backend: FaultyBackend(backend, delay_s=0.25)
     ) as offloader:
         loss = chain(offloader, leaf())
         loss.backward()
