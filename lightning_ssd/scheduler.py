@@ -116,6 +116,7 @@ class Scheduler:
     def __init__(self, wishes: Wishes, machine: Callable[[], Machine], *, agree: Agree | None = None) -> None:
         self.trace: Trace | None = None
         self.num_plans = 0
+        self.given_up_at: float | None = None
         self.comparison = Comparison()
         self._wishes = wishes
         self._measure = machine
@@ -231,6 +232,7 @@ class Scheduler:
         self.comparison.add(known, measured)
         slowdown = None if measured.limit_bytes is not None else kind.worth.planned(measured.step_s)
         if slowdown is not None:
+            self.given_up_at = slowdown
             _log.info("moving makes a pass %.2f times as long: everything is kept for now", slowdown)
         reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
         if reason is not None:
@@ -351,6 +353,7 @@ class Scheduler:
             smallest = f"{smallest_bytes + other} bytes, of which {other} are not saved activations"
         else:
             got, smallest = f"OffloadPolicy.activation_budget={wishes.activation_budget}", f"{smallest_bytes} bytes"
+            smallest += f" ({smallest_bytes / 2**20:.1f} MiB)"
         return BudgetError(
             f"{got} bytes cannot be kept by any plan for this model and batch; the smallest possible is {smallest}. "
             "Raise the budget, make the batch smaller, or lower min_tensor_bytes"

@@ -164,6 +164,9 @@ def test_moving_that_does_not_pay_is_given_up(monkeypatch: pytest.MonkeyPatch) -
             made.wait()
             assert made.readings() is None or followed[-1]
     assert followed == [False, False, True, True, True, False, False]
+    report = made.comparison.report(made.num_plans, made.given_up_at)
+    assert report is not None
+    assert "given up for a while, because passes took 2.00 times as long" in report.text()
 
 
 def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:

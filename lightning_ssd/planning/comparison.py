@@ -35,6 +35,8 @@ class PlanReport:
     """How many passes were measured."""
     num_plans: int
     """How many plans have been put in force, for all kinds of passes together."""
+    given_up_at: float | None = None
+    """How many times as long as keeping everything the planned passes took when moving was given up for a while."""
 
     def text(self) -> str:
         """One sentence."""
@@ -44,7 +46,15 @@ class PlanReport:
             f"{self.measured_stall_s:.3g} s measured; peak of resident activations "
             f"{self.predicted_peak_bytes / _GIB:.3g} GiB predicted, {self.measured_peak_bytes / _GIB:.3g} GiB measured "
             f"({_off(self.predicted_peak_bytes, self.measured_peak_bytes)}); {self.num_passes} passes, "
-            f"{self.num_plans} plans."
+            f"{self.num_plans} plans.{self._given_up()}"
+        )
+
+    def _given_up(self) -> str:
+        if self.given_up_at is None:
+            return ""
+        return (
+            f" Moving was given up for a while, because passes took {self.given_up_at:.2f} times as long as with "
+            "everything kept; a budget (activation_budget) moves all the same."
         )
 
 
@@ -71,7 +81,7 @@ class Comparison:
         """The last pass that followed a plan."""
         return None if self._known is None else (self._known, self._measured[-1])
 
-    def report(self, num_plans: int) -> PlanReport | None:
+    def report(self, num_plans: int, given_up_at: float | None = None) -> PlanReport | None:
         """``None`` before the first pass that followed a plan."""
         if self._known is None:
             return None
@@ -88,4 +98,5 @@ class Comparison:
             keep_step_s=self._known.plan.keep_step_s,
             num_passes=len(measured),
             num_plans=num_plans,
+            given_up_at=given_up_at,
         )
