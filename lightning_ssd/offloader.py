@@ -20,6 +20,7 @@ from lightning_ssd.blocks import Blocks, find_blocks
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.events import EventLog
+from lightning_ssd.first_calls import settle_first_calls
 from lightning_ssd.memory import read_memory
 from lightning_ssd.planning.comparison import PlanReport
 from lightning_ssd.planning.plan import Machine
@@ -120,6 +121,7 @@ class Offloader:
     def _open(self, stack: ExitStack, device: torch.device) -> None:
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
+        settle_first_calls()
         copies = self._copies or (CudaCopies(device) if device.type == "cuda" else None)
         parts = self._parts = assemble(
             stack,

@@ -13,6 +13,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lightning_ssd.first_calls import settle_first_calls
+
 __all__ = ["PROFILES", "SHAPES", "TINY", "TINY_PLANNED", "Shape", "add_shape_arguments", "choose_shape"]
 
 
@@ -36,6 +38,7 @@ class Shape:
 
     def model(self) -> nn.Module:
         """The same weights in every process."""
+        settle_first_calls()
         torch.manual_seed(0)
         config = transformers.GPT2Config(
             n_layer=self.layers,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
+from lightning_ssd.first_calls import settle_first_calls
 from recipes.data import MASK_TOKEN, PAD_TOKEN
 
 __all__ = ["LanguageModel", "Objective", "build_network", "compute_loss", "make_inputs"]
@@ -37,6 +38,7 @@ def build_network(config: PreTrainedConfig, objective: Objective) -> nn.Module:
     """
     if objective not in _BUILDERS:
         raise ValueError(f"model.objective={objective!r}; allowed: {', '.join(map(repr, _BUILDERS))}")
+    settle_first_calls()  # so that plain training, too, is the same in every process
     network = cast(nn.Module, _BUILDERS[objective].from_config(config))
     # Some architectures come out of from_config in evaluation mode, which would switch dropout off.
     return network.train()

@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_ssd.__file__).parent
 # A new module is a new word here; a new edge upwards is a design change.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "events", "stats", "tensors", "memory"),
+    ("config", "events", "stats", "tensors", "memory", "first_calls"),
     ("storage", "planning", "metrics", "inplace", "parameters", "recompute", "clock", "signature", "verdict"),
     ("allocation", "blocks", "recorder", "tier_meter", "wear_meter"),
     ("scheduler", "saved_storage"),
