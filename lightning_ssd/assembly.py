@@ -37,6 +37,8 @@ PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
 _STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
 _SPARE_BYTES = 256 << 20
 _PROBE_BYTES = 16 << 20
+_MIN_RELIEF_IF_MAPPED = 0.05
+"""A pass that moves anything on a CPU maps its freed memory anew, all of it: that is not worth a few per cent."""
 _HOST_SHARE = 4
 """One part in so many of the host's available memory is for the host tier of a CUDA device."""
 
@@ -78,7 +80,8 @@ def assemble(
     """
     if policy.activations == "keep":
         return Parts(description="everything is kept in memory and counted")
-    allocation = Allocation(is_ours=device.type == "cpu" and copies is None)
+    is_mapped = device.type == "cpu" and copies is None
+    allocation = Allocation(is_ours=is_mapped)
     stack.callback(allocation.close)
     if policy.activations == "recompute":
         description = "blocks are recomputed, all else is kept in memory and counted"
@@ -104,7 +107,7 @@ def assemble(
     if policy.activations == "auto":
         probe = partial(measure_rates, backend, directories[0], nbytes=_PROBE_BYTES)
         meter = TierMeter(ssd, probe, host=host, probe_host=partial(measure_copies, device))
-        scheduler = Scheduler(_wishes(policy, wear.capacity_bytes), meter.machine, agree=agree)
+        scheduler = Scheduler(_wishes(policy, wear.capacity_bytes, is_mapped=is_mapped), meter.machine, agree=agree)
         stack.callback(scheduler.close)
     description = f"{why}; in {', '.join(map(str, directories))}"
     return Parts(
@@ -117,11 +120,12 @@ def assemble(
     )
 
 
-def _wishes(policy: OffloadPolicy, capacity_bytes: int) -> Wishes:
+def _wishes(policy: OffloadPolicy, capacity_bytes: int, *, is_mapped: bool) -> Wishes:
     memory, activations = policy.budget_nbytes
     wear = policy.wear_bytes_per_day(capacity_bytes)
     return Wishes(
         max_slowdown=policy.max_slowdown,
+        min_relief=_MIN_RELIEF_IF_MAPPED if is_mapped else 0.0,
         activation_budget=activations,
         memory_budget=memory,
         wear_bytes_per_day=None if wear is None else wear // _processes_here(),

@@ -48,6 +48,8 @@ class Wishes:
     """What the policy asks for, in bytes."""
 
     max_slowdown: float
+    min_relief: float = 0.0
+    """Of the peak: without a budget, nothing is moved for less."""
     activation_budget: int | None = None
     memory_budget: int | None = None
     wear_bytes_per_day: int | None = None
@@ -250,6 +252,7 @@ class Scheduler:
         limit, wear = self._limit(0), self._wishes.wear_bytes_per_day
         return Goal(
             max_slowdown=self._wishes.max_slowdown,
+            min_relief=self._wishes.min_relief,
             budget_bytes=limit,
             written_bytes=None if wear is None else int(wear * trace.end_s / _DAY_S),
             # A trace with recomputed blocks cannot tell what their storages would do: placements only, then.

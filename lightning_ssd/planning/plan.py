@@ -33,6 +33,8 @@ class Goal:
 
     max_slowdown: float = 1.02
     """Without a budget: the lowest peak of resident saved activations at no more than this, relative to keeping all."""
+    min_relief: float = 0.0
+    """Without a budget: share of the peak that moving must take away; for less, everything is kept."""
     budget_bytes: int | None = None
     """Resident saved activations never exceed this; the plan is the fastest that manages."""
     written_bytes: int | None = None

@@ -86,9 +86,10 @@ class _Choice:
 def make_plan(trace: Trace, machine: Machine, goal: Goal) -> Plan:
     """Plan a pass.
 
-    Without a budget: the lowest peak at no more than ``max_slowdown`` times the trace's own length. With one: the
-    fastest plan that stays under it. Blocks that the trace already recomputes stay recomputed, and its length counts
-    as that of keeping everything, because what they would save otherwise is not in it.
+    Without a budget: the lowest peak at no more than ``max_slowdown`` times the trace's own length, or everything kept
+    where that would relieve less than ``min_relief`` of the peak. With one: the fastest plan that stays under it.
+    Blocks that the trace already recomputes stay recomputed, and its length counts as that of keeping everything,
+    because what they would save otherwise is not in it.
 
     Takes well under 5 s for 4,000 storages; deterministic.
 
@@ -197,7 +198,8 @@ def _lowest(candidates: Sequence[Candidate], machine: Machine, goal: Goal, keep:
     for candidate in (equal + judged[len(equal) :])[:_MAX_PLAYED]:
         choice = _played(candidate, machine, None)
         if choice.prediction.step_s <= max_step_s:
-            return min(keep, choice, key=lambda c: c.prediction.peak_bytes)
+            pays = choice.prediction.peak_bytes <= (1 - goal.min_relief) * keep.prediction.peak_bytes
+            return choice if pays else keep
     return keep
 
 

@@ -6,17 +6,16 @@ than any wait. No trace of an offloaded pass shows it, because there it is part 
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 
 __all__ = ["NUM_KEPT", "Worth"]
 
-NUM_KEPT = 2
+NUM_KEPT = 3
 """Passes that run with everything kept before the first plan comes into force; the first of them warms up."""
 _NUM_PLANNED = 3
 _WINDOW = 5
 _SCATTER = 0.05
-"""Medians of a few passes differ by so much with nothing changed."""
+"""The fastest of a few passes differ by so much with nothing changed."""
 _FIRST_PAUSE = 64
 """So long that the passes which find out again cost less than the 2 % that are asked for."""
 _MAX_PAUSE = 4096
@@ -24,6 +23,8 @@ _MAX_PAUSE = 4096
 
 class Worth:
     """Compares the passes of one kind that followed plans with those that kept everything. Only without a budget.
+
+    Of the last few of each the fastest count: whatever disturbs a pass makes it longer, never shorter.
 
     While planned passes take longer than asked, and by more than measurements scatter, the kind keeps everything for a
     number of passes, which measures keeping anew; then plans get another chance. The number doubles each time.
@@ -48,7 +49,7 @@ class Worth:
     def kept(self, step_s: float) -> None:
         """A pass that kept everything has ended, after so many seconds."""
         self._num_kept += 1
-        if self._num_kept == NUM_KEPT:
+        if self._num_kept == 2:
             self._kept_s.clear()  # the first one had the allocators to warm
         self._kept_s.append(step_s)
         self._num_to_keep = max(self._num_to_keep - 1, 0)
@@ -58,7 +59,7 @@ class Worth:
         self._planned_s.append(step_s)
         if len(self._planned_s) < _NUM_PLANNED or not self._kept_s:
             return None
-        slowdown = statistics.median(self._planned_s) / max(statistics.median(self._kept_s), 1e-9)
+        slowdown = min(self._planned_s) / max(min(self._kept_s), 1e-9)
         if slowdown <= self._limit:
             return None
         self._planned_s.clear()

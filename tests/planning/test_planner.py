@@ -59,6 +59,19 @@ def test_a_slow_drive_takes_what_it_can() -> None:
     assert plan.prediction.written_bytes <= 50 * NET.end_s
 
 
+@pytest.mark.parametrize(("min_relief", "moves"), [(0.03, True), (0.05, False)])
+def test_what_relieves_too_little_is_left_alone(min_relief: float, moves: bool) -> None:
+    """The same drive takes 3 to 5 % away."""
+    plan = make_plan(NET, ssd(50), Goal(min_relief=min_relief))
+    assert plan.moves is moves
+    assert (plan.prediction.peak_bytes < NET.saved_peak_bytes) is moves
+
+
+def test_a_budget_is_kept_however_little_it_relieves() -> None:
+    plan = make_plan(NET, ssd(50), Goal(budget_bytes=9_900, min_relief=0.05))
+    assert plan.prediction.peak_bytes <= 9_900
+
+
 def test_a_useless_drive_takes_nothing() -> None:
     plan = make_plan(NET, ssd(0.1), Goal())
     assert set(plan.placements) == {KEEP}

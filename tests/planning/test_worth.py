@@ -50,6 +50,13 @@ def test_one_slow_pass_says_nothing() -> None:
         assert worth.planned(step_s) is None
 
 
+def test_one_disturbed_kept_pass_does_not_hide_that_moving_is_slow() -> None:
+    worth = Worth(1.02)
+    for step_s in (5.0, 1.7, 1.0, *[1.0] * (NUM_KEPT - 3)):
+        worth.kept(step_s)
+    assert [worth.planned(1.4) for _ in range(3)] == [None, None, pytest.approx(1.4)]
+
+
 def test_the_pause_doubles_and_keeping_is_measured_anew() -> None:
     worth = warmed(Worth(1.02))
     pauses = []
