@@ -11,9 +11,10 @@ import torch
 from lightning_ssd.clock import Clock, Stamp
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.events import EventLog, StallEvent
+from lightning_ssd.ledger import Ledger
 from lightning_ssd.live_passes import LivePasses
 from lightning_ssd.prefetcher import Prefetcher, is_out_of_memory
-from lightning_ssd.saved_storage import Ledger, SavedStorage, State
+from lightning_ssd.saved_storage import SavedStorage, State
 from lightning_ssd.storage.streams import Copies
 from lightning_ssd.storage.tiers import Tier
 from lightning_ssd.storage.transfer import Transfer

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from lightning_ssd.clock import Clock
+from lightning_ssd.ledger import Ledger
 from lightning_ssd.planning.guide import Guide
 from lightning_ssd.planning.passes import PassProfile, ProfileBook
 from lightning_ssd.recorder import Recorder
 from lightning_ssd.saved_pass import PassBegin, SavedPass
-from lightning_ssd.saved_storage import Ledger, State
+from lightning_ssd.saved_storage import State
 from lightning_ssd.scheduler import FinishedPass, Scheduler
 
 __all__ = ["LivePasses"]

@@ -7,10 +7,11 @@ import sys
 
 import torch
 
+from lightning_ssd.ledger import Ledger
 from lightning_ssd.live_passes import LivePasses
 from lightning_ssd.planning.passes import PrefetchBudget
 from lightning_ssd.saved_pass import SavedPass
-from lightning_ssd.saved_storage import Ledger, SavedStorage, State
+from lightning_ssd.saved_storage import SavedStorage, State
 from lightning_ssd.storage.transfer import Transfer
 
 __all__ = ["Prefetcher", "is_out_of_memory"]

@@ -14,23 +14,21 @@ depends on steps, modules or stack traces.
 Note: What a dying lease may do
     A lease can die anywhere: in autograd's thread, in a worker, or inside the garbage collector while the same
     thread holds any lock of ours. So it takes no lock: it drops the memory and leaves a note in a queue, which
-    :class:`Ledger` works off at the next regular operation.
+    the :class:`~lightning_ssd.ledger.Ledger` works off at the next regular operation.
 """
 
 from __future__ import annotations
 
 import enum
-import threading
 import time
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.inplace import Origin, VersionProbe
-from lightning_ssd.stats import Counters
+from lightning_ssd.ledger import Ledger
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import StoredBytes, Tier
 from lightning_ssd.storage.transfer import Transfer
@@ -39,7 +37,7 @@ from lightning_ssd.tensors import StorageKey, TensorSpec
 if TYPE_CHECKING:
     from lightning_ssd.saved_pass import SavedPass
 
-__all__ = ["Lease", "Ledger", "SavedStorage", "SavedTensor", "State"]
+__all__ = ["Lease", "SavedStorage", "SavedTensor", "State"]
 
 
 class State(enum.Enum):
@@ -51,103 +49,6 @@ class State(enum.Enum):
     READING = "reading"  # a worker fills new memory
     READY = "ready"  # in memory: kept, forwarded or reloaded
     FREED = "freed"  # the graph let go
-
-
-class Ledger:
-    """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory."""
-
-    def __init__(self) -> None:
-        self.counters = Counters()
-        # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
-        # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
-        self.lock = threading.Lock()
-        self._write_ended = threading.Condition(self.lock)
-        self.write_failure: BaseException | None = None  # the first one nobody has been told of
-        self.ahead_bytes = 0
-        self.saved_bytes = 0
-        self.num_live = 0
-        self.num_writes = 0  # queued or under way
-        self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
-        self._leaving: deque[SavedStorage] = deque()
-        self._released: deque[SavedStorage] = deque()
-
-    # -- callers of the following hold the lock ------------------------------------------------------------------
-
-    def admit(self, nbytes: int, limit_bytes: int) -> tuple[float, float] | None:
-        """Wait until so much more fits under the limit, or until no write is left that could make room.
-
-        Returns:
-            When the wait began and ended; ``None``: there was none.
-        """
-        begin_s = 0.0
-        while True:
-            self.settle()
-            self.sweep_all()
-            if self.counters.resident_bytes + nbytes <= limit_bytes or not self.num_writes:
-                return (begin_s, time.perf_counter()) if begin_s else None
-            begin_s = begin_s or time.perf_counter()
-            # Not for ever: a graph that dies elsewhere makes room too, and its death is only noted.
-            self._write_ended.wait(0.1)
-
-    def write_gone(self) -> None:
-        """A queued write has ended, in whatever way, or is no longer wanted."""
-        self.num_writes -= 1
-        self._write_ended.notify_all()
-
-    def opened(self, record: SavedStorage) -> None:
-        """A new saved storage, in memory."""
-        counters = self.counters
-        counters.num_saved += 1
-        counters.bytes_saved += record.nbytes
-        self.num_live += 1
-        self.saved_bytes += record.nbytes
-        counters.saved_peak_bytes = max(counters.saved_peak_bytes, self.saved_bytes)
-        self.occupy(record.nbytes)
-
-    def occupy(self, nbytes: int) -> None:
-        """Memory was taken for a saved storage."""
-        counters = self.counters
-        counters.resident_bytes += nbytes
-        if counters.resident_bytes > counters.resident_peak_bytes:
-            self.sweep_all()
-            counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
-        if counters.resident_bytes > self.window_peak_bytes:
-            self.sweep_all()
-            self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
-
-    def leave(self, record: SavedStorage) -> None:
-        """We let go of the memory. It counts until nobody else holds it either."""
-        record.leaving = True
-        self._leaving.append(record)
-
-    def sweep(self, num_records: int = 4) -> None:
-        """Look at some of those that are leaving: has their memory gone by now?"""
-        for _ in range(min(num_records, len(self._leaving))):
-            record = self._leaving.popleft()
-            if not record.leaving:
-                continue
-            if record.key.alive():
-                self._leaving.append(record)
-            else:
-                record.leaving = False
-                self.counters.resident_bytes -= record.nbytes
-
-    def sweep_all(self) -> None:
-        """Look at all that are leaving."""
-        self.sweep(len(self._leaving))
-
-    def settle(self) -> None:
-        """Work off the notes of dead leases: free extents, correct the sums."""
-        while self._released:
-            record = self._released.popleft()
-            self.num_live -= 1
-            self.saved_bytes -= record.nbytes
-            record.free()
-        self.sweep()
-
-    def note_death(self, record: SavedStorage) -> None:
-        """From a dying lease: see "What a dying lease may do"."""
-        self._released.append(record)
 
 
 class SavedStorage:

@@ -40,6 +40,9 @@ _MAX_PLANS = 8
 _DAY_S = 86_400
 _KEEP_SHARE = 0.5
 """Of the available memory, what a pass without a plan may keep: gradients and optimizer states are still to come."""
+_MARGIN = 0.02
+_MIN_MARGIN_BYTES = 16 << 20
+"""Added to the smallest memory budget that is named: the larger of the two."""
 _NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
 
 
@@ -119,7 +122,7 @@ class Scheduler:
         self.trace: Trace | None = None
         self.num_plans = 0
         self.given_up_at: float | None = None
-        self.comparison = Comparison()
+        self.comparison = Comparison(wear_bytes_per_day=wishes.wear_bytes_per_day)
         self._wishes = wishes
         self._measure = machine
         self._agree = agree
@@ -353,13 +356,18 @@ class Scheduler:
         activations = math.inf if wishes.activation_budget is None else wishes.activation_budget
         if wishes.memory_budget is not None and wishes.memory_budget - other < activations:
             got = f"OffloadPolicy.memory_budget={wishes.memory_budget}"
-            smallest = f"{smallest_bytes + other} bytes, of which {other} are not saved activations"
+            # What else is in memory differs from run to run by a few MiB: named to the byte, it could fail again.
+            least = smallest_bytes + other
+            least += max(int(_MARGIN * least), _MIN_MARGIN_BYTES)
+            mib = math.ceil(least / 2**20)
+            smallest = f"about {least} bytes ({mib} MiB), of which {other} are not saved activations"
         else:
             got, smallest = f"OffloadPolicy.activation_budget={wishes.activation_budget}", f"{smallest_bytes} bytes"
             smallest += f" ({smallest_bytes / 2**20:.1f} MiB)"
+        wear = "" if wishes.wear_bytes_per_day is None else "raise wear_budget (it limits what may be moved), "
         return BudgetError(
             f"{got} bytes cannot be kept by any plan for this model and batch; the smallest possible is {smallest}. "
-            "Raise the budget, make the batch smaller, or lower min_tensor_bytes"
+            f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes"
         )
 
     def readings(self) -> PlanReadings | None:

@@ -24,17 +24,19 @@ from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.events import EventLog, PlacementEvent
 from lightning_ssd.fetcher import Fetcher
 from lightning_ssd.inplace import Origin, VersionProbe, inplace_error, pytorch_wording
+from lightning_ssd.ledger import Ledger
 from lightning_ssd.live_passes import LivePasses
 from lightning_ssd.memory import available_bytes, level_bytes
 from lightning_ssd.parameters import ParameterStorages
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.saved_pass import SavedPass
-from lightning_ssd.saved_storage import Lease, Ledger, SavedStorage, SavedTensor, State
+from lightning_ssd.saved_storage import Lease, SavedStorage, SavedTensor, State
 from lightning_ssd.scheduler import Scheduler
 from lightning_ssd.stats import OffloadStats
 from lightning_ssd.storage.streams import Copies
 from lightning_ssd.storage.tiers import SsdTier, Tier
 from lightning_ssd.tensors import PLAIN_TYPES, TensorSpec
+from lightning_ssd.tier_meter import TierMeter
 
 __all__ = ["TensorCache", "Tiers"]
 
@@ -81,6 +83,8 @@ class TensorCache:
         self.ledger = Ledger()
         self._counters = self.ledger.counters
         self._tiers = tiers
+        # Without a probe: before the drive has told its rate, nothing is kept for it.
+        self._meter = None if tiers.ssd is None else TierMeter(tiers.ssd)
         self._device = device
         self._min_nbytes = max(min_tensor_nbytes, 1)
         self._events = events
@@ -144,9 +148,11 @@ class TensorCache:
         self._check_process()
         with self.ledger.lock:
             self.ledger.settle()
-            if self._tiers.ssd is not None:
+            rates = None if self._meter is None else self._meter.machine().ssd
+            if rates is not None:
                 self._fetcher.prefetcher.budget.pass_ended(
-                    self._passes.end_backward(*self._tiers.ssd.sample_rates()), self.ledger.counters.saved_peak_bytes
+                    self._passes.end_backward(rates.write_bytes_per_s, rates.read_bytes_per_s),
+                    self.ledger.counters.saved_peak_bytes,
                 )
         self._passes.learn()
         with self.ledger.lock:

@@ -41,7 +41,8 @@ class TierMeter:
 
     Args:
         ssd: the drives.
-        probe: measures the drives, for the time before the run has told; called once, when a plan first needs it.
+        probe: measures the drives, for the time before the run has told; called once, when the rates are first asked
+            for. ``None``: they are unknown (0) until then.
         host: the host tier, if there is one.
         probe_host: the same for it.
     """
@@ -49,7 +50,7 @@ class TierMeter:
     def __init__(
         self,
         ssd: SsdTier,
-        probe: Callable[[], Rates],
+        probe: Callable[[], Rates] | None = None,
         *,
         host: HostTier | None = None,
         probe_host: Callable[[], Rates] | None = None,
@@ -69,9 +70,9 @@ class TierMeter:
 class _Channels:
     """Both directions of one tier."""
 
-    def __init__(self, progress: Callable[[], Progress], probe: Callable[[], Rates]) -> None:
+    def __init__(self, progress: Callable[[], Progress], probe: Callable[[], Rates] | None) -> None:
         self._progress = progress
-        self._probe: Callable[[], Rates] | None = probe
+        self._probe = probe
         self._seen = Progress(0, 0.0, 0, 0.0)
         self._seen_s = 0.0
         self._write, self._read = RateEstimate(), RateEstimate()

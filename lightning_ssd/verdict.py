@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.stats import OffloadStats
+from lightning_ssd.wording import counted, in_one_unit
 
 __all__ = ["Run", "verdict"]
 
 _GIB = 1 << 30
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,23 +53,22 @@ def _activations(run: Run) -> list[str]:
         advice = " Lower min_tensor_bytes to move those too." if moves and stats.num_kept_small else ""
         return [
             f"Nothing was offloaded: no saved activation had min_tensor_bytes={policy.min_tensor_bytes!r} or more; "
-            f"{stats.num_kept_small} smaller ones were kept.{advice}"
+            f"{counted(stats.num_kept_small, 'smaller one was', 'smaller ones were')} kept.{advice}"
         ]
+    resident, saved = in_one_unit(resident_peak, saved_peak)
     if policy.activations == "recompute":
-        return [f"Blocks were recomputed, as asked; what they leave was kept: at most {_size(saved_peak)} at a time."]
+        return [f"Blocks were recomputed, as asked; what they leave was kept: at most {saved} at a time."]
     if policy.activations == "keep":
-        return [f"Saved activations: all kept in memory, as asked; at most {_size(saved_peak)} at a time."]
+        return [f"Saved activations: all kept in memory, as asked; at most {saved} at a time."]
     share = 100 * resident_peak / saved_peak if saved_peak else 100.0
     sentences = [
-        f"Saved activations: at most {_size(resident_peak)} resident of {_size(saved_peak)} that keeping would have "
-        f"held ({share:.0f} %).",
-        f"{_size(stats.bytes_written)} written{_to_host(stats)}, {_size(stats.bytes_read)} read, "
-        f"{_size(stats.bytes_forwarded)} taken back without a read; {_stalls(stats.stall_s, run)}.",
+        f"Saved activations: at most {resident} resident of {saved} that keeping would have held ({share:.0f} %).",
+        f"{_moved(stats)}; {_stalls(stats.stall_s, run)}.",
     ]
     if stats.failures:
         sentences.append(
-            f"{stats.failures} transfers failed; {stats.fallbacks} times training went on with the tensor in memory "
-            "or a second try."
+            f"{counted(stats.failures, 'transfer', 'transfers')} failed; {counted(stats.fallbacks, 'time', 'times')} "
+            "training went on with the tensor in memory or a second try."
         )
     if run.plan is not None:
         sentences.append(run.plan)
@@ -80,8 +79,12 @@ def _activations(run: Run) -> list[str]:
     return [*sentences, f"Backend: {run.backend}."]
 
 
-def _to_host(stats: OffloadStats) -> str:
-    return f" and {_size(stats.bytes_host)} put into host memory" if stats.bytes_host else ""
+def _moved(stats: OffloadStats) -> str:
+    written, on_host, read, forwarded = in_one_unit(
+        stats.bytes_written, stats.bytes_host, stats.bytes_read, stats.bytes_forwarded
+    )
+    to_host = f" and {on_host} put into host memory" if stats.bytes_host else ""
+    return f"{written} written{to_host}, {read} read, {forwarded} taken back without a read"
 
 
 def _stalls(stall_s: float, run: Run) -> str:
@@ -93,13 +96,11 @@ def _stalls(stall_s: float, run: Run) -> str:
 
 def _peaks(metrics: Mapping[str, float]) -> list[str]:
     names = {"memory/device_peak_gib": "device", "memory/host_peak_gib": "host"}
-    known = [f"{name} {_size(_bytes(metrics, key))}" for key, name in names.items() if key in metrics]
-    return [f"Peak memory: {', '.join(known)}."] if known else []
+    known = {name: _bytes(metrics, key) for key, name in names.items() if key in metrics}
+    if not known:
+        return []
+    return [f"Peak memory: {', '.join(map(' '.join, zip(known, in_one_unit(*known.values()), strict=True)))}."]
 
 
 def _bytes(metrics: Mapping[str, float], key: str) -> int:
     return round(metrics.get(key, 0.0) * _GIB)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB // 10 else f"{nbytes / _MIB:.1f} MiB"

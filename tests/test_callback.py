@@ -14,6 +14,7 @@ from lightning_ssd.callback import OffloadMonitor
 from lightning_ssd.metrics import METRICS
 from lightning_ssd.planning.worth import NUM_KEPT
 from lightning_ssd.strategy import SSDOffloadStrategy
+from lightning_ssd.wording import counted
 from tests.trainers import LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, one_thread
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
@@ -188,7 +189,8 @@ def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
     report = f"Plan: {rows[-1]['plan.predicted_step_s']:.3g} s per pass predicted"
     assert monitor.summary.count("Plan: ") == 1
     assert report in monitor.summary
-    assert f"{rows[-1]['plan.num_plans']:.0f} plans. Backend: " in monitor.summary
+    plans = counted(int(rows[-1]["plan.num_plans"]), "plan", "plans")
+    assert f"{plans}. Backend: " in monitor.summary
 
 
 def test_plan_keys_are_absent_where_nothing_is_planned(tmp_path):

@@ -179,7 +179,7 @@ def test_dropped_unclosed_under_the_ledgers_lock(spill_dir: Path) -> None:
     """The garbage collector may find a forgotten offloader while we hold a lock that its workers wait for."""
     out = run_child(f"""
 import faulthandler, gc, torch, lightning_ssd as s
-from lightning_ssd.saved_storage import Ledger
+from lightning_ssd.ledger import Ledger
 faulthandler.dump_traceback_later(60, exit=True)
 opened = Ledger.opened
 def collecting(self, record):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, scheduler
 from lightning_ssd.errors import BudgetError, OffloaderClosedError
+from lightning_ssd.ledger import Ledger
 from lightning_ssd.planning import rates
-from lightning_ssd.saved_storage import Ledger
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.movers import HostMover
 from tests.helpers import (

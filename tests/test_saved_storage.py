@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from lightning_ssd.inplace import VersionProbe
-from lightning_ssd.saved_storage import Ledger, SavedStorage, State
+from lightning_ssd.ledger import Ledger
+from lightning_ssd.saved_storage import SavedStorage, State
 from lightning_ssd.tensors import StorageKey
 
 

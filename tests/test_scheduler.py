@@ -349,6 +349,38 @@ def test_an_impossible_memory_budget_names_what_else_is_in_memory() -> None:
             made.wait()
 
 
+def named(error: BaseException) -> int:
+    """The smallest budget in a message."""
+    return int(str(error).split("smallest possible is about ")[1].split(" bytes")[0])
+
+
+@pytest.mark.parametrize("other", [7 * NBYTES, 4000 * NBYTES])
+def test_the_memory_budget_that_is_named_has_room_for_a_run_that_needs_a_little_more(other: int) -> None:
+    """What else is in memory differs by a few MiB from run to run."""
+    with opened(memory_budget=other + NBYTES // 2) as made:
+        run_pass(made, make_trace(other=other))
+        with pytest.raises(BudgetError, match=r"smallest possible is about \d+ bytes \(\d+ MiB\), of which") as raised:
+            made.wait()
+    more = other + max(12 * NBYTES, other // 60)
+    with opened(memory_budget=named(raised.value)) as made:
+        run_pass(made, make_trace(other=more))
+        made.wait()
+        assert run_pass(made, make_trace(other=more))[0].completed() is not None
+    with opened(memory_budget=named(raised.value)) as made:
+        run_pass(made, make_trace(other=more + other // 10 + 10 * NBYTES))
+        with pytest.raises(BudgetError):
+            made.wait()
+
+
+def test_a_budget_that_only_wear_forbids_says_so() -> None:
+    for wear, is_named in ((1, True), (None, False)):
+        with opened(activation_budget=NBYTES // 2, wear_bytes_per_day=wear) as made:
+            run_pass(made, make_trace())
+            with pytest.raises(BudgetError) as raised:
+                made.wait()
+        assert ("raise wear_budget" in str(raised.value)) is is_named
+
+
 # -- several processes ------------------------------------------------------------------------------------------------
 
 
@@ -489,6 +521,23 @@ def test_the_limit_of_wear_is_that_of_one_pass() -> None:
         assert known.goal.written_bytes == 4 * NBYTES
         assert 0 < known.plan.prediction.written_bytes <= 4 * NBYTES
         assert math.isfinite(known.plan.prediction.step_s)
+
+
+@pytest.mark.parametrize(
+    ("wear", "machine", "is_told"), [(5_000_000, FAST, True), (10**12, FAST, False), (5_000_000, Machine(), False)]
+)
+def test_a_wear_budget_that_blocks_every_move_is_told_of(wear: int, machine: Machine, is_told: bool) -> None:
+    with opened(machine=machine_of(machine), wear_bytes_per_day=wear) as made:
+        for _ in range(2):
+            run_pass(made, make_trace())
+            made.wait()
+        report = made.comparison.report(made.num_plans)
+        assert report is not None
+        assert ("wear_budget allows this process" in report.text()) is is_told
+        assert report.allowed_bytes_per_day == wear
+        if is_told:
+            # Nearly all of twelve storages, in a pass of a second.
+            assert 9 * NBYTES * 86_400 <= report.refused_bytes_per_day <= 12 * NBYTES * 86_400
 
 
 def test_a_pass_without_saved_storages_is_no_trace() -> None:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from lightning_ssd import Offloader
 from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.storage.backend import Backend
+from lightning_ssd.tier_meter import TierMeter
 from tests.helpers import DRAINED, EAGER, KEEP, Setup, assert_released, disk_used_bytes, open_offloader
 from tests.storage.faults import FaultyBackend
 
@@ -160,6 +162,24 @@ def test_what_comes_back_at_once_is_kept_in_the_next_step(tmp_path: Path) -> Non
             offloader.end_backward()
         assert offloader.stats.bytes_kept > 0
         assert_released(offloader)
+
+
+@pytest.mark.parametrize(("rate", "num_kept"), [(1.0, 10), (0.0, 0)])
+def test_what_is_kept_follows_the_rates_of_the_meter(
+    rate: float, num_kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drive that moves one byte per second brings nothing back in time; while no rate is known, everything moves."""
+    known = Machine(ssd=TierRates(write_bytes_per_s=rate, read_bytes_per_s=rate))
+    monkeypatch.setattr(TierMeter, "machine", lambda self: known)
+    with open_offloader(tmp_path, EAGER) as offloader:
+        x = leaf()
+        for expected in (0, num_kept):
+            before = offloader.stats.bytes_kept
+            loss = chain(offloader, x)
+            offloader.flush()
+            assert offloader.stats.bytes_kept - before == expected * NBYTES
+            loss.backward()
+            offloader.end_backward()
 
 
 def test_reads_run_ahead_of_backward(tmp_path: Path) -> None:

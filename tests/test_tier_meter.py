@@ -97,6 +97,15 @@ def test_a_probe_that_tells_nothing_is_not_asked_again(wait: Callable[[float], N
     assert probe.num_calls == 1
 
 
+def test_without_a_probe_only_the_run_tells(wait: Callable[[float], None]) -> None:
+    tier = FakeTier()
+    meter = TierMeter(tier.as_ssd)
+    assert ssd_rates(meter) == (0, 0)
+    wait(1)
+    tier.move(written=100 * MIB, write_s=1.0)
+    assert ssd_rates(meter) == (100 * MIB, 0)
+
+
 def test_what_the_run_has_told_needs_no_probe(wait: Callable[[float], None]) -> None:
     tier, probe = FakeTier(), Probe()
     tier.move(written=100 * MIB, write_s=1.0, read=50 * MIB, read_s=0.25)

@@ -42,7 +42,7 @@ def test_a_run_that_offloaded():
         "12.00 GiB written, 11.00 GiB read, 1.00 GiB taken back without a read; "
         "stalled 1.2 s of 100.0 s in training steps (1.2 %), overlap 98 %. "
         "Backend: posix O_DIRECT; in /mnt/nvme. "
-        "Peak memory: device 4.00 GiB, host 51.2 MiB."
+        "Peak memory: device 4.00 GiB, host 0.05 GiB."
     )
 
 
@@ -81,7 +81,7 @@ def test_failures_are_not_hushed_up():
     ],
 )
 def test_a_run_that_did_not(changes, text):
-    assert verdict(run(**changes)) == text + "Peak memory: device 4.00 GiB, host 51.2 MiB."
+    assert verdict(run(**changes)) == text + "Peak memory: device 4.00 GiB, host 0.05 GiB."
 
 
 def test_nothing_is_claimed_without_a_number():
@@ -122,3 +122,22 @@ def test_how_long_a_drive_lasts(days, text):
 def test_what_went_into_host_memory_is_no_write_to_a_drive():
     text = verdict(run(stats=replace(STATS, bytes_host=2 * GIB)))
     assert "12.00 GiB written and 2.00 GiB put into host memory, 11.00 GiB read, " in text
+
+
+def test_each_sentence_has_one_unit():
+    text = verdict(run(stats=replace(STATS, bytes_forwarded=5 << 20, resident_peak_bytes=1 << 20), metrics={}))
+    assert "at most 0.00098 GiB resident of 3.00 GiB that" in text
+    assert "12.00 GiB written, 11.00 GiB read, 0.0049 GiB taken back" in text
+    assert "MiB" not in text
+    small = OffloadStats(
+        bytes_saved=9 << 20, bytes_written=3 << 20, saved_peak_bytes=9 << 20, resident_peak_bytes=1 << 19
+    )
+    text = verdict(run(stats=small, metrics={}))
+    assert "at most 0.5 MiB resident of 9.0 MiB that" in text
+    assert "3.0 MiB written, 0.0 MiB read, 0.0 MiB taken back" in text
+
+
+def test_one_of_something_is_told_as_one():
+    text = verdict(run(stats=OffloadStats(bytes_saved=1, failures=1, fallbacks=1)))
+    assert "1 transfer failed; 1 time training went on with" in text
+    assert "; 1 smaller one was kept. " in verdict(run(stats=OffloadStats(num_kept_small=1)))

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from lightning_ssd.planning.guide import StoredPlan
 from lightning_ssd.planning.watch import Measured
+from lightning_ssd.wording import counted, in_one_unit
 
 __all__ = ["Comparison", "PlanReport"]
 
-_GIB = 1 << 30
+_DAY_S = 86_400
 _WINDOW = 64
 
 
@@ -38,15 +39,22 @@ class PlanReport:
     given_up_at: float | None = None
     """How many times as long as keeping everything the planned passes took when moving was given up for a while."""
 
+    allowed_bytes_per_day: int | None = None
+    """What the wear budget lets this process write."""
+    refused_bytes_per_day: float = 0.0
+    """Where that is not even enough for one storage per pass: what the plan would write if it might. Else 0."""
+
     def text(self) -> str:
-        """One sentence."""
+        """One sentence; one more each where moving was given up, and where the wear budget forbids it."""
+        predicted, measured = in_one_unit(self.predicted_peak_bytes, self.measured_peak_bytes)
         return (
             f"Plan: {self.predicted_step_s:.3g} s per pass predicted, {self.measured_step_s:.3g} s measured "
             f"({_off(self.predicted_step_s, self.measured_step_s)}); stall {self.predicted_stall_s:.3g} s predicted, "
             f"{self.measured_stall_s:.3g} s measured; peak of resident activations "
-            f"{self.predicted_peak_bytes / _GIB:.3g} GiB predicted, {self.measured_peak_bytes / _GIB:.3g} GiB measured "
-            f"({_off(self.predicted_peak_bytes, self.measured_peak_bytes)}); {self.num_passes} passes, "
-            f"{self.num_plans} plans.{self._given_up()}"
+            f"{predicted} predicted, {measured} measured "
+            f"({_off(self.predicted_peak_bytes, self.measured_peak_bytes)}); "
+            f"{counted(self.num_passes, 'pass', 'passes')}, {counted(self.num_plans, 'plan', 'plans')}."
+            f"{self._given_up()}{self._refused()}"
         )
 
     def _given_up(self) -> str:
@@ -57,15 +65,29 @@ class PlanReport:
             "everything kept; a budget (activation_budget) moves all the same."
         )
 
+    def _refused(self) -> str:
+        if self.allowed_bytes_per_day is None or not self.refused_bytes_per_day:
+            return ""
+        allowed, needed = in_one_unit(self.allowed_bytes_per_day, self.refused_bytes_per_day, decimal=True)
+        return (
+            f" Nothing is written to the drives, because wear_budget allows this process {allowed} per day and the "
+            f"plan would need {needed} per day."
+        )
+
 
 def _off(predicted: float, measured: float) -> str:
     return f"{100 * (measured / predicted - 1):+.0f} %" if predicted > 0 else "nothing predicted"
 
 
 class Comparison:
-    """Collects the passes that followed one plan; begins anew with another."""
+    """Collects the passes that followed one plan; begins anew with another.
 
-    def __init__(self) -> None:
+    Args:
+        wear_bytes_per_day: that this process may write; ``None``: there is no such limit.
+    """
+
+    def __init__(self, *, wear_bytes_per_day: int | None = None) -> None:
+        self._wear_bytes_per_day = wear_bytes_per_day
         self._known: StoredPlan | None = None
         self._measured: deque[Measured] = deque(maxlen=_WINDOW)
 
@@ -86,6 +108,7 @@ class Comparison:
         if self._known is None:
             return None
         prediction, measured = self._known.plan.prediction, self._measured
+        passes_per_day = _DAY_S / max(self._known.trace.end_s, 1e-9)
         return PlanReport(
             predicted_step_s=prediction.step_s,
             measured_step_s=statistics.median(one.step_s for one in measured),
@@ -99,4 +122,6 @@ class Comparison:
             num_passes=len(measured),
             num_plans=num_plans,
             given_up_at=given_up_at,
+            allowed_bytes_per_day=self._wear_bytes_per_day,
+            refused_bytes_per_day=self._known.plan.refused_bytes * passes_per_day,
         )

@@ -24,8 +24,6 @@ __all__ = [
     "Scenario",
     "bytes_per_day",
     "life_days",
-    "required_write_rate",
-    "tbw_bytes",
     "used_bytes",
     "wear_warning",
 ]
@@ -93,17 +91,6 @@ ONE_DAY_RETENTION = Scenario(
 SCENARIOS = (VENDOR, SEQUENTIAL, ONE_DAY_RETENTION)
 
 
-def tbw_bytes(dwpd: float, capacity_bytes: int, warranty_years: float) -> int:
-    """The rating of a drive that is sold with drive writes per day.
-
-    Args:
-        dwpd: drive writes per day.
-        capacity_bytes: size of the drive.
-        warranty_years: for how long the vendor grants them.
-    """
-    return round(dwpd * capacity_bytes * 365 * warranty_years)
-
-
 def used_bytes(
     rating_bytes: int | None, *, written_bytes: int | None = None, percentage_used: float | None = None
 ) -> int:
@@ -121,22 +108,6 @@ def used_bytes(
     if rating_bytes is not None and percentage_used is not None:
         known.append(round(percentage_used / 100 * rating_bytes))
     return max(known)
-
-
-def required_write_rate(activation_bytes: int, step_s: float) -> float:
-    """Bytes per second that the drives must take for a step's activations to leave in the first half of it.
-
-    SSDTrain's ``S / (t / 2)`` (arXiv 2408.10013), which takes half a step for forward.
-
-    Args:
-        activation_bytes: written per step.
-        step_s: seconds per step, above 0.
-
-    Raises:
-        ConfigError: if ``step_s`` is not above 0.
-    """
-    _check_step(step_s)
-    return activation_bytes / (step_s / 2)
 
 
 def bytes_per_day(bytes_per_step: float, step_s: float, *, duty: float = 1.0) -> float:

@@ -75,6 +75,9 @@ class Plan:
     prediction: Prediction
     keep_step_s: float
     """The same pass with everything kept."""
+    refused_bytes: int = 0
+    """Where the goal's ``written_bytes`` leave nothing that may be written: what one pass would write without them.
+    0: they are not in the way."""
     inputs: tuple[tuple[int, Placement], ...] = ()
     """(block, where its input goes) for blocks to recompute that the trace did not recompute yet: their inputs are not
     among its storages."""

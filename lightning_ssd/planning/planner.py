@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_ssd.planning.bound import Bound, bound
 from lightning_ssd.planning.candidates import Candidate, Variant, family, usable, variants, windows
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Goal, Machine, Plan, Prediction
-from lightning_ssd.planning.recomputation import inner_storages, input_of, recomputed
-from lightning_ssd.planning.simulator import Timeline, predict, simulate
+from lightning_ssd.planning.recomputation import inner_storages, input_of
+from lightning_ssd.planning.simulator import predict
 from lightning_ssd.planning.trace import Trace
 
-__all__ = ["BudgetTooSmall", "Judged", "judge", "make_plan", "play", "smallest_budget"]
+__all__ = ["BudgetTooSmall", "Judged", "judge", "make_plan", "smallest_budget"]
 
 TOLERANCE = 1.002
 """Plans closer than this are equal."""
@@ -102,7 +102,17 @@ def make_plan(trace: Trace, machine: Machine, goal: Goal) -> Plan:
         BudgetTooSmall: no plan stays under the budget.
         ValueError: the trace contradicts itself.
     """
-    machine = usable(machine)
+    plan = _make(trace, usable(machine), goal)
+    if goal.written_bytes is None or plan.prediction.written_bytes:
+        return plan
+    try:
+        free = _make(trace, usable(machine), replace(goal, written_bytes=None))
+    except BudgetTooSmall:  # which budget is the smallest is searched among a few: more choice may hide the best one
+        return plan
+    return replace(plan, refused_bytes=free.prediction.written_bytes)
+
+
+def _make(trace: Trace, machine: Machine, goal: Goal) -> Plan:
     budget = goal.budget_bytes
     all_kept = Variant(trace, frozenset())
     keep = _Choice.of(all_kept, (Placement.KEEP,) * len(trace.storages), machine, None, 0)
@@ -124,15 +134,6 @@ def smallest_budget(trace: Trace, machine: Machine, goal: Goal) -> int:
     machine = usable(machine)
     candidates = [c for v in variants(trace, goal) for c in family(v, machine, goal)]
     return _smallest(candidates, machine)[0]
-
-
-def play(trace: Trace, machine: Machine, plan: Plan) -> Timeline:
-    """Play a plan that was made from this trace in full detail; its prediction is the plan's."""
-    other, old = recomputed(trace, plan.recompute - trace.recomputed)
-    inputs = dict(plan.inputs)
-    placements = [plan.placements[i] if i >= 0 else inputs[input_of(i)] for i in old]
-    kept = [Placement.KEEP if p is Placement.RECOMPUTE else p for p in placements]
-    return simulate(other, kept, machine, limit_bytes=plan.limit_bytes, ahead_bytes=plan.ahead_bytes)
 
 
 def judge(candidates: Iterable[Candidate], machine: Machine, goal: Goal) -> Iterator[Judged]:

@@ -85,12 +85,3 @@ class RateEstimate:
             self._estimate = high
         elif low > self._estimate:
             self._estimate += _RISE * (low - self._estimate)
-
-    def left_band(self, reference: float, width: float = BAND) -> bool:
-        """Whether the rate is now further from ``reference`` than ``width`` times it, so that a plan is out of date.
-
-        Args:
-            reference: the rate that the plan was made with; 0: it was unknown, which every known rate is outside of.
-            width: as a part of ``reference``.
-        """
-        return self.value > 0 and leaves_band(self.value, reference, width)

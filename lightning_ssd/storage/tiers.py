@@ -173,8 +173,6 @@ class SsdTier:
         self._writes = TransferQueue("write", num_workers, events, tier=self.name, yields_to=gate)
         self._reads = TransferQueue("read", num_workers, events, tier=self.name, announces=gate)
         self.num_retries = 0
-        self._write_rate = _Rate(self._writes)
-        self._read_rate = _Rate(self._reads)
 
     @property
     def disk_bytes(self) -> int:
@@ -200,12 +198,13 @@ class SsdTier:
         if mine.extent.nbytes:
             mine.arena.free(mine.extent)
 
+    def locate(self, stored: StoredBytes) -> tuple[Arena, Extent]:
+        """Where the body of a storage lies, for readers of their own. It stays there until :meth:`free`."""
+        mine = self._mine(stored)
+        return mine.arena, mine.extent
+
     def progress(self) -> Progress:
         return Progress(*self._writes.progress(), *self._reads.progress())
-
-    def sample_rates(self) -> tuple[float, float]:
-        """Write and read rate while busy, in bytes per second: moving averages over the calls; 0 if unknown."""
-        return self._write_rate.sample(), self._read_rate.sample()
 
     @property
     def busy_s(self) -> tuple[float, float]:
@@ -250,24 +249,6 @@ class SsdTier:
         """Cut a body into chunks."""
         for done in range(0, nbytes, self._chunk_bytes):
             yield Piece(start + done, min(self._chunk_bytes, nbytes - done), arena, extent.offset + done)
-
-
-class _Rate:
-    """Moving average of a queue's rate while it is busy; samples of less than 8 MiB say nothing."""
-
-    def __init__(self, queue: TransferQueue) -> None:
-        self._queue = queue
-        self._seen_bytes, self._seen_s = 0, 0.0
-        self._value = 0.0
-
-    def sample(self) -> float:
-        nbytes, busy_s = self._queue.progress()
-        new_bytes, new_s = nbytes - self._seen_bytes, busy_s - self._seen_s
-        if new_bytes >= 8 << 20 and new_s > 0:
-            self._seen_bytes, self._seen_s = nbytes, busy_s
-            rate = new_bytes / new_s
-            self._value = rate if self._value == 0 else 0.7 * self._value + 0.3 * rate
-        return self._value
 
 
 class _Write(Transfer):

@@ -49,7 +49,7 @@ def test_medians_and_the_largest_peak() -> None:
     assert comparison.latest[1].step_s == 1.2
     assert report.text() == (
         "Plan: 1 s per pass predicted, 1.2 s measured (+20 %); stall 0.02 s predicted, 0.1 s measured; "
-        "peak of resident activations 2 GiB predicted, 3 GiB measured (+50 %); 3 passes, 2 plans."
+        "peak of resident activations 2.00 GiB predicted, 3.00 GiB measured (+50 %); 3 passes, 2 plans."
     )
 
 
@@ -84,7 +84,7 @@ def test_zeros_are_told_as_zeros() -> None:
     assert report is not None
     assert report.text() == (
         "Plan: 0 s per pass predicted, 0 s measured (nothing predicted); stall 0 s predicted, 0 s measured; "
-        "peak of resident activations 0 GiB predicted, 0 GiB measured (nothing predicted); 1 passes, 0 plans."
+        "peak of resident activations 0.0 MiB predicted, 0.0 MiB measured (nothing predicted); 1 pass, 0 plans."
     )
 
 
@@ -94,4 +94,33 @@ def test_errors_have_a_sign() -> None:
     report = comparison.report(1)
     assert report is not None
     assert "0.9 s measured (-10 %)" in report.text()
-    assert "2 GiB measured (+0 %)" in report.text()
+    assert "2.00 GiB measured (+0 %)" in report.text()
+
+
+def test_both_peaks_are_told_in_one_unit() -> None:
+    comparison = Comparison()
+    comparison.add(PLAN, replace(ONE, peak_bytes=3 << 20))
+    report = comparison.report(1)
+    assert report is not None
+    assert "2.00 GiB predicted, 0.0029 GiB measured (-100 %); 1 pass, 1 plan." in report.text()
+
+
+def test_a_wear_budget_that_lets_nothing_move_is_told_of() -> None:
+    """The trace takes a second, so that a day has 86,400 passes."""
+    comparison = Comparison(wear_bytes_per_day=500_000_000_000)
+    comparison.add(replace(PLAN, plan=replace(PLAN.plan, refused_bytes=100_000_000)), ONE)
+    report = comparison.report(1)
+    assert report is not None
+    assert report.refused_bytes_per_day == 8_640_000_000_000
+    assert report.text().endswith(
+        "1 plan. Nothing is written to the drives, because wear_budget allows this process 0.50 TB per day and the "
+        "plan would need 8.64 TB per day."
+    )
+
+
+def test_a_wear_budget_that_is_not_in_the_way_is_not_told_of() -> None:
+    comparison = Comparison(wear_bytes_per_day=1)
+    comparison.add(PLAN, ONE)
+    report = comparison.report(1)
+    assert report is not None
+    assert "wear_budget" not in report.text()

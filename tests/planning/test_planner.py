@@ -17,11 +17,24 @@ from lightning_ssd.planning.candidates import Units, family, variants
 from lightning_ssd.planning.lifetimes import Lifetimes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Goal, Machine, Plan
-from lightning_ssd.planning.planner import TOLERANCE, BudgetTooSmall, judge, make_plan, play, smallest_budget
+from lightning_ssd.planning.planner import TOLERANCE, BudgetTooSmall, judge, make_plan, smallest_budget
 from lightning_ssd.planning.recomputation import inner_storages, recomputed
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
-from tests.planning.traces import HOST, KEEP, SSD, machines, network, passes, rates, ssd, storage, tier_rates, trace
+from tests.planning.traces import (
+    HOST,
+    KEEP,
+    SSD,
+    machines,
+    network,
+    passes,
+    play,
+    rates,
+    ssd,
+    storage,
+    tier_rates,
+    trace,
+)
 
 laws = settings(derandomize=True, deadline=None, max_examples=60, database=None)
 RECOMPUTE = Placement.RECOMPUTE
@@ -139,6 +152,31 @@ def test_a_mix_beats_recompute_and_drive_alone(rate: float, budget: int) -> None
 def test_recompute_only_when_it_wins() -> None:
     assert not make_plan(NET, ssd(1e6), Goal(budget_bytes=2000, recompute=True)).recompute
     assert not make_plan(NET, ssd(1e6), Goal(recompute=True)).recompute
+
+
+def test_a_plan_says_what_wear_forbids_it_to_write() -> None:
+    free = make_plan(NET, ssd(1e6), Goal())
+    for goal in (Goal(written_bytes=0), Goal(written_bytes=99)):  # a storage has 100 bytes
+        plan = make_plan(NET, ssd(1e6), goal)
+        assert not plan.moves
+        assert plan.refused_bytes == free.prediction.written_bytes > 0
+    assert make_plan(NET, ssd(1e6), Goal(written_bytes=3000)).refused_bytes == 0, "something may be written"
+    assert make_plan(NET, Machine(), Goal(written_bytes=0)).refused_bytes == 0, "nothing could be"
+    fits = Goal(written_bytes=0, budget_bytes=10_000)
+    assert make_plan(NET, ssd(1e6), fits).refused_bytes == 0, "nothing has to be"
+    assert free.refused_bytes == 0
+
+
+def test_what_wear_forbids_is_not_told_where_the_search_without_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = planner._make
+
+    def fails(case: Trace, machine: Machine, goal: Goal) -> Plan:
+        if goal.written_bytes is None:
+            raise BudgetTooSmall(1, 2)
+        return make(case, machine, goal)
+
+    monkeypatch.setattr(planner, "_make", fails)
+    assert make_plan(NET, ssd(1e6), Goal(written_bytes=0)).refused_bytes == 0
 
 
 def test_wear_limits_what_is_written() -> None:

@@ -1,4 +1,4 @@
-"""Passes and machines for the tests of planning: a regular network, and whatever hypothesis thinks of."""
+"""Passes and machines for the tests of planning: a regular network, what hypothesis thinks of, a plan played."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.planning.plan import Machine, Plan, TierRates
+from lightning_ssd.planning.recomputation import input_of, recomputed
+from lightning_ssd.planning.simulator import Timeline, simulate
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 
 KEEP, SSD, HOST = Placement.KEEP, Placement.SSD, Placement.HOST
@@ -132,3 +134,12 @@ def machines() -> st.SearchStrategy[Machine]:
 def placements(case: Trace, machine: Machine) -> st.SearchStrategy[tuple[Placement, ...]]:
     tiers = [KEEP, SSD] if machine.host is None else [KEEP, SSD, HOST]
     return st.tuples(*(st.sampled_from(tiers) for _ in case.storages))
+
+
+def play(case: Trace, machine: Machine, plan: Plan) -> Timeline:
+    """Play a plan that was made from this trace in full detail; its prediction is the plan's."""
+    other, old = recomputed(case, plan.recompute - case.recomputed)
+    inputs = dict(plan.inputs)
+    places = [plan.placements[i] if i >= 0 else inputs[input_of(i)] for i in old]
+    kept = [KEEP if place is Placement.RECOMPUTE else place for place in places]
+    return simulate(other, kept, machine, limit_bytes=plan.limit_bytes, ahead_bytes=plan.ahead_bytes)

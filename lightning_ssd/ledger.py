@@ -1,0 +1,115 @@
+"""What all saved storages of one cache share: one lock, the counters, and the sums of bytes in memory.
+
+Dying leases leave notes here, which the next regular operation works off; a budget's wait for room is here too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from lightning_ssd.stats import Counters
+
+if TYPE_CHECKING:
+    from lightning_ssd.saved_storage import SavedStorage
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
+        # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
+        self.lock = threading.Lock()
+        self._write_ended = threading.Condition(self.lock)
+        self.write_failure: BaseException | None = None  # the first one nobody has been told of
+        self.ahead_bytes = 0
+        self.saved_bytes = 0
+        self.num_live = 0
+        self.num_writes = 0  # queued or under way
+        self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
+        self._leaving: deque[SavedStorage] = deque()
+        self._released: deque[SavedStorage] = deque()
+
+    # -- callers of the following hold the lock ------------------------------------------------------------------
+
+    def admit(self, nbytes: int, limit_bytes: int) -> tuple[float, float] | None:
+        """Wait until so much more fits under the limit, or until no write is left that could make room.
+
+        Returns:
+            When the wait began and ended; ``None``: there was none.
+        """
+        begin_s = 0.0
+        while True:
+            self.settle()
+            self.sweep_all()
+            if self.counters.resident_bytes + nbytes <= limit_bytes or not self.num_writes:
+                return (begin_s, time.perf_counter()) if begin_s else None
+            begin_s = begin_s or time.perf_counter()
+            # Not for ever: a graph that dies elsewhere makes room too, and its death is only noted.
+            self._write_ended.wait(0.1)
+
+    def write_gone(self) -> None:
+        """A queued write has ended, in whatever way, or is no longer wanted."""
+        self.num_writes -= 1
+        self._write_ended.notify_all()
+
+    def opened(self, record: SavedStorage) -> None:
+        """A new saved storage, in memory."""
+        counters = self.counters
+        counters.num_saved += 1
+        counters.bytes_saved += record.nbytes
+        self.num_live += 1
+        self.saved_bytes += record.nbytes
+        counters.saved_peak_bytes = max(counters.saved_peak_bytes, self.saved_bytes)
+        self.occupy(record.nbytes)
+
+    def occupy(self, nbytes: int) -> None:
+        """Memory was taken for a saved storage."""
+        counters = self.counters
+        counters.resident_bytes += nbytes
+        if counters.resident_bytes > counters.resident_peak_bytes:
+            self.sweep_all()
+            counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
+        if counters.resident_bytes > self.window_peak_bytes:
+            self.sweep_all()
+            self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
+
+    def leave(self, record: SavedStorage) -> None:
+        """We let go of the memory. It counts until nobody else holds it either."""
+        record.leaving = True
+        self._leaving.append(record)
+
+    def sweep(self, num_records: int = 4) -> None:
+        """Look at some of those that are leaving: has their memory gone by now?"""
+        for _ in range(min(num_records, len(self._leaving))):
+            record = self._leaving.popleft()
+            if not record.leaving:
+                continue
+            if record.key.alive():
+                self._leaving.append(record)
+            else:
+                record.leaving = False
+                self.counters.resident_bytes -= record.nbytes
+
+    def sweep_all(self) -> None:
+        """Look at all that are leaving."""
+        self.sweep(len(self._leaving))
+
+    def settle(self) -> None:
+        """Work off the notes of dead leases: free extents, correct the sums."""
+        while self._released:
+            record = self._released.popleft()
+            self.num_live -= 1
+            self.saved_bytes -= record.nbytes
+            record.free()
+        self.sweep()
+
+    def note_death(self, record: SavedStorage) -> None:
+        """From a dying lease: see "What a dying lease may do" in ``saved_storage.py``."""
+        self._released.append(record)

@@ -1,0 +1,37 @@
+"""Numbers in sentences: sizes in one unit, nouns in the right number. Pure."""
+
+from __future__ import annotations
+
+__all__ = ["counted", "in_one_unit"]
+
+_BINARY = (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1))
+_DECIMAL = (("TB", 10**12, 2), ("GB", 10**9, 2), ("MB", 10**6, 1))
+
+
+def in_one_unit(*sizes: float, decimal: bool = False) -> list[str]:
+    """Sizes of one sentence, in one unit, so that they can be compared at a glance.
+
+    The largest one chooses the unit. One that would be told as nothing gets two digits that say something.
+
+    Args:
+        sizes: in bytes.
+        decimal: MB, GB or TB, as vendors of drives count; else MiB or GiB.
+    """
+    units = _DECIMAL if decimal else _BINARY
+    unit, nbytes, digits = next((u for u in units if max(sizes) >= u[1] / 10), units[-1])
+    return [f"{_number(size / nbytes, digits)} {unit}" for size in sizes]
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.2g}" if 0 < value < 0.95 / 10**digits else f"{value:,.{digits}f}"
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """``1 pass``, ``2 passes``.
+
+    Args:
+        number: how many.
+        one: what follows if there is one.
+        many: what follows otherwise.
+    """
+    return f"{number} {one if number == 1 else many}"
