@@ -19,6 +19,8 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.events import EventLog
 from lightning_ssd.memory import host_available_bytes
 from lightning_ssd.scheduler import Agree, Scheduler, Wishes
+from lightning_ssd.slots import SlotMover
+from lightning_ssd.state_files import StateFiles
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, open_backend
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
@@ -31,7 +33,7 @@ from lightning_ssd.tensor_cache import Tiers
 from lightning_ssd.tier_meter import TierMeter, measure_copies
 from lightning_ssd.wear_meter import WearMeter
 
-__all__ = ["NOTHING", "PATHS_VARIABLE", "Parts", "assemble"]
+__all__ = ["NOTHING", "PATHS_VARIABLE", "Parts", "assemble", "open_state_files"]
 
 PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
 _STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
@@ -86,18 +88,9 @@ def assemble(
     if policy.activations == "recompute":
         description = "blocks are recomputed, all else is kept in memory and counted"
         return Parts(description=description, allocation=allocation)
-    directories = [path / subdirectory for path in _directories(hardware, default_directory)]
-    if subdirectory:
-        stack.callback(_remove_empty, directories)
-    backend, why = open_backend(
-        hardware.backend,
-        directories=directories,
-        device_type=device.type,
-        allow_unsuitable_paths=hardware.allow_unsuitable_paths,
+    backend, directories, why = _open_directories(
+        stack, hardware, device, default_directory, subdirectory, wrap_backend
     )
-    stack.callback(backend.close)
-    if wrap_backend is not None:
-        backend = wrap_backend(backend)
     mover, reload = _open_mover(stack, policy, backend, copies)
     ssd = SsdTier(backend, mover, directories, events=events, sampler=Sampler(policy.verify))
     stack.callback(ssd.close)
@@ -118,6 +111,65 @@ def assemble(
         scheduler=scheduler,
         allocation=allocation,
     )
+
+
+def open_state_files(
+    policy: OffloadPolicy,
+    hardware: HardwareProfile,
+    *,
+    device: torch.device,
+    copies: Copies | None,
+    events: EventLog,
+    default_directory: str | os.PathLike[str] | None,
+    subdirectory: str,
+    wrap_backend: Callable[[Backend], Backend] | None,
+) -> StateFiles:
+    """Files of their own for the states of one optimizer. The arguments are those of :class:`Offloader`.
+
+    Raises:
+        StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
+        BackendUnavailableError: ``hardware.backend`` names one that does not work here.
+    """
+    with ExitStack() as stack:
+        backend, directories = _open_directories(
+            stack, hardware, device, default_directory, subdirectory, wrap_backend
+        )[:2]
+        mover = SlotMover(_open_mover(stack, policy, backend, copies)[0])
+        tiers, sampler = [], Sampler(policy.verify)
+        for directory in directories:
+            tiers.append(SsdTier(backend, mover, [directory], events=events, sampler=sampler))
+            stack.callback(tiers[-1].close)
+        return StateFiles(
+            tiers,
+            mover,
+            [partial(measure_rates, backend, directory, nbytes=_PROBE_BYTES) for directory in directories],
+            device=device,
+            mark=copies.mark if copies is not None else lambda: None,
+            block_bytes=backend.block_bytes,
+            resources=stack.pop_all(),
+        )
+
+
+def _open_directories(
+    stack: ExitStack,
+    hardware: HardwareProfile,
+    device: torch.device,
+    default_directory: str | os.PathLike[str] | None,
+    subdirectory: str,
+    wrap_backend: Callable[[Backend], Backend] | None,
+) -> tuple[Backend, list[Path], str]:
+    """How bytes get to the user's directories, these, and why in this way."""
+    directories = [path / subdirectory for path in _directories(hardware, default_directory)]
+    if subdirectory:
+        stack.callback(_remove_empty, directories)
+    backend, why = open_backend(
+        hardware.backend,
+        directories=directories,
+        device_type=device.type,
+        allow_unsuitable_paths=hardware.allow_unsuitable_paths,
+    )
+    stack.callback(backend.close)
+    return (backend if wrap_backend is None else wrap_backend(backend)), directories, why
 
 
 def _wishes(policy: OffloadPolicy, capacity_bytes: int, *, is_mapped: bool) -> Wishes:

@@ -88,7 +88,8 @@ class OffloadPolicy:
     each block in backward and keeps the blocks' inputs, "recompute_offload" does so and moves the inputs."""
 
     optimizer_states: Literal["keep", "offload"] = "keep"
-    """Optimizer states: "keep" leaves them where the optimizer puts them. "offload" is not built yet and is refused."""
+    """Optimizer states: "keep" leaves them where the optimizer puts them. "offload" keeps them on SSD between steps,
+    except for a few and for what ``HardwareProfile.host_memory`` allows; a step brings them up subgroup by subgroup."""
 
     memory_budget: Size | None = None
     """Peak of device memory (on CPU: of the process) to stay under; ``None``: as low as ``max_slowdown`` allows. Only
@@ -133,15 +134,16 @@ class OffloadPolicy:
         nothing = "lets nothing be written"
         match = _WEAR.fullmatch(self.wear_budget) if isinstance(self.wear_budget, str) else None
         if match is None:
-            _check_optional_size(owner, "wear_budget", self.wear_budget, zero_means=nothing)
+            try:
+                _check_optional_size(owner, "wear_budget", self.wear_budget, zero_means=nothing)
+            except ConfigError as error:
+                raise ConfigError(f'{error}, or drive writes per day such as "1.0DWPD"') from None
         elif not 0 < float(match[1]) < math.inf:
             fault = "is not finite" if float(match[1]) else nothing
             raise ConfigError(f'{owner}.wear_budget={self.wear_budget!r} {fault}; allowed: for example "1.0DWPD"')
 
     def _refuse_ineffective(self, owner: str) -> None:
         """A setting that would be ignored must not be accepted: people would believe in it."""
-        if self.optimizer_states == "offload":
-            raise ConfigError(f"{owner}.optimizer_states='offload' is not built yet; allowed: 'keep'")
         for name in ("memory_budget", "activation_budget", "wear_budget"):
             value = getattr(self, name)
             if value is not None and self.activations != "auto":

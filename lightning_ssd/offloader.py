@@ -13,15 +13,17 @@ from types import TracebackType
 from typing import TypeVar
 
 import torch
+from torch.optim import Optimizer
 
 from lightning_ssd import metrics
-from lightning_ssd.assembly import NOTHING, Parts, assemble
+from lightning_ssd.assembly import NOTHING, Parts, assemble, open_state_files
 from lightning_ssd.blocks import Blocks, find_blocks
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.events import EventLog
 from lightning_ssd.first_calls import settle_first_calls
 from lightning_ssd.memory import read_memory
+from lightning_ssd.optimizer import OffloadedOptimizer
 from lightning_ssd.planning.comparison import PlanReport
 from lightning_ssd.planning.plan import Machine
 from lightning_ssd.planning.trace import Trace
@@ -213,6 +215,42 @@ class Offloader:
                     "would recompute; name their classes in OffloadPolicy.recompute_modules, or use 'offload'"
                 )
         cache.parameters.register_module(module)
+
+    def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let the states of ``optimizer`` wait on SSD. Where the policy keeps them, it comes back as it is.
+
+        Use what is returned instead of ``optimizer``; schedulers, hooks and groups of ``optimizer`` stay good. Its
+        files live until :meth:`close`; its ``state_dict`` works afterwards, too.
+
+        Raises:
+            ConfigError: the optimizer couples its parameters, so that it cannot run on some of them at a time.
+            StorageError: a directory cannot serve, or is full.
+        """
+        self._opened()
+        resources = self._resources
+        if self.policy.optimizer_states == "keep" or resources is None:
+            return optimizer
+        parameter = next(p for group in optimizer.param_groups for p in group["params"])
+        files = open_state_files(
+            self.policy,
+            self.hardware,
+            device=parameter.device,
+            copies=CudaCopies(parameter.device) if parameter.device.type == "cuda" else None,
+            events=self._events,
+            default_directory=self._default_directory,
+            subdirectory=self._subdirectory,
+            wrap_backend=self._wrap_backend,
+        )
+        cache_bytes = self.hardware.host_memory_nbytes or 0
+        try:
+            offloaded = OffloadedOptimizer(
+                optimizer, files, cache_bytes=cache_bytes if parameter.device.type == "cpu" else 0
+            )
+        except BaseException:
+            files.close()
+            raise
+        resources.callback(offloaded.close)
+        return offloaded
 
     def saved_tensors(self, *, signature: Hashable = None) -> AbstractContextManager[None]:
         """Around a forward: what autograd saves in it goes through us. Costs nothing under ``no_grad``.

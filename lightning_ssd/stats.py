@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-__all__ = ["Counters", "OffloadStats"]
+__all__ = ["Counters", "OffloadStats", "OptimizerStats"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,3 +78,33 @@ class Counters:
     def snapshot(self) -> OffloadStats:
         """A frozen copy."""
         return OffloadStats(**asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerStats:
+    """Totals of one :class:`~lightning_ssd.optimizer.OffloadedOptimizer`."""
+
+    num_steps: int = 0
+    num_subgroups: int = 0
+    subgroup_bytes: int = 0
+    """States of a subgroup, about."""
+    state_bytes: int = 0
+    """All states that move."""
+    resident_bytes: int = 0
+    """Of these, in memory now."""
+    resident_peak_bytes: int = 0
+    """In memory at the worst moment."""
+    written_bytes: int = 0
+    read_bytes: int = 0
+    kept_bytes: int = 0
+    """Bytes that stayed in memory from one step to the next, summed over the steps."""
+    stall_s: float = 0.0
+    """Time that steps waited for transfers."""
+    fetch_busy_s: float = 0.0
+    """Time in which at least one read was under way, summed over the drives."""
+    flush_busy_s: float = 0.0
+    """Time in which at least one write was under way, summed over the drives."""
+    update_s: float = 0.0
+    """Time in the user's optimizer."""
+    step_s: float = 0.0
+    """Time in steps without their closures."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -21,6 +21,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ssd.checkpoint import StreamedCheckpointIO
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
@@ -138,7 +139,24 @@ class SSDOffloadStrategy(OneOrManyDevices):
         offloader.open()
         super().setup(trainer)
         offloader.register_module(self.module)
+        # Last: Lightning has moved the states to the device and looked at the optimizers' classes.
+        self.optimizers = [offloader.offload_optimizer(optimizer) for optimizer in self.optimizers]
         self._warn_of_whole_compile()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.policy.optimizer_states == "offload" and type(self.checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = StreamedCheckpointIO()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.policy.optimizer_states == "keep":
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        # The base class would bring all states to the device.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
 
     def _warn_of_whole_compile(self) -> None:
         name = _compiled_whole(self.module)

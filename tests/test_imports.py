@@ -17,25 +17,31 @@ PACKAGE = Path(lightning_ssd.__file__).parent
 # A new module is a new word here; a new edge upwards is a design change.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "events", "stats", "tensors", "memory", "first_calls"),
+    ("config", "events", "stats", "tensors", "memory", "first_calls", "wording"),
     ("storage", "planning", "metrics", "inplace", "parameters", "recompute", "clock", "signature", "verdict"),
-    ("allocation", "blocks", "recorder", "tier_meter", "wear_meter"),
+    ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger"),
     ("scheduler", "saved_storage"),
     ("saved_pass",),
     ("live_passes",),
     ("prefetcher",),
     ("fetcher",),
     ("tensor_cache",),
+    ("inner_step", "slots"),
+    ("state_layout", "slicing"),
+    ("partition", "state_store", "state_files"),
+    ("state_snapshot", "state_loading"),
+    ("optimizer",),
     ("assembly",),
     ("offloader",),
     ("parallel",),
+    ("checkpoint",),
     ("strategy", "callback"),
     ("__init__",),
 )
 DIRECTORIES = {"storage", "planning"}
 # Package -> modules that may import it, wherever in the file. Others may not at all.
 RESERVED: dict[str, set[str]] = {
-    "lightning": {"strategy", "callback", "parallel"},
+    "lightning": {"strategy", "callback", "parallel", "checkpoint"},
     "pytorch_lightning": set(),
     "kvikio": {"storage.kvikio"},
     "hydra": set(),

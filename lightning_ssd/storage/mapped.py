@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "MappedBlock", "lock_memory", "unlock_memory"]
+__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "MappedBlock", "array_type", "lock_memory", "unlock_memory"]
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
@@ -39,7 +39,7 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @functools.lru_cache(maxsize=256)
-def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+def array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     """Kept, because each is a class that only the garbage collector could free, and the same lengths come again."""
     return ctypes.c_char * nbytes
 
@@ -97,7 +97,7 @@ class MappedBlock:
 
     def export(self) -> ctypes.Array[ctypes.c_char]:
         """The memory as an object that keeps it mapped and can be watched by a weak reference."""
-        array = _array_type(self.nbytes).from_address(self.address)
+        array = array_type(self.nbytes).from_address(self.address)
         array.block = self  # type: ignore[attr-defined]
         return array
 

@@ -1,0 +1,171 @@
+"""One call of the user's optimizer on some of its parameters, or on slices of them, with states that we hand to it.
+
+An elementwise optimizer (Adam, say) does not care how many elements it gets in one call, so that calling it subgroup by
+subgroup does what one call does, bit for bit. The optimizer's own code runs; only what it finds in ``param_groups`` and
+``state`` is ours for the time of the call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_ssd.errors import ConfigError
+
+__all__ = ["GroupChanges", "InnerStep", "State", "refuse_coupling"]
+
+State = dict[Hashable, Any]
+"""What an optimizer remembers of one parameter."""
+
+_COUPLING = ("LBFGS", "Prodigy", "DAdapt", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad", "SAM", "KFAC")
+"""Optimizers whose update of one parameter depends on others, or that evaluate the model themselves."""
+
+_INCOMPLETE = (
+    "Such states cannot be offloaded, and this step is incomplete: go back to the last checkpoint, with "
+    "OffloadPolicy.optimizer_states='keep'"
+)
+
+
+def refuse_coupling(optimizer: Optimizer) -> None:
+    """Refuse what cannot be exact subgroup by subgroup, as far as its name tells.
+
+    Raises:
+        ConfigError: the optimizer couples its parameters.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _COUPLING:
+            raise ConfigError(
+                f"OffloadPolicy.optimizer_states='offload' got {type(optimizer).__name__}, whose update of one "
+                "parameter depends on the others, so that it cannot run on some of them at a time. Allowed: optimizers "
+                "that treat each parameter by itself (Adam, AdamW, SGD, RMSprop, ...), or optimizer_states='keep'"
+            )
+
+
+class GroupChanges:
+    """What an optimizer changed in its groups' options (a step count, say) during the calls of one step.
+
+    All calls begin with the same options, so that they have to change them in the same way.
+    """
+
+    def __init__(self) -> None:
+        self._changes: dict[int, dict[str, Any]] = {}
+
+    def add(self, index: int, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Take note of one call.
+
+        Raises:
+            ConfigError: it is not what earlier calls did: the optimizer couples its parameters.
+        """
+        changed = {k: v for k, v in after.items() if k != "params" and not (k in before and _same(before[k], v))}
+        known = self._changes.setdefault(index, changed)
+        if known.keys() != changed.keys() or not all(_same(known[k], v) for k, v in changed.items()):
+            names = sorted(map(str, known.keys() | changed.keys()))
+            raise ConfigError(
+                f"this optimizer changed the options {names} of parameter group {index} differently for different "
+                f"parameters: it couples them. {_INCOMPLETE}"
+            )
+
+    def apply(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Make them in the user's groups, once."""
+        for index, changed in self._changes.items():
+            for key, value in changed.items():
+                old = groups[index].get(key)
+                if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
+                    old.copy_(value)  # somebody may hold it
+                else:
+                    groups[index][key] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, float) and isinstance(other, float) and one != one and other != other:
+        return True  # not a number is as good as itself
+    return bool(one == other)
+
+
+class InnerStep:
+    """Calls an optimizer's ``step`` without its hooks, which belong to the whole step.
+
+    Args:
+        optimizer: the user's.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        step: Callable[..., Any] = type(optimizer).step
+        # PyTorch wraps each class' step once, to run the hooks around it.
+        self._step: Callable[..., Any] = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+
+    def run(
+        self,
+        tensors: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        states: Sequence[State],
+        changes: GroupChanges | None = None,
+    ) -> list[State]:
+        """Update tensors in place.
+
+        Args:
+            tensors: parameters or slices of them, with their ``grad``.
+            groups: of each tensor, the number of its group in the optimizer's ``param_groups``, ascending.
+            states: of each tensor; the tensors in them are updated in place or replaced.
+            changes: where to note what happens to the groups' options; ``None`` forgets it.
+
+        Returns:
+            The states afterwards.
+
+        Raises:
+            ConfigError: the optimizer turns out to couple its parameters.
+        """
+        originals = self._optimizer.param_groups
+        # Copies of tensors, because an optimizer may count in place.
+        options = {
+            index: {k: _own(v) for k, v in originals[index].items() if k != "params"} for index in dict.fromkeys(groups)
+        }
+        mine = {
+            index: {**own, "params": [t for t, g in zip(tensors, groups, strict=True) if g == index]}
+            for index, own in options.items()
+        }
+        state: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        state.update((t, s) for t, s in zip(tensors, states, strict=True) if s)
+        with self.lent(list(mine.values()), state):
+            self._step(self._optimizer)
+        if changes is not None:
+            for index, after in mine.items():
+                changes.add(index, originals[index], after)
+        others = state.keys() - set(tensors)
+        if others:
+            found = sorted(map(repr, others))[:3]
+            raise ConfigError(
+                f"this optimizer keeps states for more than its parameters ({found}): it couples them. {_INCOMPLETE}"
+            )
+        return [state.get(tensor, {}) for tensor in tensors]
+
+    @contextmanager
+    def lent(self, groups: list[dict[str, Any]] | None, state: Any) -> Iterator[None]:
+        """Let the optimizer have other groups (``None``: its own) and states for a while."""
+        optimizer = self._optimizer
+        groups_before, state_before = optimizer.param_groups, optimizer.state
+        optimizer.state = state
+        if groups is not None:
+            optimizer.param_groups = groups
+        try:
+            yield
+        finally:
+            optimizer.state = state_before
+            if groups is not None:
+                optimizer.param_groups = groups_before
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)

@@ -1,0 +1,123 @@
+"""Which parameter's states are in which subgroup."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_ssd.inner_step import State
+from lightning_ssd.planning.subgroups import ParameterSize, Part, make_subgroups
+from lightning_ssd.state_layout import Field, Layout
+
+__all__ = ["Partition", "Subgroup"]
+
+_TENSORS_PER_PARAMETER = 2
+"""Adam's two moments. Other optimizers get subgroups of other sizes than asked for, which harms nothing."""
+
+
+@dataclass(slots=True)
+class Subgroup:
+    """States that move together."""
+
+    parts: tuple[Part, ...]
+    templates: list[State] = field(default_factory=list)
+    """Of each part: its state, in which what moves is marked."""
+    layout: Layout | None = None
+    """Of what moves; ``None``: nothing does."""
+
+    def __post_init__(self) -> None:
+        self.templates = self.templates or [{} for _ in self.parts]
+
+    def field(self, number: int, key: Hashable) -> Field:
+        """Where a moved tensor is."""
+        fields = () if self.layout is None else self.layout.fields
+        return next(field for field in fields if field.part == number and field.key == key)
+
+
+class Partition:
+    """Parameters, their parts, and the subgroups. Grows; what is known stays where it is.
+
+    Args:
+        max_bytes: of a subgroup's states, about.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.parameters: list[torch.Tensor] = []
+        self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.places: list[list[tuple[int, int]]] = []
+        """Of each parameter: subgroup and number of the part in it, in the order of the elements."""
+        self.subgroups: list[Subgroup] = []
+        self._numbers: dict[int, int] = {}
+
+    def number_of(self, parameter: torch.Tensor) -> int | None:
+        """By which number the parameter goes; ``None`` if it is not known."""
+        return self._numbers.get(id(parameter))
+
+    def extend(self, parameters: Sequence[torch.Tensor], is_sliceable: Callable[[torch.Tensor], bool]) -> int:
+        """Take in more parameters. Returns how many subgroups that made."""
+        first = len(self.parameters)
+        sizes = []
+        for parameter in parameters:
+            self._numbers[id(parameter)] = len(self.parameters)
+            self.parameters.append(parameter)
+            self.shapes.append((tuple(parameter.shape), parameter.stride()))
+            self.places.append([])
+            size = _TENSORS_PER_PARAMETER * parameter.dtype.itemsize
+            # What fits is not cut, and needs no trial.
+            large = parameter.numel() * size > self.max_bytes // 4
+            sizes.append(ParameterSize(parameter.numel(), size, large and is_sliceable(parameter)))
+        made = make_subgroups(sizes, self.max_bytes)
+        for parts in made:
+            index = len(self.subgroups)
+            moved = tuple(Part(part.parameter + first, part.start, part.stop) for part in parts)
+            for number, part in enumerate(moved):
+                self.places[part.parameter].append((index, number))
+            self.subgroups.append(Subgroup(moved))
+        return len(made)
+
+    def is_whole(self, part: Part) -> bool:
+        """Whether the part is all of its parameter."""
+        return len(self.places[part.parameter]) == 1
+
+    def slice_of(self, part: Part) -> torch.Tensor:
+        """What the optimizer updates: the parameter itself, or its slice with the slice of its gradient.
+
+        Raises:
+            RuntimeError: the parameter or its gradient is of a kind that cannot be cut any more.
+        """
+        parameter = self.parameters[part.parameter]
+        if self.is_whole(part):
+            return parameter
+        gradient = parameter.grad
+        if (tuple(parameter.shape), parameter.stride()) != self.shapes[part.parameter]:
+            raise RuntimeError(
+                f"a parameter of shape {self.shapes[part.parameter][0]} has become {tuple(parameter.shape)} with "
+                f"stride {parameter.stride()}; its states are offloaded in slices. Make a new optimizer for it"
+            )
+        piece = parameter.detach().view(-1)[part.start : part.stop]
+        if gradient is not None:
+            if gradient.layout != torch.strided:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {gradient.layout}, but "
+                    "its optimizer states are offloaded in slices; use dense gradients, or optimizer_states='keep'"
+                )
+            piece.grad = gradient.detach().reshape(-1)[part.start : part.stop]
+        return piece
+
+    def cut(self, part: Part, state: State) -> State:
+        """A part's share of its parameter's state: a slice of what has the parameter's shape, copies of all else."""
+        if self.is_whole(part):
+            return dict(state)
+        shape = self.shapes[part.parameter][0]
+        return {key: _cut(value, shape, part) for key, value in state.items()}
+
+
+def _cut(value: Any, shape: tuple[int, ...], part: Part) -> Any:
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+        return value.detach().reshape(-1)[part.start : part.stop]
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

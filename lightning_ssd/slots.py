@@ -1,0 +1,101 @@
+"""Memory for subgroups of optimizer states: a few pieces that are used again and again, whoever still points at them.
+
+Fresh memory is dear (a page fault per 4 KiB), and sizes rounded up to powers of two would waste up to half of it: a
+slot is as large as the largest subgroup that it has held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from lightning_ssd.storage.mapped import PAGE_BYTES, MappedBlock
+from lightning_ssd.storage.movers import Edges, Mover, Piece
+from lightning_ssd.storage.streams import Mark
+
+__all__ = ["SlotMover", "Slots"]
+
+
+class Slots:
+    """Lends storages of exact sizes. Not thread-safe: its owner locks.
+
+    Args:
+        device: on CPU, page-aligned memory in huge pages; elsewhere, PyTorch's allocator serves.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spare: list[ctypes.Array[ctypes.c_char]] = []
+        self._lent: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self.mapped_bytes = 0
+
+    def take(self, nbytes: int) -> torch.UntypedStorage:
+        """A storage of ``nbytes`` bytes with arbitrary content.
+
+        Raises:
+            MemoryError: there is no such memory (``torch.OutOfMemoryError`` on a device).
+        """
+        if self._device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        fitting = [array for array in self._spare if len(array) >= nbytes]
+        if fitting:
+            array = min(fitting, key=len)
+            self._spare.remove(array)
+        else:
+            if self._spare:  # too small: a larger one takes its place
+                small = self._spare.pop()
+                self.mapped_bytes -= len(small)
+                del small
+            array = MappedBlock(-(-nbytes // PAGE_BYTES) * PAGE_BYTES).export()
+            self.mapped_bytes += len(array)
+        self._lent[ctypes.addressof(array)] = array
+        return torch.frombuffer(array, dtype=torch.uint8, count=nbytes).untyped_storage()
+
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """End of use: nobody reads or writes it any more."""
+        array = self._lent.pop(storage.data_ptr(), None)
+        if array is not None:
+            self._spare.append(array)
+
+    def clear(self) -> None:
+        """Free what is not lent."""
+        self.mapped_bytes -= sum(map(len, self._spare))
+        self._spare.clear()
+
+
+class SlotMover:
+    """A mover whose reads go into memory that was chosen beforehand.
+
+    Args:
+        mover: moves the bytes.
+    """
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._offered: torch.UntypedStorage | None = None
+
+    def offer(self, storage: torch.UntypedStorage) -> None:
+        """The next read, which the same thread begins at once, goes here."""
+        self._offered = storage
+
+    def edges(self, storage: torch.UntypedStorage) -> Edges:
+        """None: slots are aligned, and whole blocks are moved."""
+        return Edges(b"", b"")
+
+    def store(self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, *, check: bool) -> int | None:
+        """As the other one."""
+        return self._mover.store(storage, piece, after, check=check)
+
+    def allocate(self, nbytes: int, edges: Edges, device: torch.device) -> tuple[torch.UntypedStorage, Mark | None]:
+        """The memory that was offered. Its earlier use has ended, so that nothing has to be waited for."""
+        storage, self._offered = self._offered, None
+        if storage is None or storage.nbytes() != nbytes:
+            raise RuntimeError(f"a read of {nbytes} bytes began without memory of this size; offer() it first")
+        return storage, None
+
+    def load(
+        self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None
+    ) -> tuple[Mark | None, bool]:
+        """As the other one."""
+        return self._mover.load(storage, piece, after, expected)

@@ -1,0 +1,112 @@
+"""Where the states of one subgroup lie in the one piece of memory that moves as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_ssd.inner_step import State
+from lightning_ssd.tensors import PLAIN_TYPES
+
+__all__ = ["MIN_NBYTES", "MOVED", "PAGE_NBYTES", "Field", "Layout", "moves"]
+
+MIN_NBYTES = 4096
+"""Smaller states (step counts, biases) stay in memory."""
+PAGE_NBYTES = 4096
+_LINE_NBYTES = 64
+
+
+class _Moved:
+    """Stands for a tensor that is elsewhere."""
+
+    def __repr__(self) -> str:
+        return "<moved>"
+
+
+MOVED = _Moved()
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One state tensor."""
+
+    part: int
+    """Which of the subgroup's parts it belongs to."""
+    key: Hashable
+    """Its name in the part's state."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the memory."""
+    nbytes: int
+
+    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor over its place in ``storage``."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset // self.dtype.itemsize, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All moved tensors of a subgroup, and how much memory they take (bytes, a multiple of ``block_bytes``)."""
+
+    fields: tuple[Field, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, states: Sequence[State], device: torch.device, block_bytes: int, paged: Sequence[bool]) -> Layout:
+        """Lay out what moves of the parts' states.
+
+        Args:
+            states: of each part.
+            device: where tensors have to be; others stay as they are.
+            block_bytes: what the total is rounded up to.
+            paged: of each part: begin its tensors at a page, so that slices of one tensor can be mapped side by side.
+        """
+        fields, end = [], 0
+        for part, state in enumerate(states):
+            unit = PAGE_NBYTES if paged[part] else _LINE_NBYTES
+            for key, value in state.items():
+                if moves(value, device):
+                    start = -(-end // unit) * unit
+                    nbytes = value.numel() * value.dtype.itemsize
+                    fields.append(Field(part, key, value.dtype, tuple(value.shape), value.stride(), start, nbytes))
+                    end = start + nbytes
+        return cls(tuple(fields), -(-end // block_bytes) * block_bytes)
+
+    def fill(self, templates: Sequence[State], storage: torch.UntypedStorage) -> list[State]:
+        """The parts' states with their tensors in ``storage``; the templates say :data:`MOVED` in these places."""
+        states = [dict(template) for template in templates]
+        for field in self.fields:
+            states[field.part][field.key] = field.view(storage)
+        return states
+
+    def templates(self, states: Sequence[State]) -> list[State]:
+        """The parts' states without the tensors that move."""
+        result = [dict(state) for state in states]
+        for field in self.fields:
+            result[field.part][field.key] = MOVED
+        return result
+
+    def collect(self, states: Sequence[State], storage: torch.UntypedStorage) -> None:
+        """Copy tensors that an optimizer has replaced to their places in ``storage``."""
+        for field in self.fields:
+            value = states[field.part][field.key]
+            if value.data_ptr() != storage.data_ptr() + field.offset:
+                field.view(storage).copy_(value)
+
+
+def moves(value: Any, device: torch.device) -> bool:
+    """Whether a state is a plain dense tensor of some size on ``device``."""
+    return (
+        type(value) in PLAIN_TYPES
+        and value.layout == torch.strided
+        and value.device == device
+        and value.numel() * value.dtype.itemsize >= MIN_NBYTES
+        and not (value.is_conj() or value.is_neg())
+        and bool(torch.ops.aten.is_non_overlapping_and_dense(value))
+    )

@@ -1,0 +1,75 @@
+"""From a saved optimizer state to subgroups, one at a time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_ssd.inner_step import State
+from lightning_ssd.partition import Partition
+
+__all__ = ["load_states"]
+
+
+def load_states(
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    partition: Partition,
+    put: Callable[[int, Sequence[State]], None],
+) -> None:
+    """Let the optimizer's own ``load_state_dict`` cast and convert what was saved, a subgroup at a time.
+
+    Args:
+        optimizer: the user's; holds no states before and after. Its hooks run once.
+        state_dict: what ``state_dict`` of its class gave. Nothing of it is kept.
+        partition: the optimizer's parameters.
+        put: takes the states of a subgroup's parts.
+
+    Raises:
+        ValueError: the groups do not match; nothing has changed.
+    """
+    saved = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, saved)
+        saved = saved if changed is None else changed
+    with _without_hooks(optimizer):
+        states = saved["state"]
+        optimizer.load_state_dict({**saved, "state": {}})
+        groups = optimizer.param_groups
+        ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in groups)
+        id_of = {id(parameter): number for number, parameter in zip(ids, parameters, strict=True)}
+        for index, subgroup in enumerate(partition.subgroups):
+            loaded: list[State] = []
+            for part in subgroup.parts:
+                parameter = partition.parameters[part.parameter]
+                number = id_of.get(id(parameter))
+                state = states.get(number, {})
+                if state:
+                    # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
+                    cut = partition.cut(part, state)
+                    optimizer.load_state_dict({**saved, "state": {number: cut}})
+                    state = dict(optimizer.state[parameter])
+                loaded.append(state)
+            put(index, loaded)
+        optimizer.state = defaultdict(dict)
+        optimizer.param_groups = groups
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Hooks belong to the whole load."""
+    before = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    optimizer._optimizer_load_state_dict_post_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks = before

@@ -1,0 +1,139 @@
+"""States as they are on the drives now, as tensors that cost no memory: pages come when they are read.
+
+A flush goes to a fresh extent, and an extent that somebody holds is not given back, so that such tensors stay what they
+are while training goes on. Saving them streams through the page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightning_ssd.inner_step import State
+from lightning_ssd.partition import Partition
+from lightning_ssd.planning.subgroups import Part
+from lightning_ssd.state_layout import MOVED, Field
+from lightning_ssd.state_store import Copy, StateStore
+from lightning_ssd.storage.file_view import FileView
+from lightning_ssd.storage.mapped import PAGE_BYTES
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """The states of all parameters at one moment. What is in memory only is copied; flush first.
+
+    Args:
+        partition: which parameter's state is where.
+        store: where subgroups are.
+    """
+
+    def __init__(self, partition: Partition, store: StateStore) -> None:
+        self._partition = partition
+        self._store = store
+        self._copies: dict[int, Copy] = {}
+        self._views: dict[int, FileView] = {}
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        for index in range(len(partition.subgroups)):
+            memory = store.copy_of_memory(index)
+            held = store.hold(index) if memory is None else None
+            if memory is not None:
+                self._memory[index] = memory
+            elif held is not None:
+                self._copies[index] = held
+        self._made: dict[int, State] | None = None
+        self._hold = _Hold()
+        weakref.finalize(self._hold, store.release, list(self._copies.values())).atexit = False
+
+    def map_all(self) -> None:
+        """Make all tensors now, while files are open; they outlive the files."""
+        self._made = {number: self.state_of(number) for number in range(len(self._partition.parameters))}
+
+    def state_of(self, parameter: int) -> State:
+        """What the optimizer remembers of one parameter; empty if nothing.
+
+        Raises:
+            RuntimeError: slices of the parameter disagree about what they should share.
+        """
+        if self._made is not None:
+            return dict(self._made[parameter])
+        places = self._partition.places[parameter]
+        states = [self._partition.subgroups[index].templates[number] for index, number in places]
+        if not any(states):
+            return {}
+        result: State = {}
+        for key, value in states[0].items():
+            if len(places) == 1:
+                result[key] = self._whole(*places[0], key) if value is MOVED else copy.deepcopy(value)
+            elif value is MOVED:
+                result[key] = self._joined(parameter, key)
+            else:
+                result[key] = copy.deepcopy(_shared([state[key] for state in states], key))
+        return result
+
+    def _whole(self, index: int, number: int, key: Hashable) -> torch.Tensor:
+        field = self._partition.subgroups[index].field(number, key)
+        if index in self._memory:
+            return field.view(self._memory[index]).clone()
+        view = self._views.get(index)
+        if view is None:
+            held = self._copies[index]
+            view = self._views[index] = FileView(held.stored.body_nbytes, keeps=self._hold)
+            with _file(held) as (fd, offset):
+                view.show(0, fd, offset, held.stored.body_nbytes)
+        return view.tensor(field.offset, field.dtype, field.shape, field.stride)
+
+    def _joined(self, parameter: int, key: Hashable) -> torch.Tensor:
+        """Slices side by side, as the one tensor that they are."""
+        places = self._partition.places[parameter]
+        shape, stride = self._partition.shapes[parameter]
+        first = self._field(*places[0], key)
+        size = first.dtype.itemsize
+        num_elements = self._part(*places[-1]).stop
+        view = FileView(num_elements * size, keeps=self._hold)
+        for index, number in places:
+            part, field = self._part(index, number), self._field(index, number, key)
+            if isinstance(field, Field) and (index in self._memory or part.start * size % PAGE_BYTES):
+                field = self._whole(index, number, key).cpu()  # a piece that cannot be mapped side by side
+            if isinstance(field, Field):
+                with _file(self._copies[index]) as (fd, offset):
+                    view.show(part.start * size, fd, offset + field.offset, field.nbytes)
+            else:
+                flat = view.tensor(part.start * size, field.dtype, (field.numel(),), (1,))
+                flat.copy_(field.flatten())
+        return view.tensor(0, first.dtype, shape, stride)
+
+    def _field(self, index: int, number: int, key: Hashable) -> Any:
+        """Where a part's tensor is; or the tensor itself, when it is so small that it stayed."""
+        subgroup = self._partition.subgroups[index]
+        value = subgroup.templates[number][key]
+        return subgroup.field(number, key) if value is MOVED else value
+
+    def _part(self, index: int, number: int) -> Part:
+        return self._partition.subgroups[index].parts[number]
+
+
+class _Hold:
+    """While it lives, extents stay as they are. The memory of every tensor of a snapshot keeps it alive."""
+
+
+@contextlib.contextmanager
+def _file(held: Copy) -> Iterator[tuple[int, int]]:
+    arena, extent = held.tier.locate(held.stored)
+    with arena.use() as fd:
+        yield fd, extent.offset
+
+
+def _shared(values: Sequence[Any], key: Hashable) -> Any:
+    """What all slices of a parameter must agree on (a step count)."""
+    first = values[0]
+    for value in values[1:]:
+        same = torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value
+        if not same:
+            raise RuntimeError(f"slices of one parameter have different states {key!r}: {first!r} and {value!r}")
+    return first

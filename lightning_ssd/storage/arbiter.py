@@ -1,0 +1,233 @@
+"""One process at a time per drive and direction, where several processes of a machine share a drive.
+
+Processes that read (or write) one drive at once may get less from it together than one alone. MLP-Offload (arXiv
+2509.02480, section on design principles, tier-exclusive concurrency control) lets one process of a machine at a time
+use a tier per direction. The locks of its published code have fixed names in shared memory, so that unrelated jobs
+meet in them; here they are named by the drive and lie in a private directory of the user.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.storage.arena import as_storage_error
+
+__all__ = ["Arbiter"]
+
+
+class Arbiter:
+    """Takes turns with other processes of this user on the drive of a directory: one reads, one writes.
+
+    All threads of a process, and all its arbiters for a drive, share its turn: the first one in waits for the other
+    processes, the last one out lets them go on. A process whose threads overlap without a pause keeps its turn, so hold
+    it for one subgroup or one burst, not for a whole run. The lock is an ``flock``: the kernel frees it however the
+    process ends, and nothing is cleaned up. It is about speed only; nothing is wrong where it excludes nobody (other
+    users, other machines, another ``TMPDIR``).
+
+    Note [never two at once]: a thread inside :meth:`reading` must not enter :meth:`writing`, of whatever drive, nor the
+    other way round. Of two processes that do so in different orders each would wait for the other for ever.
+
+    Note [files stay]: the lock files are never removed. Who opened one just before it went would hold a lock that
+    nobody else sees.
+
+    Args:
+        directory: on the drive. Drives are told apart by ``st_dev``, so that two partitions count as two drives.
+        enabled: otherwise nothing is opened, and nobody waits.
+
+    Raises:
+        StorageError: if the directory cannot be read, or the private directory for the locks is not safely ours.
+    """
+
+    def __init__(self, directory: Path, *, enabled: bool = True) -> None:
+        self._locks: dict[str, _SharedLock] | None = {} if enabled else None
+        self._closing = threading.Lock()
+        if self._locks is None:
+            return
+        try:
+            device = os.stat(directory).st_dev
+        except OSError as error:
+            raise as_storage_error(error, f"cannot find the drive of {directory}") from error
+        try:
+            for direction in ("read", "write"):
+                path = _private_directory() / f"{os.major(device)}_{os.minor(device)}.{direction}"
+                self._locks[direction] = _share(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Inside, no other process that asks too reads from the drive. Waits for those that do.
+
+        Raises:
+            OffloaderClosedError: after :meth:`close`.
+            StorageError: if the file system of the locks has none.
+        """
+        return self._turn("read")
+
+    def writing(self) -> AbstractContextManager[None]:
+        """The same for writes; see the note on never holding two."""
+        return self._turn("write")
+
+    def _turn(self, direction: str) -> AbstractContextManager[None]:
+        if self._locks is None:
+            return nullcontext()
+        lock = self._locks.get(direction)
+        if lock is None:
+            raise OffloaderClosedError("this arbiter is closed; open the offloader again")
+        return lock.held()
+
+    def close(self) -> None:
+        """Give the locks back, once threads that are inside have left. Harmless when repeated."""
+        with self._closing:
+            while self._locks:
+                _unshare(self._locks.popitem()[1])
+
+
+class _SharedLock:
+    """One lock file, opened once per process: two openings would exclude each other within it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_users = 1
+        """Arbiters that have it. Guarded by the lock of the table."""
+        self._num_inside = 0
+        self._retired = False
+        self._fd: int | None = _open(path)
+        # Guards the three above. Held while waiting for other processes: then nobody is inside who would want it to
+        # leave, and all others wait for the same.
+        self._mutex = threading.Lock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._enter()
+        pid = os.getpid()
+        try:
+            yield
+        finally:
+            # A child that was forked inside leaves too, but the turn is its parent's.
+            if os.getpid() == pid:
+                self._leave()
+
+    def _enter(self) -> None:
+        with self._mutex:
+            if self._num_inside == 0:
+                if self._fd is None:
+                    self._fd = _open(self.path)
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX)
+                except OSError as error:
+                    raise as_storage_error(error, f"cannot lock {self.path}") from error
+            self._num_inside += 1
+
+    def _leave(self) -> None:
+        with self._mutex:
+            self._num_inside -= 1
+            if self._num_inside == 0 and self._fd is not None:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                self._close_if_unused()
+
+    def retire(self) -> None:
+        """Nobody will enter any more; the last one to leave closes the file."""
+        with self._mutex:
+            self._retired = True
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._retired and self._num_inside == 0 and self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def after_fork(self) -> None:
+        """In a forked child: let go of the parent's opening, which would carry the lock on after the parent's death.
+
+        Closing it does not free the parent's lock. The child's own turns begin with an opening of its own.
+        """
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        self._num_inside = 0
+        self._mutex = threading.Lock()
+
+
+# All locks that this process has open, by the path of their file.
+_shared: dict[Path, _SharedLock] = {}
+_shared_lock = threading.Lock()
+
+
+def _share(path: Path) -> _SharedLock:
+    with _shared_lock:
+        lock = _shared.get(path)
+        if lock is None:
+            lock = _shared[path] = _SharedLock(path)
+        else:
+            lock.num_users += 1
+        return lock
+
+
+def _unshare(lock: _SharedLock) -> None:
+    with _shared_lock:
+        lock.num_users -= 1
+        if lock.num_users:
+            return
+        del _shared[lock.path]
+    lock.retire()
+
+
+def _after_fork() -> None:
+    global _shared_lock
+    _shared_lock = threading.Lock()
+    for lock in _shared.values():
+        lock.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise as_storage_error(error, f"cannot open the lock file {path}") from error
+
+
+def _private_directory() -> Path:
+    """Where this user's locks lie (0700), made when missing. Once it is ours, nobody else can put links into it."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and _is_ours(runtime):
+        path = Path(runtime) / "lightning_ssd"
+    else:
+        path = Path(tempfile.gettempdir()) / f"lightning_ssd-{os.geteuid()}"
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        facts = os.lstat(path)
+    except OSError as error:
+        raise as_storage_error(error, f"cannot make {path} for locks") from error
+    if not stat.S_ISDIR(facts.st_mode):
+        raise StorageError(
+            errno.ENOTDIR, f"{path} is a symbolic link or a file; allowed: a directory that we made. Remove it"
+        )
+    if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise StorageError(
+            errno.EPERM,
+            f"{path} belongs to user {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):04o}; allowed: user "
+            f"{os.geteuid()} with mode 0700, so that nobody else can hold our locks. Remove it or set XDG_RUNTIME_DIR",
+        )
+    return path
+
+
+def _is_ours(directory: str) -> bool:
+    """Whether a runtime directory is there and of this user; after ``su`` it may be that of another."""
+    try:
+        return os.stat(directory).st_uid == os.geteuid()
+    except OSError:
+        return False
