@@ -167,9 +167,10 @@ def _cut_run(sizes: Sequence[ParameterSize], first: int, stop: int, limit: Fract
     count = len(earliest) - 1
     last = _Cut(Fraction(0), first, 0)
     for k in range(1, count + 1):
-        # Behind the earliest the rest still fits into the subgroups that are left.
-        low = max(earliest[k], run.after(last))
-        cut = _nearest(run, k * run.nbytes / count, low, run.before(last.at + limit), run.nbytes / count * _SNAP)
+        # Behind the earliest the rest fits into the subgroups that are left. As there are no fewer than needed, the
+        # earliest is behind the last one too.
+        high = run.before(last.at + limit)
+        cut = _nearest(run, k * run.nbytes / count, earliest[k], high, run.nbytes / count * _SNAP)
         yield _parts(sizes, last, cut if k < count else _Cut(run.nbytes, stop, 0))
         last = cut
 

@@ -116,9 +116,15 @@ class TestCutting:
             assert size.sliceable or len(pieces) == 1
             assert sum(piece.num_elements for piece in pieces) == size.num_elements
 
-    @given(st.lists(parameter_sizes, max_size=8), limits)
-    @laws
-    def test_bytes_are_bounded_and_subgroups_few(self, sizes: list[ParameterSize], max_bytes: int) -> None:
+    @given(
+        st.tuples(st.lists(parameter_sizes, max_size=8), limits)
+        | st.tuples(
+            st.lists(st.integers(0, 9).map(lambda n: ParameterSize(n, 1.0, False)), max_size=12), st.integers(1, 20)
+        )
+    )
+    @settings(laws, max_examples=500)
+    def test_bytes_are_bounded_and_subgroups_few(self, case: tuple[list[ParameterSize], int]) -> None:
+        sizes, max_bytes = case
         groups, limit = make_subgroups(sizes, max_bytes), real_limit(sizes, max_bytes)
         assert all(groups), "an empty subgroup"
         oversized = [is_oversized(group, sizes, limit) for group in groups]

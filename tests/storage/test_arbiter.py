@@ -1,0 +1,328 @@
+"""Turns on a drive: threads of a process share one, processes do not, and the kernel ends that of a dead one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import lightning_ssd
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.storage import arbiter as arbiter_module
+from lightning_ssd.storage.arbiter import Arbiter
+
+# How long somebody who must wait is watched. No test fails because a machine is slow: then less is seen.
+_WATCH_S = 0.2
+
+# What the package's own __init__ imports takes seconds, and the arbiter needs none of it.
+PRELUDE = """
+import os, sys, types
+package = types.ModuleType("lightning_ssd")
+package.__path__ = [sys.argv[1]]
+sys.modules["lightning_ssd"] = package
+from pathlib import Path
+from lightning_ssd.storage.arbiter import Arbiter
+def say(word): print(word, flush=True)
+arbiter = Arbiter(Path(sys.argv[2]))
+say("ready")
+"""
+HOLD = "with arbiter.writing():\n    say('inside')\n    sys.stdin.readline()\nsay('left')\n"
+COUNT = """
+sys.stdin.readline()
+import time
+file = Path(sys.argv[2], "count")
+for _ in range(100):
+    with arbiter.writing():
+        number = int(file.read_text())
+        time.sleep(0.001)
+        file.write_text(str(number + 1))
+"""
+FORK = """
+with arbiter.writing():
+    is_child = os.fork() == 0
+    if not is_child:
+        sys.stdin.readline()
+        say("parent leaves")
+if is_child:
+    say("child")
+    with arbiter.writing():
+        say("child inside")
+else:
+    os.wait()
+"""
+FORK_AND_HANG = """
+with arbiter.writing():
+    if os.fork() == 0:
+        say("child")
+    sys.stdin.read()
+"""
+
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of locks, not that of the user."""
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    return tmp_path / "runtime" / "lightning_ssd"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Runs a script in another process, with an arbiter for the same directory; it is ended with the test."""
+    with ExitStack() as stack:
+
+        def run(script: str) -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", PRELUDE + script, str(Path(lightning_ssd.__file__).parent), str(tmp_path)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert heard(process) == "ready"
+            return process
+
+        yield run
+
+
+def heard(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def is_silent(process: subprocess.Popen[str]) -> bool:
+    assert process.stdout is not None
+    return not select.select([process.stdout], [], [], _WATCH_S)[0]
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def locks(runtime: Path) -> dict[str, Path]:
+    return {path.suffix[1:]: path for path in runtime.iterdir()}
+
+
+def is_taken(path: Path) -> bool:
+    """Asks as another process would: ``flock`` belongs to the opening, not to the process."""
+    with path.open("r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+@pytest.fixture
+def arbiter(tmp_path: Path) -> Iterator[Arbiter]:
+    one = Arbiter(tmp_path)
+    yield one
+    one.close()
+
+
+class TestInOneProcess:
+    def test_each_direction_has_a_lock_of_its_own(self, arbiter: Arbiter, runtime: Path) -> None:
+        read, write = locks(runtime)["read"], locks(runtime)["write"]
+        with arbiter.reading():
+            assert (is_taken(read), is_taken(write)) == (True, False)
+        with arbiter.writing():
+            assert (is_taken(read), is_taken(write)) == (False, True)
+        assert (is_taken(read), is_taken(write)) == (False, False)
+
+    def test_locks_are_named_by_the_drive(self, arbiter: Arbiter, tmp_path: Path, runtime: Path) -> None:
+        device = tmp_path.stat().st_dev
+        name = f"{os.major(device)}_{os.minor(device)}"
+        assert {path.name for path in runtime.iterdir()} == {f"{name}.read", f"{name}.write"}
+        (tmp_path / "other").mkdir()
+        other = Arbiter(tmp_path / "other")
+        assert len(list(runtime.iterdir())) == 2, "the same drive"
+        other.close()
+
+    @pytest.mark.parametrize("num_arbiters", [1, 2])
+    def test_threads_share_a_turn_until_the_last_leaves(self, tmp_path: Path, runtime: Path, num_arbiters: int) -> None:
+        arbiters = [Arbiter(tmp_path) for _ in range(num_arbiters)]
+        both_inside, go_on = threading.Barrier(2, timeout=60), threading.Event()
+
+        def hold() -> None:
+            with arbiters[-1].writing():
+                both_inside.wait()
+                go_on.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        write = locks(runtime)["write"]
+        try:
+            with arbiters[0].writing():
+                both_inside.wait()
+            assert is_taken(write)
+        finally:
+            go_on.set()
+            thread.join()
+        assert not is_taken(write)
+        for one in arbiters:
+            one.close()
+
+    def test_an_error_inside_ends_the_turn(self, arbiter: Arbiter, runtime: Path) -> None:
+        with pytest.raises(ZeroDivisionError), arbiter.reading():
+            raise ZeroDivisionError
+        assert not is_taken(locks(runtime)["read"])
+
+    def test_close_gives_back_what_is_open(self, tmp_path: Path) -> None:
+        def num_open() -> int:
+            return len(os.listdir("/proc/self/fd"))
+
+        before = num_open()
+        first, second = Arbiter(tmp_path), Arbiter(tmp_path)
+        assert num_open() == before + 2, "one opening per process and direction"
+        first.close()
+        first.close()
+        with second.writing():
+            pass
+        with pytest.raises(OffloaderClosedError, match="closed"):
+            first.reading()
+        inside = second.reading()
+        with inside:
+            second.close()
+            assert num_open() == before + 1, "somebody is inside"
+        assert num_open() == before
+
+    def test_disabled_it_does_nothing(self, tmp_path: Path, runtime: Path) -> None:
+        off = Arbiter(tmp_path / "nowhere", enabled=False)
+        with off.reading(), off.writing():
+            assert not runtime.exists()
+        off.close()
+        with off.reading():
+            pass
+
+    def test_a_missing_directory_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(StorageError, match=r"cannot find the drive of .*nowhere"):
+            Arbiter(tmp_path / "nowhere")
+
+    def test_locks_that_do_not_work_are_an_error_with_a_name(
+        self, arbiter: Arbiter, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(fd: int, operation: int) -> None:
+            raise OSError(37, "No locks available")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(arbiter_module.fcntl, "flock", refuse)
+            with pytest.raises(StorageError, match=r"cannot lock .*write"), arbiter.writing():
+                pytest.fail("let in")
+        with arbiter.writing():
+            assert is_taken(locks(runtime)["write"])
+
+
+class TestSeveralProcesses:
+    def test_one_waits_for_the_other(self, arbiter: Arbiter, start: Start) -> None:
+        with arbiter.writing():
+            other = start(HOLD)
+            assert is_silent(other), "let in beside us"
+        assert heard(other) == "inside"
+        tell(other)
+        assert heard(other) == "left"
+
+    def test_the_other_direction_does_not_wait(self, arbiter: Arbiter, start: Start) -> None:
+        with arbiter.reading():
+            assert heard(start(HOLD)) == "inside"
+
+    def test_no_update_is_lost(self, start: Start, tmp_path: Path) -> None:
+        (tmp_path / "count").write_text("0")
+        both = [start(COUNT), start(COUNT)]
+        for process in both:
+            tell(process)
+        assert [process.wait() for process in both] == [0, 0]
+        assert (tmp_path / "count").read_text() == "200"
+
+    def test_a_killed_process_holds_nothing(self, arbiter: Arbiter, start: Start, runtime: Path) -> None:
+        other = start(HOLD)
+        assert heard(other) == "inside"
+        assert is_taken(locks(runtime)["write"])
+        other.kill()
+        other.wait()
+        with arbiter.writing():
+            pass
+
+    def test_a_forked_child_takes_its_own_turns(self, start: Start) -> None:
+        parent = start(FORK)
+        assert heard(parent) == "child"
+        assert is_silent(parent), "let in on the parent's turn"
+        tell(parent)
+        assert heard(parent) == "parent leaves"
+        assert heard(parent) == "child inside"
+        assert parent.wait() == 0
+
+    def test_a_forked_child_does_not_keep_a_dead_parents_turn(
+        self, arbiter: Arbiter, start: Start, runtime: Path
+    ) -> None:
+        parent = start(FORK_AND_HANG)
+        assert heard(parent) == "child"
+        assert is_taken(locks(runtime)["write"])
+        parent.kill()
+        parent.wait()
+        with arbiter.writing():  # the child lives until its input ends
+            pass
+
+
+class TestPrivateDirectory:
+    def test_is_ours_alone(self, arbiter: Arbiter, runtime: Path) -> None:
+        assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in runtime.iterdir())
+
+    @pytest.mark.parametrize("kind", ["unset", "relative", "missing", "foreign"])
+    def test_without_a_runtime_directory_it_lies_among_temporary_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        if kind == "unset":
+            monkeypatch.delenv("XDG_RUNTIME_DIR")
+        elif kind == "foreign":
+            monkeypatch.setattr(arbiter_module, "_is_ours", lambda directory: False)
+        else:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", "." if kind == "relative" else str(tmp_path / "missing"))
+        one = Arbiter(tmp_path)
+        directory = tmp_path / f"lightning_ssd-{os.geteuid()}"
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert len(list(directory.iterdir())) == 2
+        one.close()
+
+    def test_links_are_refused(self, tmp_path: Path, runtime: Path) -> None:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        runtime.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(StorageError, match="symbolic link"):
+            Arbiter(tmp_path)
+        assert not list((tmp_path / "elsewhere").iterdir())
+
+    def test_a_lock_file_that_is_a_link_is_refused(self, tmp_path: Path, runtime: Path) -> None:
+        Arbiter(tmp_path).close()
+        write = locks(runtime)["write"]
+        write.unlink()
+        write.symlink_to(tmp_path / "elsewhere")
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(StorageError, match="cannot open the lock file"):
+            Arbiter(tmp_path)
+        assert not (tmp_path / "elsewhere").exists()
+        assert len(os.listdir("/proc/self/fd")) == before, "the other lock is open still"
+
+    def test_open_modes_and_foreign_owners_are_refused(
+        self, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runtime.mkdir()
+        runtime.chmod(0o770)
+        with pytest.raises(StorageError, match=r"mode 0770; allowed: .* mode 0700"):
+            Arbiter(tmp_path)
+        runtime.chmod(0o700)
+        monkeypatch.setattr(arbiter_module, "_is_ours", lambda directory: True)
+        monkeypatch.setattr(arbiter_module.os, "geteuid", lambda: 12345)
+        with pytest.raises(StorageError, match="allowed: user 12345"):
+            Arbiter(tmp_path)
