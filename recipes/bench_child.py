@@ -9,13 +9,26 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from recipes.bench_worker import Job
+from typing import Any, Protocol
 
 __all__ = ["Child", "ChildDiedError"]
 
 _CLOSED_WITHIN_S = 60
+
+
+class Job(Protocol):
+    """What a worker is told first."""
+
+    @property
+    def mode(self) -> str:
+        """Its name in tables."""
+
+    @property
+    def threads(self) -> int:
+        """For computing."""
+
+    def to_json(self) -> str:
+        """One line."""
 
 
 class ChildDiedError(Exception):
@@ -37,14 +50,17 @@ class Child:
 
     Args:
         job: what it does.
+        module: that runs in it: answers its first line and every command with a line.
         procs: the ``cgroup.procs`` of a control group that it starts in.
         quiet: throw its messages away, where it is expected to fail.
     """
 
-    def __init__(self, job: Job, *, procs: Path | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self, job: Job, *, module: str = "recipes.bench_worker", procs: Path | None = None, quiet: bool = False
+    ) -> None:
         self.mode = job.mode
         self._process = subprocess.Popen(
-            _command(procs),
+            _command(module, procs),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
@@ -96,8 +112,8 @@ class Child:
             stdin.flush()
 
 
-def _command(procs: Path | None) -> Sequence[str]:
-    command = [sys.executable, "-m", "recipes.bench_worker"]
+def _command(module: str, procs: Path | None) -> Sequence[str]:
+    command = [sys.executable, "-m", module]
     if procs is None:
         return command
     # The shell enters the group and becomes the worker, whose every byte then counts against the group.

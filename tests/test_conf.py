@@ -135,7 +135,12 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
         (["model=bart"], "model=bart", "model=bert", "bert, bert_base"),
         (["model=gpt,bertt"], "model=bertt", "model=bert", "bert, bert_base"),
         (["offload=sdd"], "offload=sdd", "offload=ssd", "auto, budget, keep, none, recompute"),
-        (["experiment=smok"], "experiment=smok", "experiment=smoke", "demo, gpt2_small_cpu, smoke"),
+        (
+            ["experiment=smok"],
+            "experiment=smok",
+            "experiment=smoke",
+            "demo, gpt2_small_cpu, optimizer_1b, optimizer_350m, smoke",
+        ),
         (["callbacks=[offload_monitr]"], "callbacks=offload_monitr", "callbacks=offload_monitor", "none, offload_mon"),
         (["offload.min_tensor_byte=4"], "offload.min_tensor_byte", "offload.min_tensor_bytes", "activation_budget"),
         (["+offload.min_tensor_byte=4"], "offload.min_tensor_byte", "offload.min_tensor_bytes", "activation_budget"),
