@@ -22,7 +22,7 @@ from typing import Literal
 
 from lightning_ssd.config import parse_size
 from lightning_ssd.storage.arena import Arena
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, WrappedBackend
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.probe import measure_rates
 from lightning_ssd.tensors import Region
@@ -196,11 +196,11 @@ class TokenBucket:
         self._sleep(max(0.0, until_s - self._clock()))
 
 
-class BucketBackend:
+class BucketBackend(WrappedBackend):
     """Passes everything on to ``inner``, each direction through a bucket that all workers share."""
 
     def __init__(self, inner: Backend, bytes_per_s: float) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._writes, self._reads = TokenBucket(bytes_per_s), TokenBucket(bytes_per_s)
         self._piece_bytes = max(1 << 16, min(DEFAULT_CHUNK_BYTES, round(bytes_per_s * _PIECE_S / DEFAULT_WORKERS)))
 
@@ -208,31 +208,13 @@ class BucketBackend:
     def name(self) -> str:
         return f"{self.inner.name} (throttled)"
 
-    @property
-    def memory_alignment(self) -> int:
-        return self.inner.memory_alignment
-
-    @property
-    def block_bytes(self) -> int:
-        return self.inner.block_bytes
-
-    @property
-    def moves_device_memory(self) -> bool:
-        return self.inner.moves_device_memory
-
-    def open_arena(self, directory: Path) -> Arena:
-        return self.inner.open_arena(directory)
-
     def write(self, arena: Arena, region: Region, offset: int) -> None:
         self._wait(self._writes, region.nbytes)
-        self.inner.write(arena, region, offset)
+        super().write(arena, region, offset)
 
     def read(self, arena: Arena, region: Region, offset: int) -> None:
         self._wait(self._reads, region.nbytes)
-        self.inner.read(arena, region, offset)
-
-    def close(self) -> None:
-        self.inner.close()
+        super().read(arena, region, offset)
 
     def _wait(self, bucket: TokenBucket, nbytes: int) -> None:
         """In small pieces, so that two workers share the rate as they would share a drive."""

@@ -13,7 +13,7 @@ from lightning_ssd.tensors import Region
 if TYPE_CHECKING:
     from lightning_ssd.storage.kvikio import KvikioBackend
 
-__all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_WORKERS", "Backend", "open_backend"]
+__all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_WORKERS", "Backend", "WrappedBackend", "open_backend"]
 
 # Both from the sweep in recipes/results/bench_io_cpu.md.
 DEFAULT_CHUNK_BYTES = 16 << 20
@@ -68,6 +68,45 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free buffers and restore library-wide settings. Idempotent."""
+
+
+class WrappedBackend:
+    """Passes everything on; for those who change one thing about another backend.
+
+    Args:
+        inner: the other one. Closing this closes it.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def memory_alignment(self) -> int:
+        return self.inner.memory_alignment
+
+    @property
+    def block_bytes(self) -> int:
+        return self.inner.block_bytes
+
+    @property
+    def moves_device_memory(self) -> bool:
+        return self.inner.moves_device_memory
+
+    def open_arena(self, directory: Path) -> Arena:
+        return self.inner.open_arena(directory)
+
+    def write(self, arena: Arena, region: Region, offset: int) -> None:
+        self.inner.write(arena, region, offset)
+
+    def read(self, arena: Arena, region: Region, offset: int) -> None:
+        self.inner.read(arena, region, offset)
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 def open_backend(

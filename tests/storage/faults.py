@@ -8,11 +8,10 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 from lightning_ssd.errors import OutOfSpaceError, ShortTransferError, StorageError
 from lightning_ssd.storage.arena import Arena
-from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.backend import Backend, WrappedBackend
 from lightning_ssd.tensors import Region
 
 Fail = Callable[[int], BaseException | None]
@@ -22,7 +21,7 @@ Corrupt = Callable[[int], bool]
 """Gets the number of the read; says whether one bit of what it returns is flipped."""
 
 
-class FaultyBackend:
+class FaultyBackend(WrappedBackend):
     """Passes everything on to ``inner``, but for the calls that ``fail_*`` and ``corrupt_read`` pick."""
 
     def __init__(
@@ -34,7 +33,7 @@ class FaultyBackend:
         corrupt_read: Corrupt | None = None,
         delay_s: float = 0.0,
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.fail_write = fail_write
         self.fail_read = fail_read
         self.corrupt_read = corrupt_read
@@ -43,25 +42,6 @@ class FaultyBackend:
         self._counts = {"write": itertools.count(), "read": itertools.count()}
         self.num_writes = 0
         self.num_reads = 0
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def memory_alignment(self) -> int:
-        return self.inner.memory_alignment
-
-    @property
-    def block_bytes(self) -> int:
-        return self.inner.block_bytes
-
-    @property
-    def moves_device_memory(self) -> bool:
-        return self.inner.moves_device_memory
-
-    def open_arena(self, directory: Path) -> Arena:
-        return self.inner.open_arena(directory)
 
     def write(self, arena: Arena, region: Region, offset: int) -> None:
         with self._lock:
@@ -78,9 +58,6 @@ class FaultyBackend:
         self.inner.read(arena, region, offset)
         if self.corrupt_read is not None and self.corrupt_read(index) and region.nbytes:
             ctypes.c_ubyte.from_address(region.address + region.nbytes // 2).value ^= 0x10
-
-    def close(self) -> None:
-        self.inner.close()
 
     def _stumble(self, fail: Fail | None, index: int) -> None:
         time.sleep(self.delay_s)

@@ -1,0 +1,127 @@
+"""Processes that share a drive move bytes in turns, if a trial at start shows that this is faster than all at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from lightning_ssd.errors import StorageError
+from lightning_ssd.storage.arbiter import Arbiter
+from lightning_ssd.storage.arena import Arena
+from lightning_ssd.storage.backend import Backend, WrappedBackend
+from lightning_ssd.storage.probe import measure_rates
+from lightning_ssd.tensors import Region
+
+__all__ = ["TurnsBackend", "open_in_turns", "turns_pay"]
+
+_log = logging.getLogger(__name__)
+
+Agree = Callable[[Sequence[float]], list[float]]
+_MIN_GAIN = 0.03
+_NUM_ROUNDS = 2
+_PROBE_BYTES = 16 << 20
+
+
+class TurnsBackend(WrappedBackend):
+    """Another backend, whose chunks wait for the turn of this process on their drive.
+
+    Args:
+        inner: moves the bytes. Whoever opened it closes it.
+        directories: on the drives where turns are taken; all other moves go straight through.
+
+    Raises:
+        StorageError: see :class:`Arbiter`.
+    """
+
+    def __init__(self, inner: Backend, directories: Iterable[Path]) -> None:
+        super().__init__(inner)
+        self._arbiters: dict[Path, Arbiter] = {}
+        with ExitStack() as stack:
+            for directory in directories:
+                self._arbiters[directory] = Arbiter(directory)
+                stack.callback(self._arbiters[directory].close)
+            self._resources = stack.pop_all()
+
+    def write(self, arena: Arena, region: Region, offset: int) -> None:
+        arbiter = self._arbiters.get(arena.directory)
+        if arbiter is None:
+            self.inner.write(arena, region, offset)
+            return
+        with arbiter.writing():
+            self.inner.write(arena, region, offset)
+
+    def read(self, arena: Arena, region: Region, offset: int) -> None:
+        arbiter = self._arbiters.get(arena.directory)
+        if arbiter is None:
+            self.inner.read(arena, region, offset)
+            return
+        with arbiter.reading():
+            self.inner.read(arena, region, offset)
+
+    def close(self) -> None:
+        """Give the locks back; the other backend stays open. Idempotent."""
+        self._resources.close()
+
+
+def open_in_turns(stack: ExitStack, backend: Backend, directories: Sequence[Path], agree: Agree) -> Backend:
+    """``backend``, or one in front of it that takes turns on the drives where this gains.
+
+    Every process of the run calls this at the same point: they measure together.
+
+    Args:
+        stack: closes what was opened.
+        backend: moves the bytes.
+        directories: that will be used, all made.
+        agree: the smallest of each number over all processes.
+    """
+    gaining = [directory for directory in directories if _gains(backend, directory, agree)]
+    if not gaining:
+        return backend
+    _log.info("processes take turns on the drives of %s", ", ".join(map(str, gaining)))
+    turns = TurnsBackend(backend, gaining)
+    stack.callback(turns.close)
+    return turns
+
+
+def _gains(backend: Backend, directory: Path, agree: Agree) -> bool:
+    turns: TurnsBackend | None = None
+    try:
+        turns = TurnsBackend(backend, [directory])
+    except StorageError as error:
+        _log.warning("processes cannot take turns: %s", error)
+    try:
+        return turns_pay(
+            lambda: _seconds(backend, directory), lambda: _seconds(turns, directory) if turns else math.inf, agree
+        )
+    finally:
+        if turns is not None:
+            turns.close()
+
+
+def _seconds(backend: Backend, directory: Path) -> float:
+    """What a write and a read of some bytes take; infinite where that fails, for the others wait for a number."""
+    try:
+        rates = measure_rates(backend, directory, nbytes=_PROBE_BYTES)
+    except (OSError, StorageError) as error:
+        _log.warning("%s could not be measured: %s", directory, error)
+        return math.inf
+    return _PROBE_BYTES / rates.write_per_s + _PROBE_BYTES / rates.read_per_s
+
+
+def turns_pay(at_once: Callable[[], float], in_turns: Callable[[], float], agree: Agree) -> bool:
+    """Try both, in turns, and compare the best rounds; a round takes as long as its slowest process.
+
+    Args:
+        at_once: seconds of this process for its share while the others do the same.
+        in_turns: the same when processes take turns.
+        agree: the smallest of each number over all processes; every process waits in it for the others.
+    """
+    best = {at_once: math.inf, in_turns: math.inf}
+    for _ in range(_NUM_ROUNDS):
+        for measure in (at_once, in_turns):
+            agree([0.0])  # nobody begins before all are here
+            best[measure] = min(best[measure], -agree([-measure()])[0])
+    return best[in_turns] < (1 - _MIN_GAIN) * best[at_once]

@@ -1,0 +1,174 @@
+"""Turns on a shared drive: only where a trial shows a gain, by all processes alike, and never at the cost of a byte."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.storage import turns as module_under_test
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.storage.turns import TurnsBackend, open_in_turns, turns_pay
+from lightning_ssd.tensors import Region
+from tests.storage.faults import FaultyBackend, always, eio
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def private_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+
+
+@pytest.fixture
+def backend(spill_dir: Path) -> Iterator[PosixBackend]:
+    with closing(PosixBackend([spill_dir])) as opened:
+        yield opened
+
+
+def times(*seconds: float) -> Callable[[], float]:
+    left = list(seconds)
+    return lambda: left.pop(0)
+
+
+def alone(values: Sequence[float]) -> list[float]:
+    return list(values)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "in_turns", "pays"),
+    [
+        ((1.0, 1.0), (0.9, 0.9), True),
+        ((1.0, 1.0), (0.98, 0.98), False),
+        ((1.0, 1.0), (1.2, 1.2), False),
+        ((5.0, 1.0), (1.0, 4.0), False),
+        ((5.0, 4.0), (6.0, 1.0), True),
+        ((1.0, 1.0), (math.inf, math.inf), False),
+        ((math.inf, math.inf), (1.0, 1.0), True),
+        ((math.inf, math.inf), (math.inf, math.inf), False),
+    ],
+)
+def test_the_best_round_decides_and_must_gain(at_once: tuple[float], in_turns: tuple[float], pays: bool) -> None:
+    assert turns_pay(times(*at_once), times(*in_turns), alone) is pays
+
+
+def test_the_slowest_process_counts() -> None:
+    theirs = -10.0  # another process, slow in whatever way
+    assert not turns_pay(times(1.0, 1.0), times(0.1, 0.1), lambda values: [min(value, theirs) for value in values])
+
+
+def test_all_wait_for_each_other_before_each_measurement() -> None:
+    order: list[str] = []
+
+    def agree(values: Sequence[float]) -> list[float]:
+        order.append("agree")
+        return list(values)
+
+    def measured(name: str) -> Callable[[], float]:
+        return lambda: (order.append(name), 1.0)[1]
+
+    turns_pay(measured("at once"), measured("in turns"), agree)
+    assert order == ["agree", "at once", "agree", "agree", "in turns", "agree"] * 2
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_turns_are_taken_where_they_gain(
+    gains: bool, backend: PosixBackend, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_under_test, "_seconds", lambda chosen, _: 1.0 if (chosen is backend) == gains else 0.5)
+    with ExitStack() as stack:
+        chosen = open_in_turns(stack, backend, [spill_dir], alone)
+        assert isinstance(chosen, TurnsBackend) == gains
+        assert (chosen is backend) != gains
+        round_trip(chosen, spill_dir)
+
+
+def round_trip(backend: object, directory: Path) -> None:
+    assert isinstance(backend, TurnsBackend | PosixBackend)
+    written = torch.arange(MIB, dtype=torch.int64)
+    read = torch.zeros_like(written)
+    with closing(backend.open_arena(directory)) as arena:
+        extent = arena.allocate(written.nbytes)
+        for start in range(0, written.nbytes, MIB):
+            backend.write(arena, Region(written.data_ptr() + start, MIB), extent.offset + start)
+        backend.read(arena, Region(read.data_ptr(), read.nbytes), extent.offset)
+    assert torch.equal(written, read)
+
+
+def test_the_real_trial_measures_and_leaves_nothing(backend: PosixBackend, spill_dir: Path) -> None:
+    before = sorted(spill_dir.iterdir())
+    with ExitStack() as stack:
+        round_trip(open_in_turns(stack, backend, [spill_dir], alone), spill_dir)
+    assert sorted(spill_dir.iterdir()) == before
+
+
+def test_a_drive_that_cannot_be_measured_is_left_alone(backend: PosixBackend, spill_dir: Path) -> None:
+    broken = FaultyBackend(backend)
+    broken.fail_write = always(eio)
+    with ExitStack() as stack:
+        assert open_in_turns(stack, broken, [spill_dir], alone) is broken
+
+
+def test_what_is_asked_of_it_is_what_is_inside(backend: PosixBackend, spill_dir: Path) -> None:
+    with closing(TurnsBackend(backend, [spill_dir])) as turns:
+        assert turns.name == backend.name
+        assert turns.block_bytes == backend.block_bytes
+        assert turns.memory_alignment == backend.memory_alignment
+        assert turns.moves_device_memory == backend.moves_device_memory
+
+
+def test_other_directories_take_no_turns(backend: PosixBackend, spill_dir: Path) -> None:
+    (spill_dir / "other").mkdir()
+    turns = TurnsBackend(backend, [spill_dir])
+    turns.close()
+    round_trip(turns, spill_dir / "other")
+    with pytest.raises(OffloaderClosedError):
+        round_trip(turns, spill_dir)
+
+
+def test_another_process_waits_for_its_turn(backend: PosixBackend, spill_dir: Path) -> None:
+    """The child holds the drive's writing turn; we get it when the child has died."""
+    code = f"""
+        import sys, time
+        from pathlib import Path
+        from lightning_ssd.storage.arbiter import Arbiter
+        arbiter = Arbiter(Path({str(spill_dir)!r}))
+        with arbiter.writing():
+            print("inside", flush=True)
+            time.sleep(600)
+    """
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "inside\n"
+        with closing(TurnsBackend(backend, [spill_dir])) as turns, closing(turns.open_arena(spill_dir)) as arena:
+            done = threading.Event()
+            memory = torch.ones(MIB, dtype=torch.uint8)
+            extent = arena.allocate(MIB)
+
+            def write() -> None:
+                turns.write(arena, Region(memory.data_ptr(), MIB), extent.offset)
+                done.set()
+
+            writer = threading.Thread(target=write)
+            writer.start()
+            assert not done.wait(0.3)
+            child.kill()
+            assert done.wait(30)
+            writer.join()
+    finally:
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
