@@ -29,11 +29,12 @@ from lightning_ssd.storage.probe import measure_rates
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.storage.streams import Copies
 from lightning_ssd.storage.tiers import SsdTier
+from lightning_ssd.storage.turns import open_in_turns
 from lightning_ssd.tensor_cache import Tiers
 from lightning_ssd.tier_meter import TierMeter, measure_copies
 from lightning_ssd.wear_meter import WearMeter
 
-__all__ = ["NOTHING", "PATHS_VARIABLE", "Parts", "assemble", "open_state_files"]
+__all__ = ["NOTHING", "PATHS_VARIABLE", "Parts", "assemble", "open_state_files", "open_wear_meter"]
 
 PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
 _STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
@@ -122,9 +123,12 @@ def open_state_files(
     events: EventLog,
     default_directory: str | os.PathLike[str] | None,
     subdirectory: str,
+    agree: Agree | None,
     wrap_backend: Callable[[Backend], Backend] | None,
 ) -> StateFiles:
     """Files of their own for the states of one optimizer. The arguments are those of :class:`Offloader`.
+
+    Where several processes of a run share the machine, they find out together whether to take turns on its drives.
 
     Raises:
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
@@ -134,6 +138,8 @@ def open_state_files(
         backend, directories = _open_directories(
             stack, hardware, device, default_directory, subdirectory, wrap_backend
         )[:2]
+        if agree is not None and _processes_here() > 1:
+            backend = open_in_turns(stack, backend, directories, agree)
         mover = SlotMover(_open_mover(stack, policy, backend, copies)[0])
         tiers, sampler = [], Sampler(policy.verify)
         for directory in directories:
@@ -146,8 +152,17 @@ def open_state_files(
             device=device,
             mark=copies.mark if copies is not None else lambda: None,
             block_bytes=backend.block_bytes,
+            first=int(os.environ.get("LOCAL_RANK", "0")),
             resources=stack.pop_all(),
         )
+
+
+def open_wear_meter(
+    hardware: HardwareProfile, default_directory: str | os.PathLike[str] | None, subdirectory: str
+) -> WearMeter:
+    """For the directories of a policy that moves no activations. They are there: :func:`open_state_files` made them."""
+    directories = [path / subdirectory for path in _directories(hardware, default_directory)]
+    return WearMeter(directories, hardware.drive_endurance_nbytes, num_processes=_processes_here())
 
 
 def _open_directories(

@@ -144,13 +144,15 @@ class OffloadMonitor(Callback):
         # Now, because the strategy closes the offloader before on_fit_end.
         offloader = _offloader_of(trainer)
         stats = None if offloader is None else offloader.stats
+        optimizers = () if offloader is None else offloader.optimizer_stats
         if stats is not None:
-            self._written_now = stats.bytes_written
+            self._written_now = stats.with_optimizers(optimizers).bytes_written
         report = None if offloader is None else offloader.plan_report
         metrics = self._run.result()
         self.summary = verdict(
             Run(
                 stats=stats,
+                optimizers=optimizers,
                 policy=None if offloader is None else offloader.policy,
                 backend="" if offloader is None else offloader.description,
                 metrics=metrics,

@@ -24,10 +24,10 @@ class StreamedCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None or not _is_local(path):
+        target = _local(path)
+        if storage_options is not None or target is None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = Path(path).absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when it is complete and on the drive: a crash leaves the old file or the new one, never half of one.
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
@@ -49,14 +49,17 @@ class StreamedCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        if _is_local(path) and os.path.isfile(path) and zipfile.is_zipfile(path):
-            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+        source = _local(path)
+        if source is not None and source.is_file() and zipfile.is_zipfile(source):
+            found: dict[str, Any] = torch.load(source, map_location=map_location, weights_only=weights_only, mmap=True)
             return found
         return super().load_checkpoint(path, map_location, weights_only)
 
 
-def _is_local(path: str | os.PathLike[str]) -> bool:
-    return type(get_filesystem(str(path))).__name__ == "LocalFileSystem"
+def _local(path: str | os.PathLike[str]) -> Path | None:
+    """Without "file://" and "~"; ``None``: it leads elsewhere."""
+    system = get_filesystem(str(path))
+    return Path(system._strip_protocol(str(path))) if type(system).__name__ == "LocalFileSystem" else None
 
 
 def _umask() -> int:

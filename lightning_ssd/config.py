@@ -59,7 +59,7 @@ def parse_size(value: Size, *, name: str = "size") -> int:
     return nbytes
 
 
-def _check_choice(owner: str, name: str, value: object, allowed: Sequence[str]) -> None:
+def _check_choice(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         raise ConfigError(f"{owner}.{name}={value!r}; allowed: {', '.join(map(repr, allowed))}")
 
@@ -91,6 +91,11 @@ class OffloadPolicy:
     """Optimizer states: "keep" leaves them where the optimizer puts them. "offload" keeps them on SSD between steps,
     except for a few and for what ``HardwareProfile.host_memory`` allows; a step brings them up subgroup by subgroup."""
 
+    master_weights: bool = False
+    """Whether bfloat16 and float16 parameters get float32 copies that the optimizer updates in their place, so that
+    small updates are not rounded away. They wait with the optimizer states; only with
+    ``optimizer_states="offload"``."""
+
     memory_budget: Size | None = None
     """Peak of device memory (on CPU: of the process) to stay under; ``None``: as low as ``max_slowdown`` allows. Only
     with ``activations="auto"``."""
@@ -119,6 +124,7 @@ class OffloadPolicy:
         owner = type(self).__name__
         _check_choice(owner, "activations", self.activations, _ACTIVATIONS)
         _check_choice(owner, "optimizer_states", self.optimizer_states, ("keep", "offload"))
+        _check_choice(owner, "master_weights", self.master_weights, (False, True))
         _check_choice(owner, "verify", self.verify, ("off", "sampled", "full"))
         _check_optional_size(owner, "memory_budget", self.memory_budget, zero_means="leaves no memory at all")
         _check_optional_size(owner, "activation_budget", self.activation_budget, zero_means="leaves no memory at all")
@@ -151,6 +157,11 @@ class OffloadPolicy:
                     f"{owner}.{name}={value!r} with activations={self.activations!r} would be ignored; "
                     "allowed: activations='auto', whose plans keep budgets"
                 )
+        if self.master_weights and self.optimizer_states == "keep":
+            raise ConfigError(
+                f"{owner}.master_weights=True with optimizer_states='keep' would be ignored; allowed: "
+                "optimizer_states='offload', since the copies wait with the states"
+            )
         if self.recompute_modules and self.activations in ("offload", "keep"):
             raise ConfigError(
                 f"{owner}.recompute_modules={self.recompute_modules!r} with activations={self.activations!r} would be "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -150,6 +150,14 @@ class InnerStep:
                 f"this optimizer keeps states for more than its parameters ({found}): it couples them. {_INCOMPLETE}"
             )
         return [state.get(tensor, {}) for tensor in tensors]
+
+    def run_idle(self, groups: Iterable[int], changes: GroupChanges) -> None:
+        """As the plain step, which sees groups without a gradient too: it may count the step in their options."""
+        numbers = sorted(groups)
+        originals = self._optimizer.param_groups
+        parameters = [(p, number) for number in numbers for p in originals[number]["params"]]
+        if parameters:
+            self.run([p for p, _ in parameters], [n for _, n in parameters], [{} for _ in parameters], changes)
 
     @contextmanager
     def lent(self, groups: list[dict[str, Any]] | None, state: Any) -> Iterator[None]:

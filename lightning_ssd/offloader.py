@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd import metrics
-from lightning_ssd.assembly import NOTHING, Parts, assemble, open_state_files
+from lightning_ssd.assembly import NOTHING, Parts, assemble, open_state_files, open_wear_meter
 from lightning_ssd.blocks import Blocks, find_blocks
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
@@ -24,14 +24,16 @@ from lightning_ssd.events import EventLog
 from lightning_ssd.first_calls import settle_first_calls
 from lightning_ssd.memory import read_memory
 from lightning_ssd.optimizer import OffloadedOptimizer
+from lightning_ssd.parameters import device_of
 from lightning_ssd.planning.comparison import PlanReport
 from lightning_ssd.planning.plan import Machine
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduler import Agree
-from lightning_ssd.stats import OffloadStats
+from lightning_ssd.stats import OffloadStats, OptimizerStats
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.streams import Copies, CudaCopies
 from lightning_ssd.tensor_cache import TensorCache
+from lightning_ssd.wear_meter import WearMeter
 
 __all__ = ["Offloader"]
 
@@ -65,7 +67,7 @@ class Offloader:
         default_directory: used when neither ``hardware.paths`` nor ``$LIGHTNING_SSD_PATHS`` names a directory.
         subdirectory: appended to each directory, so that processes do not meet.
         agree: under several processes that train together: gives the smallest of each number over all of them, so
-            that their plans agree. Called after the 1st, 2nd, 4th ... backward.
+            that their plans agree. Called after the 1st, 2nd, 4th ... backward, and by :meth:`offload_optimizer`.
     """
 
     def __init__(
@@ -92,6 +94,9 @@ class Offloader:
         self._resources: ExitStack | None = None
         self._cache: TensorCache | None = None
         self._parts: Parts = NOTHING
+        self._wear: WearMeter | None = None
+        self._optimizers: list[OffloadedOptimizer] = []
+        self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
         self._last_stats = self._sampled = OffloadStats()
         self.description = "closed"
 
@@ -111,7 +116,7 @@ class Offloader:
         """
         if not self.is_open:
             with ExitStack() as stack:
-                self._open(stack, self._device or _device_of(modules))
+                self._open(stack, self._device or device_of(modules))
                 self._resources = stack.pop_all()
                 self._finalizer = weakref.finalize(self, _close_elsewhere, self._resources, os.getpid())
                 self._finalizer.atexit = False  # no thread can be started then; see _close_all
@@ -137,7 +142,7 @@ class Offloader:
             agree=self._agree,
             wrap_backend=self._wrap_backend,
         )
-        self.description = parts.description
+        self.description, self._wear, self._last_optimizer_stats = parts.description, parts.wear, ()
         self._cache = TensorCache(
             parts.tiers,
             device=device,
@@ -173,6 +178,7 @@ class Offloader:
             self._resources = self._cache = None
             self._finalizer.detach()
             resources.close()
+            self._last_optimizer_stats, self._optimizers = self.optimizer_stats, []
             self.description = "closed"
         if failure is not None:
             raise failure
@@ -239,17 +245,21 @@ class Offloader:
             events=self._events,
             default_directory=self._default_directory,
             subdirectory=self._subdirectory,
+            agree=self._agree,
             wrap_backend=self._wrap_backend,
         )
-        cache_bytes = self.hardware.host_memory_nbytes or 0
+        cache = (self.hardware.host_memory_nbytes or 0) if parameter.device.type == "cpu" else 0
         try:
             offloaded = OffloadedOptimizer(
-                optimizer, files, cache_bytes=cache_bytes if parameter.device.type == "cpu" else 0
+                optimizer, files, cache_bytes=cache, master_weights=self.policy.master_weights, events=self._events
             )
         except BaseException:
             files.close()
             raise
         resources.callback(offloaded.close)
+        self._optimizers.append(offloaded)
+        if self._wear is None:
+            self._wear = open_wear_meter(self.hardware, self._default_directory, self._subdirectory)
         return offloaded
 
     def saved_tensors(self, *, signature: Hashable = None) -> AbstractContextManager[None]:
@@ -277,10 +287,8 @@ class Offloader:
         if self._parts.reload is not None:
             self._parts.reload.release()
         self._parts.allocation.border()
-        if self._parts.wear is not None:
-            warning = self._parts.wear.border(cache.ledger.counters.bytes_written)
-            if warning is not None:
-                warnings.warn(warning, stacklevel=2)
+        if self._wear is not None and (warning := self._wear.border(self._moved().bytes_written)) is not None:
+            warnings.warn(warning, stacklevel=2)
 
     def wait_for_plan(self) -> None:
         """Block until the plan under way has been made; the next step follows it. Training never needs it.
@@ -307,6 +315,14 @@ class Offloader:
     def stats(self) -> OffloadStats:
         """Counters since :meth:`open`; after :meth:`close` those of the end."""
         return self._snapshot() if self.is_open else self._last_stats
+
+    @property
+    def optimizer_stats(self) -> tuple[OptimizerStats, ...]:
+        """Counters of each offloaded optimizer; after :meth:`close` those of the end."""
+        return self._last_optimizer_stats + tuple(optimizer.stats for optimizer in self._optimizers)
+
+    def _moved(self) -> OffloadStats:
+        return self.stats.with_optimizers(self.optimizer_stats)
 
     def _snapshot(self) -> OffloadStats:
         if self._cache is None:
@@ -340,8 +356,8 @@ class Offloader:
 
     def drain_metrics(self) -> dict[str, float]:
         """What happened since the last call, under the keys of :data:`lightning_ssd.metrics.METRICS`."""
-        before, self._sampled = self._sampled, self.stats
-        scheduler, wear = self._parts.scheduler, self._parts.wear
+        before, self._sampled = self._sampled, self._moved()
+        scheduler, wear = self._parts.scheduler, self._wear
         return metrics.compute(
             self._events.drain(),
             stats_before=before,
@@ -380,10 +396,3 @@ def _close_all() -> None:
     for offloader in list(_open_offloaders):
         offloader.abort()
         offloader.close()
-
-
-def _device_of(modules: tuple[torch.nn.Module, ...]) -> torch.device:
-    for module in modules:
-        for parameter in module.parameters():
-            return parameter.device
-    return torch.device("cpu")

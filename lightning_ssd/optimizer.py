@@ -8,6 +8,7 @@ copies that survive failed writes, and snapshots that cost no memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import warnings
 from collections import defaultdict
@@ -18,12 +19,14 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
+from lightning_ssd.events import EventLog, StallEvent
 from lightning_ssd.inner_step import GroupChanges, InnerStep, State, refuse_coupling
+from lightning_ssd.master_weights import lift, lower
 from lightning_ssd.partition import Partition
 from lightning_ssd.planning.subgroups import Part, half_duplex_rate, respread, spread, visit_order
-from lightning_ssd.slicing import may_slice
+from lightning_ssd.slicing import Trials
 from lightning_ssd.state_files import StateFiles
-from lightning_ssd.state_layout import Layout
+from lightning_ssd.state_layout import Layout, owned
 from lightning_ssd.state_loading import load_states
 from lightning_ssd.state_snapshot import Snapshot
 from lightning_ssd.state_store import StateStore
@@ -36,7 +39,6 @@ _NUM_SLOTS = 4
 _NUM_SUBGROUPS = 64
 _MIN_SUBGROUP_BYTES, _MAX_SUBGROUP_BYTES = 4 << 20, 256 << 20
 _MAX_MOVES = 4
-_STATE_PER_PARAMETER = 2
 
 
 class OffloadedOptimizer(Optimizer):
@@ -50,12 +52,23 @@ class OffloadedOptimizer(Optimizer):
         optimizer: any that treats each parameter by itself. States that it has already are taken over.
         files: where to; closed by :meth:`close`.
         cache_bytes: more states to keep in memory between steps.
+        master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
+        events: where waiting is noted.
 
     Raises:
         ConfigError: the optimizer couples its parameters.
+        OutOfSpaceError: the directories have no room for its states.
     """
 
-    def __init__(self, optimizer: Optimizer, files: StateFiles, *, cache_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        files: StateFiles,
+        *,
+        cache_bytes: int = 0,
+        master_weights: bool = False,
+        events: EventLog | None = None,
+    ) -> None:
         # Not Optimizer.__init__: groups, defaults and hooks are the inner one's.
         refuse_coupling(optimizer)
         if isinstance(optimizer, OffloadedOptimizer):
@@ -64,7 +77,9 @@ class OffloadedOptimizer(Optimizer):
         self._patch_step_function()
         self._inner_step = InnerStep(optimizer)
         self._files = files
-        self._partition = Partition(_subgroup_bytes(optimizer))
+        self._events = events
+        self._trials = Trials(self._inner_step, optimizer, master_weights=master_weights)
+        self._partition = Partition(self._subgroup_bytes())
         num_slots = _NUM_SLOTS + cache_bytes // self._partition.max_bytes
         self._store = StateStore(
             files.tiers,
@@ -75,9 +90,9 @@ class OffloadedOptimizer(Optimizer):
             block_bytes=files.block_bytes,
         )
         self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]
-        self._tried: dict[tuple[int, torch.dtype, torch.device], bool] = {}
         self._num_steps = 0
         self._update_s = self._step_s = 0.0
+        self._pid = os.getpid()
         self._is_closed = False
         self._broken: str | None = None
         self._last: Snapshot | None = None
@@ -86,6 +101,11 @@ class OffloadedOptimizer(Optimizer):
         self._take_over()
 
     # -- the user's optimizer ------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The inner optimizer, under the name by which Lightning's callbacks look into a wrapper."""
+        return self.inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -126,8 +146,10 @@ class OffloadedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """More parameters, whose states are offloaded too."""
+        self._check_inner()
         self.inner.add_param_group(param_group)
         self._register_new()
+        self._take_over()
 
     def _register_new(self) -> None:
         """Take in parameters that have come into the groups, in whatever way."""
@@ -135,17 +157,30 @@ class OffloadedOptimizer(Optimizer):
         known = self._partition
         new = [p for group in self.param_groups for p in group["params"] if known.number_of(p) is None]
         if new:
-            num_made = known.extend(new, lambda p: self._may_slice(p, groups[id(p)]))
+            trials = self._trials
+            num_made = known.extend(
+                new,
+                lambda p: trials.element_bytes(p, groups[id(p)]),
+                lambda p: trials.may_slice(p, groups[id(p)]),
+            )
             self._store.add(spread(num_made, self._rates))
+            self._reserve()
 
-    def _may_slice(self, parameter: torch.Tensor, group: int) -> bool:
-        if parameter.layout != torch.strided or not parameter.is_contiguous():
-            return False
-        key = (group, parameter.dtype, parameter.device)
-        if key not in self._tried:
-            state: State = self.inner.state.get(parameter, {})
-            self._tried[key] = may_slice(self._inner_step, self.inner, group, parameter, state)
-        return self._tried[key]
+    def _reserve(self) -> None:
+        """Room for all states, and for the extents that a step's writes go to before the old ones are given back."""
+        spare = self._store.num_slots * self._partition.max_bytes // len(self._files.tiers)
+        needs = [spare] * len(self._files.tiers)
+        for subgroup, path in zip(self._partition.subgroups, self._store.paths, strict=True):
+            needs[path] += subgroup.expected_bytes
+        self._files.reserve(needs)
+
+    def _subgroup_bytes(self) -> int:
+        nbytes: int = sum(
+            p.numel() * self._trials.element_bytes(p, number)
+            for number, group in enumerate(self.param_groups)
+            for p in group["params"]
+        )
+        return min(max(nbytes // _NUM_SUBGROUPS, _MIN_SUBGROUP_BYTES), _MAX_SUBGROUP_BYTES)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -169,7 +204,8 @@ class OffloadedOptimizer(Optimizer):
         begin_s = time.perf_counter()
         changes = GroupChanges()
         try:
-            self._visit(changes)
+            with self._told_by_scaler():
+                self._visit(changes)
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
@@ -182,12 +218,23 @@ class OffloadedOptimizer(Optimizer):
             warnings.warn(warning, stacklevel=2)
         return loss
 
+    @contextlib.contextmanager
+    def _told_by_scaler(self) -> Iterator[None]:
+        """Fused optimizers unscale gradients themselves: ``GradScaler`` sets attributes on what it takes for them."""
+        told: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+        vars(self.inner).update(told)
+        try:
+            yield
+        finally:
+            for name in told:
+                del vars(self.inner)[name]
+
     def _visit(self, changes: GroupChanges) -> None:
         """Fetch, update and flush every subgroup that has a gradient."""
         groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         todo = [
             (index, active)
-            for index in visit_order(len(self._partition.subgroups), self._num_steps)
+            for index in visit_order(len(self._partition.subgroups), self._num_steps, self._files.first)
             if (active := list(self._active(index, groups)))
         ]
         order = [index for index, _ in todo]
@@ -197,6 +244,8 @@ class OffloadedOptimizer(Optimizer):
         for position, (index, active) in enumerate(todo):
             keep = position >= len(todo) - self._store.num_slots
             self._update(index, active, groups, changes, keep=keep)
+        busy = {groups[id(self._partition.parameters[part.parameter])] for _, active in todo for _, part in active}
+        self._inner_step.run_idle(set(groups.values()) - busy, changes)
 
     def _active(self, index: int, groups: Mapping[int, int]) -> Iterator[tuple[int, Part]]:
         for number, part in enumerate(self._partition.subgroups[index].parts):
@@ -215,18 +264,34 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         """One subgroup."""
         subgroup = self._partition.subgroups[index]
+        asked_s = time.perf_counter()
         storage = self._store.take(index)
         begin_s = time.perf_counter()
+        if self._events is not None and storage is not None:
+            self._events.append(StallEvent(storage.nbytes(), asked_s, begin_s))
         states = list(map(dict, subgroup.templates))
         if storage is not None and subgroup.layout is not None:
             states = subgroup.layout.fill(states, storage)
-        tensors = [self._partition.slice_of(part) for _, part in active]
+        pieces = [self._partition.slice_of(part) for _, part in active]
         numbers = [groups[id(self._partition.parameters[part.parameter])] for _, part in active]
         before = [states[number] for number, _ in active]
-        for (number, _), state in zip(active, self._inner_step.run(tensors, numbers, before, changes), strict=True):
+        for (number, _), state in zip(active, self._run(pieces, numbers, before, changes), strict=True):
             states[number] = state
         self._update_s += time.perf_counter() - begin_s
         self._settle(index, states, storage, keep=keep)
+
+    def _run(
+        self, pieces: Sequence[torch.Tensor], groups: Sequence[int], states: Sequence[State], changes: GroupChanges
+    ) -> list[State]:
+        """Let the optimizer update the pieces, or the float32 copies of those that have one."""
+        pairs = zip(pieces, states, strict=True)
+        lifted = [lift(piece, state) if self._trials.has_master(piece) else (piece, state) for piece, state in pairs]
+        tensors = [tensor for tensor, _ in lifted]
+        after = self._inner_step.run(tensors, groups, [state for _, state in lifted], changes)
+        return [
+            state if tensor is piece else lower(piece, tensor, state)
+            for piece, tensor, state in zip(pieces, tensors, after, strict=True)
+        ]
 
     def _settle(self, index: int, states: Sequence[State], storage: torch.UntypedStorage | None, *, keep: bool) -> None:
         """Put states into the subgroup's memory, or into new memory if they have become others, and give it back."""
@@ -242,9 +307,13 @@ class OffloadedOptimizer(Optimizer):
         self._store.give(index, storage, is_dirty=True, keep=keep)
 
     def _take_over(self) -> None:
-        """States that the optimizer has made before it was wrapped."""
+        """States that the optimizer has made before it was wrapped, or for a new group."""
         states, self.inner.state = self.inner.state, defaultdict(dict)
-        self._put({p: dict(state) for p, state in states.items() if state})
+        try:
+            self._put({p: dict(state) for p, state in states.items() if state})
+        except BaseException:
+            self.inner.state = states
+            raise
 
     def _put(self, states: Mapping[torch.Tensor, State]) -> None:
         known = self._partition
@@ -261,9 +330,22 @@ class OffloadedOptimizer(Optimizer):
             self._store.assign(respread(self._store.paths, self._rates, max_moves=_MAX_MOVES))
 
     def _check_usable(self) -> None:
-        if self._is_closed:
-            raise OffloaderClosedError("this optimizer's files are closed; a new Offloader can take over the inner one")
+        self._check_open()
+        self._check_inner()
         self._check_whole()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise OffloaderClosedError("this optimizer's files are closed; load its state_dict() into another one")
+        if os.getpid() != self._pid:  # no worker has come along: whoever waits for one waits for ever
+            raise StorageError(f"this optimizer's files are those of process {self._pid}; make it after the fork")
+
+    def _check_inner(self) -> None:
+        if any(self.inner.state.values()):
+            raise RuntimeError(
+                "the optimizer inside an OffloadedOptimizer has got states of its own, which would be ignored: it was "
+                "stepped or loaded directly. Call step() and load_state_dict() of what offload_optimizer() returned"
+            )
 
     def _check_whole(self) -> None:
         if self._broken is not None:
@@ -277,6 +359,7 @@ class OffloadedOptimizer(Optimizer):
     def _snapshot(self) -> Snapshot:
         if self._last is not None:
             return self._last
+        self._check_open()
         # What cannot be written is copied from memory: a full drive costs no checkpoint. The store has a warning ready.
         with contextlib.suppress(StorageError):
             self._store.flush()
@@ -296,15 +379,23 @@ class OffloadedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what this or the inner optimizer's class has saved, subgroup by subgroup."""
+        self._check_open()
+        self._register_new()  # groups may have been put into param_groups since the last step
+        # From the first subgroup that is replaced to the last one, states are those of no training.
+        before = self._broken
+        try:
+            load_states(self.inner, state_dict, self._partition, self._replace, has_master=self._trials.has_master)
+        except BaseException as error:
+            self._broken = before if self._broken is before else f"{type(error).__name__}: {error}"
+            raise
         self._broken = None
-        self._check_usable()
-        load_states(self.inner, state_dict, self._partition, self._replace)
 
     def _replace(self, index: int, states: Sequence[State]) -> None:
         """Other states for a subgroup."""
+        self._broken = "load_state_dict has not ended"
         self._store.forget(index)
         self._partition.subgroups[index].layout = None
-        self._settle(index, states, None, keep=False)
+        self._settle(index, owned(states, self._files.device), None, keep=False)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -319,8 +410,8 @@ class OffloadedOptimizer(Optimizer):
             num_subgroups=len(self._partition.subgroups),
             subgroup_bytes=self._partition.max_bytes,
             state_bytes=sum(s.layout.nbytes for s in self._partition.subgroups if s.layout is not None),
-            resident_bytes=self._store.resident_bytes,
-            resident_peak_bytes=self._store.resident_peak_bytes,
+            resident_bytes=self._store.slots.lent_bytes,
+            resident_peak_bytes=self._store.slots.peak_bytes,
             written_bytes=sum(p.written_bytes for p in progress),
             read_bytes=sum(p.read_bytes for p in progress),
             kept_bytes=self._store.kept_bytes,
@@ -340,19 +431,16 @@ class OffloadedOptimizer(Optimizer):
         """End of training: files and threads go; ``state_dict`` still works, and keeps the disk space. Idempotent."""
         if self._is_closed:
             return
-        self._is_closed = True
+        if os.getpid() != self._pid:  # a fork: files and threads are the parent's
+            self._is_closed = True
+            return
         try:
             if self._broken is None:
                 snapshot = self._snapshot()
                 snapshot.map_all()
                 self._last = snapshot
         finally:
+            self._is_closed = True
             self._last_stats = self.stats
             self._files.close()
             self._store.close()
-
-
-def _subgroup_bytes(optimizer: Optimizer) -> int:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    nbytes: int = sum(_STATE_PER_PARAMETER * p.numel() * p.dtype.itemsize for p in parameters)
-    return min(max(nbytes // _NUM_SUBGROUPS, _MIN_SUBGROUP_BYTES), _MAX_SUBGROUP_BYTES)

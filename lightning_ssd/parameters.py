@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 
 from lightning_ssd.tensors import PLAIN_TYPES, StorageKey
 
-__all__ = ["ParameterStorages"]
+__all__ = ["ParameterStorages", "device_of"]
+
+
+def device_of(modules: Iterable[torch.nn.Module]) -> torch.device:
+    """Where their first parameter is; the CPU without one."""
+    for module in modules:
+        for parameter in module.parameters():
+            return parameter.device
+    return torch.device("cpu")
 
 
 class ParameterStorages:

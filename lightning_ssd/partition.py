@@ -15,15 +15,14 @@ from lightning_ssd.state_layout import Field, Layout
 
 __all__ = ["Partition", "Subgroup"]
 
-_TENSORS_PER_PARAMETER = 2
-"""Adam's two moments. Other optimizers get subgroups of other sizes than asked for, which harms nothing."""
-
 
 @dataclass(slots=True)
 class Subgroup:
     """States that move together."""
 
     parts: tuple[Part, ...]
+    expected_bytes: int = 0
+    """What its states will take on a drive, as far as a trial tells."""
     templates: list[State] = field(default_factory=list)
     """Of each part: its state, in which what moves is marked."""
     layout: Layout | None = None
@@ -58,26 +57,44 @@ class Partition:
         """By which number the parameter goes; ``None`` if it is not known."""
         return self._numbers.get(id(parameter))
 
-    def extend(self, parameters: Sequence[torch.Tensor], is_sliceable: Callable[[torch.Tensor], bool]) -> int:
-        """Take in more parameters. Returns how many subgroups that made."""
+    def extend(
+        self,
+        parameters: Sequence[torch.Tensor],
+        element_bytes: Callable[[torch.Tensor], int],
+        is_sliceable: Callable[[torch.Tensor], bool],
+    ) -> int:
+        """Take in more parameters.
+
+        Args:
+            parameters: not known yet.
+            element_bytes: of each, the bytes of states per element.
+            is_sliceable: of each, whether slices of it may be updated.
+
+        Returns:
+            How many subgroups that made.
+        """
         first = len(self.parameters)
+        expected = [element_bytes(parameter) for parameter in parameters]
         sizes = []
+        for parameter, nbytes in zip(parameters, expected, strict=True):
+            size = max(nbytes, parameter.dtype.itemsize)
+            # What fits is not cut, and needs no trial.
+            large = parameter.numel() * size > self.max_bytes // 4
+            sizes.append(ParameterSize(parameter.numel(), size, large and is_sliceable(parameter)))
+        made = make_subgroups(sizes, self.max_bytes)
+        # Not before: what is known but in no subgroup, because a trial was interrupted, would never be updated.
         for parameter in parameters:
             self._numbers[id(parameter)] = len(self.parameters)
             self.parameters.append(parameter)
             self.shapes.append((tuple(parameter.shape), parameter.stride()))
             self.places.append([])
-            size = _TENSORS_PER_PARAMETER * parameter.dtype.itemsize
-            # What fits is not cut, and needs no trial.
-            large = parameter.numel() * size > self.max_bytes // 4
-            sizes.append(ParameterSize(parameter.numel(), size, large and is_sliceable(parameter)))
-        made = make_subgroups(sizes, self.max_bytes)
         for parts in made:
             index = len(self.subgroups)
             moved = tuple(Part(part.parameter + first, part.start, part.stop) for part in parts)
             for number, part in enumerate(moved):
                 self.places[part.parameter].append((index, number))
-            self.subgroups.append(Subgroup(moved))
+            need = sum(part.num_elements * expected[part.parameter] for part in parts)
+            self.subgroups.append(Subgroup(moved, need))
         return len(made)
 
     def is_whole(self, part: Part) -> bool:

@@ -11,7 +11,7 @@ import ctypes
 import torch
 
 from lightning_ssd.storage.mapped import PAGE_BYTES, MappedBlock
-from lightning_ssd.storage.movers import Edges, Mover, Piece
+from lightning_ssd.storage.movers import Edges, Mover, Piece, storage_bytes
 from lightning_ssd.storage.streams import Mark
 
 __all__ = ["SlotMover", "Slots"]
@@ -29,6 +29,7 @@ class Slots:
         self._spare: list[ctypes.Array[ctypes.c_char]] = []
         self._lent: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self.mapped_bytes = 0
+        self.num_lent = self.lent_bytes = self.peak_bytes = 0
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
         """A storage of ``nbytes`` bytes with arbitrary content.
@@ -36,6 +37,13 @@ class Slots:
         Raises:
             MemoryError: there is no such memory (``torch.OutOfMemoryError`` on a device).
         """
+        storage = self._take(nbytes)
+        self.num_lent += 1
+        self.lent_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
+        return storage
+
+    def _take(self, nbytes: int) -> torch.UntypedStorage:
         if self._device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
         fitting = [array for array in self._spare if len(array) >= nbytes]
@@ -52,11 +60,24 @@ class Slots:
         self._lent[ctypes.addressof(array)] = array
         return torch.frombuffer(array, dtype=torch.uint8, count=nbytes).untyped_storage()
 
+    def used_here(self, storage: torch.UntypedStorage) -> None:
+        """The current stream uses the memory, which a worker may have allocated on another one."""
+        if self._device.type == "cuda":
+            whole = storage_bytes(storage, 0, storage.nbytes())
+            whole.record_stream(torch.cuda.current_stream(self._device))
+
     def give_back(self, storage: torch.UntypedStorage) -> None:
         """End of use: nobody reads or writes it any more."""
+        self.num_lent -= 1
+        self.lent_bytes -= storage.nbytes()
         array = self._lent.pop(storage.data_ptr(), None)
         if array is not None:
             self._spare.append(array)
+
+    def trim(self, num: int) -> None:
+        """Free what is spare beyond ``num`` pieces, lent ones counted."""
+        while self._spare and len(self._spare) + len(self._lent) > num:
+            self.mapped_bytes -= len(self._spare.pop())
 
     def clear(self) -> None:
         """Free what is not lent."""
@@ -73,11 +94,17 @@ class SlotMover:
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
-        self._offered: torch.UntypedStorage | None = None
+        self._offered: tuple[torch.UntypedStorage, Mark | None] | None = None
 
-    def offer(self, storage: torch.UntypedStorage) -> None:
-        """The next read, which the same thread begins at once, goes here."""
-        self._offered = storage
+    def offer(self, storage: torch.UntypedStorage, after: Mark | None) -> None:
+        """The next read, which the same thread begins at once, goes here.
+
+        Args:
+            storage: where to.
+            after: a point in the work of the stream that the memory was allocated on. PyTorch lends memory of a device
+                while kernels of its former owner are still queued there.
+        """
+        self._offered = storage, after
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         """None: slots are aligned, and whole blocks are moved."""
@@ -88,11 +115,11 @@ class SlotMover:
         return self._mover.store(storage, piece, after, check=check)
 
     def allocate(self, nbytes: int, edges: Edges, device: torch.device) -> tuple[torch.UntypedStorage, Mark | None]:
-        """The memory that was offered. Its earlier use has ended, so that nothing has to be waited for."""
-        storage, self._offered = self._offered, None
-        if storage is None or storage.nbytes() != nbytes:
+        """The memory that was offered, and what the read has to wait for."""
+        offered, self._offered = self._offered, None
+        if offered is None or offered[0].nbytes() != nbytes:
             raise RuntimeError(f"a read of {nbytes} bytes began without memory of this size; offer() it first")
-        return storage, None
+        return offered
 
     def load(
         self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None

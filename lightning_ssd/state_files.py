@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 
+from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.slots import SlotMover
 from lightning_ssd.storage.probe import Rates
 from lightning_ssd.storage.streams import Mark
@@ -26,6 +27,7 @@ class StateFiles:
         device: where states are updated.
         mark: a point in the device's work that writes begin behind.
         block_bytes: granularity of what moves.
+        first: subgroup that the first step begins with.
         resources: closes the tiers and what they stand on.
     """
 
@@ -38,6 +40,7 @@ class StateFiles:
         device: torch.device,
         mark: Callable[[], Mark | None],
         block_bytes: int,
+        first: int = 0,
         resources: ExitStack,
     ) -> None:
         self.tiers = tuple(tiers)
@@ -45,6 +48,7 @@ class StateFiles:
         self.device = device
         self.mark = mark
         self.block_bytes = block_bytes
+        self.first = first
         self._meters = [TierMeter(tier, probe) for tier, probe in zip(tiers, probes, strict=True)]
         self._resources = resources
         self._last: list[Progress] | None = None
@@ -55,6 +59,35 @@ class StateFiles:
             return [(1.0, 1.0)]
         found = [meter.machine().ssd for meter in self._meters]
         return [(0.0, 0.0) if rates is None else (rates.write_bytes_per_s, rates.read_bytes_per_s) for rates in found]
+
+    def reserve(self, needs: Sequence[int]) -> None:
+        """Take the space on the drives before the first step needs it.
+
+        What one directory has no room for is taken in the others: writes go there when the first one refuses them.
+
+        Args:
+            needs: bytes in each directory.
+
+        Raises:
+            OutOfSpaceError: all directories together have no room. Nothing was given back, and nothing is lost.
+        """
+        missing, first = 0, None
+        for tier, need in zip(self.tiers, needs, strict=True):
+            try:
+                tier.reserve(need)
+            except OutOfSpaceError as error:
+                missing += need - tier.disk_bytes
+                first = first or error
+        for tier in self.tiers:
+            if missing == 0:
+                return
+            with suppress(OutOfSpaceError):
+                tier.reserve(tier.disk_bytes + missing)
+                missing = 0
+        if missing and first is not None:
+            raise OutOfSpaceError(
+                first.errno, f"optimizer states need {sum(needs):,} bytes; {missing:,} of them have no place: {first}"
+            ) from first
 
     def progress(self) -> list[Progress]:
         """Of each directory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from lightning_ssd.inner_step import State
 from lightning_ssd.tensors import PLAIN_TYPES
 
-__all__ = ["MIN_NBYTES", "MOVED", "PAGE_NBYTES", "Field", "Layout", "moves"]
+__all__ = ["MIN_NBYTES", "MOVED", "PAGE_NBYTES", "Field", "Layout", "moves", "owned"]
 
 MIN_NBYTES = 4096
 """Smaller states (step counts, biases) stay in memory."""
@@ -94,10 +95,26 @@ class Layout:
 
     def collect(self, states: Sequence[State], storage: torch.UntypedStorage) -> None:
         """Copy tensors that an optimizer has replaced to their places in ``storage``."""
+        moved: list[tuple[Field, torch.Tensor]] = []
         for field in self.fields:
             value = states[field.part][field.key]
             if value.data_ptr() != storage.data_ptr() + field.offset:
-                field.view(storage).copy_(value)
+                # Two that have changed places (or one that shows a part of another) would overwrite each other.
+                is_inside = value.untyped_storage().data_ptr() == storage.data_ptr()
+                moved.append((field, value.clone() if is_inside else value))
+        for field, value in moved:
+            field.view(storage).copy_(value)
+
+
+def owned(states: Sequence[State], device: torch.device) -> list[State]:
+    """The states, with copies of what stays in memory, so that nobody else's changes come in. What moves is copied
+    anyway.
+    """
+    return [{key: value if moves(value, device) else _copied(value) for key, value in s.items()} for s in states]
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def moves(value: Any, device: torch.device) -> bool:

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.inner_step import State
+from lightning_ssd.master_weights import MASTER
 from lightning_ssd.partition import Partition
 
 __all__ = ["load_states"]
@@ -21,6 +23,8 @@ def load_states(
     state_dict: Mapping[str, Any],
     partition: Partition,
     put: Callable[[int, Sequence[State]], None],
+    *,
+    has_master: Callable[[torch.Tensor], bool],
 ) -> None:
     """Let the optimizer's own ``load_state_dict`` cast and convert what was saved, a subgroup at a time.
 
@@ -28,7 +32,8 @@ def load_states(
         optimizer: the user's; holds no states before and after. Its hooks run once.
         state_dict: what ``state_dict`` of its class gave. Nothing of it is kept.
         partition: the optimizer's parameters.
-        put: takes the states of a subgroup's parts.
+        put: takes the states of a subgroup's parts; what it keeps it copies.
+        has_master: whether the states of a parameter are float32, whatever the parameter itself is.
 
     Raises:
         ValueError: the groups do not match; nothing has changed.
@@ -42,23 +47,32 @@ def load_states(
         optimizer.load_state_dict({**saved, "state": {}})
         groups = optimizer.param_groups
         ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in groups)
+        parameters = list(chain.from_iterable(group["params"] for group in groups))
         id_of = {id(parameter): number for number, parameter in zip(ids, parameters, strict=True)}
-        for index, subgroup in enumerate(partition.subgroups):
-            loaded: list[State] = []
-            for part in subgroup.parts:
-                parameter = partition.parameters[part.parameter]
-                number = id_of.get(id(parameter))
-                state = states.get(number, {})
-                if state:
-                    # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
-                    cut = partition.cut(part, state)
-                    optimizer.load_state_dict({**saved, "state": {number: cut}})
-                    state = dict(optimizer.state[parameter])
-                loaded.append(state)
-            put(index, loaded)
-        optimizer.state = defaultdict(dict)
-        optimizer.param_groups = groups
+        # By its parameter's type load_state_dict decides to which type it casts a state.
+        cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in parameters if has_master(p)}
+        optimizer.param_groups = [
+            {**group, "params": [cast_to.get(id(p), p) for p in group["params"]]} for group in groups
+        ]
+        try:
+            for index, subgroup in enumerate(partition.subgroups):
+                loaded: list[State] = []
+                for part in subgroup.parts:
+                    parameter = partition.parameters[part.parameter]
+                    number = id_of.get(id(parameter))
+                    state = dict(states.get(number, {}))
+                    if id(parameter) not in cast_to:
+                        state.pop(MASTER, None)  # saved by a run that had copies; this one has none
+                    if state:
+                        # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
+                        cut = partition.cut(part, state)
+                        optimizer.load_state_dict({**saved, "state": {number: cut}})
+                        state = dict(optimizer.state[cast_to.get(id(parameter), parameter)])
+                    loaded.append(state)
+                put(index, loaded)
+        finally:
+            optimizer.state = defaultdict(dict)
+            optimizer.param_groups = groups
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 

@@ -17,8 +17,9 @@ import torch
 from lightning_ssd.inner_step import State
 from lightning_ssd.partition import Partition
 from lightning_ssd.planning.subgroups import Part
+from lightning_ssd.state_home import Copy
 from lightning_ssd.state_layout import MOVED, Field
-from lightning_ssd.state_store import Copy, StateStore
+from lightning_ssd.state_store import StateStore
 from lightning_ssd.storage.file_view import FileView
 from lightning_ssd.storage.mapped import PAGE_BYTES
 
@@ -40,12 +41,11 @@ class Snapshot:
         self._views: dict[int, FileView] = {}
         self._memory: dict[int, torch.UntypedStorage] = {}
         for index in range(len(partition.subgroups)):
-            memory = store.copy_of_memory(index)
-            held = store.hold(index) if memory is None else None
-            if memory is not None:
-                self._memory[index] = memory
-            elif held is not None:
+            held = store.hold(index)
+            if isinstance(held, Copy):
                 self._copies[index] = held
+            elif held is not None:
+                self._memory[index] = held
         self._made: dict[int, State] | None = None
         self._hold = _Hold()
         weakref.finalize(self._hold, store.release, list(self._copies.values())).atexit = False
@@ -61,7 +61,7 @@ class Snapshot:
             RuntimeError: slices of the parameter disagree about what they should share.
         """
         if self._made is not None:
-            return dict(self._made[parameter])
+            return dict(self._made.get(parameter, {}))
         places = self._partition.places[parameter]
         states = [self._partition.subgroups[index].templates[number] for index, number in places]
         if not any(states):

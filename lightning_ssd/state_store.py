@@ -6,60 +6,21 @@ new one is complete, so that no failure of a drive costs a state: what cannot be
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.slots import SlotMover, Slots
+from lightning_ssd.state_home import Copy, Home, Reader, Where, Writer, copied
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
 
-__all__ = ["Copy", "StateStore"]
-
-
-class _Where(enum.Enum):
-    AWAY = enum.auto()
-    """On a drive alone, or never stored."""
-    READING = enum.auto()
-    HERE = enum.auto()
-    """In memory; nobody uses it now."""
-    IN_USE = enum.auto()
-    WRITING = enum.auto()
-
-
-class Copy:
-    """Bytes on a drive that stay as they are while somebody holds them. Counted under the store's lock."""
-
-    __slots__ = ("num_holders", "path", "stored", "tier")
-
-    def __init__(self, tier: SsdTier, path: int, stored: StoredBytes) -> None:
-        self.tier, self.path, self.stored = tier, path, stored
-        self.num_holders = 1
-
-
-@dataclass(slots=True)
-class _Home:
-    """One subgroup."""
-
-    path: int = 0
-    where: _Where = _Where.AWAY
-    storage: torch.UntypedStorage | None = None
-    """Its memory, also while it is being read into."""
-    copy: Copy | None = None
-    is_dirty: bool = False
-    """Whether memory is ahead of the drive."""
-    is_wanted: bool = False
-    """Whether somebody waits for the end of its write, to have it at once."""
-    error: BaseException | None = None
-    tried: set[int] = field(default_factory=set)
-    """Paths that the write under way was refused by."""
+__all__ = ["StateStore"]
 
 
 class StateStore:
@@ -71,7 +32,7 @@ class StateStore:
         tiers: one per directory.
         mover: of all tiers.
         device: where the memory is.
-        num_slots: pieces of memory at most; each holds a subgroup. More only after a write has failed.
+        num_slots: pieces of memory at most; each holds a subgroup. One more for each that cannot be written.
         mark: a point in the device's work that writes begin behind; ``None`` on CPU.
         block_bytes: memory that is asked for is a multiple of this many bytes.
     """
@@ -87,18 +48,19 @@ class StateStore:
         block_bytes: int = 4096,
     ) -> None:
         self.tiers = tuple(tiers)
-        self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.stall_s = 0.0
         self.kept_bytes = 0
-        self.resident_bytes = self.resident_peak_bytes = 0
         self._device = device
         self._mover = mover
-        self._slots = Slots(device)
+        self.slots = Slots(device)
         self._mark = mark
-        self._homes: list[_Home] = []
+        self._homes: list[Home] = []
         self._queue: deque[int] = deque()
-        self._num_used = 0
+        self._num_allowed = num_slots
+        self._num_stuck = self._num_awaited = 0
+        self._allocated: torch.UntypedStorage | None = None
+        self._returned: deque[Copy] = deque()
         self._last_error: BaseException | None = None
         self._warning: str | None = None
         self._is_closed = False
@@ -107,12 +69,17 @@ class StateStore:
 
     # -- what there is -------------------------------------------------------------------------------------------
 
+    @property
+    def num_slots(self) -> int:
+        """Pieces of memory at most, now."""
+        return self._num_allowed + self._num_stuck
+
     def __len__(self) -> int:
         return len(self._homes)
 
     def add(self, paths: Iterable[int]) -> None:
         """More subgroups, with the tier that each is to be written to."""
-        self._homes += [_Home(path=path) for path in paths]
+        self._homes += [Home(path=path) for path in paths]
 
     @property
     def paths(self) -> list[int]:
@@ -146,41 +113,50 @@ class StateStore:
         home = self._homes[index]
         begin_s = time.perf_counter()
         with self._changed:
-            if home.where is _Where.AWAY and home.copy is not None and index not in self._queue:
-                self._queue.appendleft(index)
-                self._pump()
             home.is_wanted = True
-            while home.where in (_Where.READING, _Where.WRITING) or index in self._queue:
+            while self._is_coming(index):
                 self._wait()
             home.is_wanted = False
             self.stall_s += time.perf_counter() - begin_s
             error, home.error = home.error, None
             if error is not None:
+                error.add_note(f"This was a read of the optimizer states of subgroup {index}.")
                 raise error
-            home.where = _Where.IN_USE
+            home.where = Where.IN_USE
+            if home.storage is not None:
+                self.slots.used_here(home.storage)
             return home.storage
+
+    def _is_coming(self, index: int) -> bool:
+        """Whether a subgroup that somebody waits for has still to move. Has its read begin if nobody has yet."""
+        home = self._homes[index]
+        if home.where is Where.AWAY and home.copy is not None and home.error is None:
+            if index not in self._queue:
+                self._queue.appendleft(index)
+            self._pump()
+        is_queued = home.where is Where.AWAY and index in self._queue
+        return is_queued or home.where in (Where.READING, Where.WRITING)
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory for a subgroup that has none that fits, once there is a slot for it. :meth:`give` takes it back."""
         with self._changed:
             begin_s = time.perf_counter()
-            while self._num_used >= self.num_slots:
-                self._wait()
+            self._free(self._allocated)  # of a step that was interrupted before it gave it
+            self._allocated = None
+            self._num_awaited = 1  # or reads ahead of time would take each slot that becomes free
+            try:
+                while self.slots.num_lent >= self.num_slots:
+                    self._wait()
+            finally:
+                self._num_awaited = 0
             self.stall_s += time.perf_counter() - begin_s
-            return self._new(nbytes)
-
-    def _new(self, nbytes: int) -> torch.UntypedStorage:
-        storage = self._slots.take(nbytes)
-        self._num_used += 1
-        self.resident_bytes += nbytes
-        self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
-        return storage
+            self._allocated = self.slots.take(nbytes)
+            return self._allocated
 
     def _free(self, storage: torch.UntypedStorage | None) -> None:
         if storage is not None:
-            self._slots.give_back(storage)
-            self._num_used -= 1
-            self.resident_bytes -= storage.nbytes()
+            self.slots.give_back(storage)
+            self.slots.trim(self.num_slots)
 
     # -- down ----------------------------------------------------------------------------------------------------
 
@@ -198,8 +174,12 @@ class StateStore:
             if home.storage is not storage:
                 self._free(home.storage)
             home.storage = storage
+            self._allocated = None
+            if storage is None:
+                self._is_written(home)
+                home.replace_copy(None)
             home.is_dirty = (home.is_dirty or is_dirty) and storage is not None
-            home.where = _Where.AWAY if storage is None else _Where.HERE
+            home.where = Where.AWAY if storage is None else Where.HERE
             if storage is not None and keep:
                 self.kept_bytes += storage.nbytes()
             elif storage is not None:
@@ -211,7 +191,7 @@ class StateStore:
         """Let go of what is in memory and not in use."""
         with self._changed:
             for index in indices:
-                if self._homes[index].where is _Where.HERE:
+                if self._homes[index].where is Where.HERE:
                     self._let_go(index)
             self._pump()
 
@@ -224,10 +204,9 @@ class StateStore:
         with self._changed:
             for index, home in enumerate(self._homes):
                 home.is_wanted = home.is_wanted or home.storage is not None
-                if home.where is _Where.HERE and home.is_dirty:
+                if home.where is Where.HERE and home.is_dirty:
                     self._let_go(index)
-            while any(home.where is _Where.WRITING for home in self._homes):
-                self._wait()
+            self.wait_for_writes()
             for home in self._homes:
                 home.is_wanted = False
             if any(home.is_dirty for home in self._homes):
@@ -236,7 +215,7 @@ class StateStore:
     def wait_for_writes(self) -> None:
         """Until no write is under way. What was to leave memory has left it then."""
         with self._changed:
-            while any(home.where is _Where.WRITING for home in self._homes):
+            while any(home.where is Where.WRITING for home in self._homes):
                 self._wait()
 
     def _let_go(self, index: int) -> None:
@@ -244,9 +223,9 @@ class StateStore:
         if not home.is_dirty:
             self._drop(home)
             return
-        home.where = _Where.WRITING
         home.tried = {home.path}
         self._submit(index)
+        home.where = Where.WRITING
 
     def _submit(self, index: int) -> None:
         home = self._homes[index]
@@ -254,35 +233,47 @@ class StateStore:
         if storage is None:
             raise RuntimeError("a subgroup without memory was to be written")
         tier = self.tiers[home.path]
-        owner = _Writer(storage, partial(self._written, index, home.path))
+        owner = Writer(storage, partial(self._written, index, home.path))
         tier.write(owner, storage.nbytes(), self._mark(), label=f"optimizer states of subgroup {index}")
 
     def _written(self, index: int, path: int, stored: StoredBytes | None, error: BaseException | None) -> None:
         with self._changed:
             home = self._homes[index]
             if stored is not None:
-                self._release(home.copy)
-                home.copy = Copy(self.tiers[path], path, stored)
-                home.is_dirty = False
-                home.where = _Where.HERE
+                home.replace_copy(Copy(self.tiers[path], path, stored))
+                self._is_written(home)
+                home.where = Where.HERE
                 if not home.is_wanted:
                     self._drop(home)
-            elif not self._is_closed and (other := self._other_path(home)) is not None:
-                home.path = other
-                home.tried.add(other)
-                self._submit(index)
-                return
-            else:
-                home.where = _Where.HERE
-                self._stay_in_memory(error)
+            elif not self._goes_elsewhere(index):
+                home.where = Where.HERE
+                self._stay_in_memory(home, error)
             self._changed.notify_all()
             self._pump()
 
-    def _other_path(self, home: _Home) -> int | None:
-        return next((path for path in range(len(self.tiers)) if path not in home.tried), None)
+    def _goes_elsewhere(self, index: int) -> bool:
+        """Write to a directory that has not refused it yet, if there is one."""
+        home = self._homes[index]
+        other = next((path for path in range(len(self.tiers)) if path not in home.tried), None)
+        if other is None or self._is_closed:
+            return False
+        home.path = other
+        home.tried.add(other)
+        try:
+            self._submit(index)
+        except OffloaderClosedError:  # it has closed before the one that refused
+            return False
+        return True
 
-    def _stay_in_memory(self, error: BaseException | None) -> None:
-        self.num_slots += 1  # or training would wait for a slot for ever
+    def _is_written(self, home: Home) -> None:
+        """Memory is not ahead of the drive any more."""
+        home.is_dirty = False
+        self._num_stuck -= home.is_stuck
+        home.is_stuck = False
+
+    def _stay_in_memory(self, home: Home, error: BaseException | None) -> None:
+        self._num_stuck += not home.is_stuck  # gives a slot, or training would wait for one for ever
+        home.is_stuck = True
         if self._last_error is None and not self._is_closed:
             self._warning = (
                 f"optimizer states could not be written and stay in memory, exact as before: {error}. Free space on "
@@ -296,92 +287,101 @@ class StateStore:
             warning, self._warning = self._warning, None
             return warning
 
-    def _drop(self, home: _Home) -> None:
+    def _drop(self, home: Home) -> None:
         self._free(home.storage)
         home.storage = None
-        home.where = _Where.AWAY
+        home.where = Where.AWAY
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
         """Begin reads while there is memory for them."""
-        while self._queue and self._num_used < self.num_slots and not self._is_closed:
+        self._take_back()
+        while self._queue and self.slots.num_lent + self._num_awaited < self.num_slots and not self._is_closed:
             index = self._queue.popleft()
             home = self._homes[index]
-            if home.where is _Where.WRITING:
+            if home.where is Where.WRITING:
                 home.is_wanted = True
-            if home.where is _Where.AWAY and home.copy is not None:
+            if home.where is Where.AWAY and home.copy is not None:
                 self._begin_read(index, home, home.copy)
             self._changed.notify_all()
 
-    def _begin_read(self, index: int, home: _Home, copy: Copy) -> None:
-        storage = self._new(copy.stored.body_nbytes)
+    def _begin_read(self, index: int, home: Home, copy: Copy) -> None:
+        storage = None
         try:
-            self._mover.offer(storage)
-            copy.tier.read(_Reader(partial(self._came_up, index)), copy.stored, self._device, urgent=False)
-        except BaseException:
+            storage = self.slots.take(copy.stored.body_nbytes)
+            self._mover.offer(storage, self._mark())
+            copy.tier.read(Reader(partial(self._came_up, index)), copy.stored, self._device, urgent=False)
+        except BaseException as error:
             self._free(storage)
-            raise
-        home.storage, home.where = storage, _Where.READING
+            if not isinstance(error, Exception):
+                raise
+            self._not_read(home, error)  # this may be a worker, where nobody would see it
+            return
+        home.storage, home.where = storage, Where.READING
+
+    def _not_read(self, home: Home, error: BaseException) -> None:
+        """Whoever takes it gets the error. Nothing else is tried ahead of time now."""
+        home.error = error
+        self._drop(home)
+        self._queue.clear()
 
     def _came_up(self, index: int, storage: torch.UntypedStorage | None, error: BaseException | None) -> None:
         with self._changed:
             home = self._homes[index]
             if storage is None:
-                home.error = error or StorageError("a read ended with neither bytes nor an error")
-                self._drop(home)
+                self._not_read(home, error or StorageError("a read ended with neither bytes nor an error"))
             else:
-                home.where = _Where.HERE
+                home.where = Where.HERE
             self._changed.notify_all()
 
     def forget(self, index: int) -> None:
         """There is no such state any more, neither in memory nor on a drive."""
         with self._changed:
             home = self._homes[index]
-            while home.where in (_Where.READING, _Where.WRITING):
+            self._queue.clear()
+            while home.where in (Where.READING, Where.WRITING):
                 self._wait()
+            self._is_written(home)
             self._drop(home)
-            self._release(home.copy)
-            home.copy, home.is_dirty = None, False
+            home.replace_copy(None)
+            home.error, home.is_wanted = None, False
             self._pump()
-
-    def copy_of_memory(self, index: int) -> torch.UntypedStorage | None:
-        """A copy of what is ahead of its drive; ``None`` where the drive has it."""
-        with self._changed:
-            home = self._homes[index]
-            return _copied(home.storage) if home.is_dirty and home.storage is not None else None
 
     # -- copies --------------------------------------------------------------------------------------------------
 
-    def hold(self, index: int) -> Copy | None:
-        """The copy on the drive, which stays as it is until :meth:`release`; ``None`` if there is none."""
+    def hold(self, index: int) -> Copy | torch.UntypedStorage | None:
+        """The copy on the drive, which stays as it is until :meth:`release`; one in memory if that is ahead of it."""
         with self._changed:
-            copy = self._homes[index].copy
-            if copy is not None:
-                copy.num_holders += 1
-            return copy
+            home = self._homes[index]
+            if home.is_dirty and home.storage is not None:
+                return copied(home.storage)
+            if home.copy is not None:
+                home.copy.num_holders += 1
+            return home.copy
 
     def release(self, copies: Iterable[Copy]) -> None:
-        """Let go of held copies."""
-        with self._changed:
-            for copy in copies:
-                self._release(copy)
+        """Let go of held copies. Waits for no lock: their holder may die in the garbage collector, under any lock."""
+        self._returned.extend(copies)
+        if self._changed.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._changed.release()
 
-    def _release(self, copy: Copy | None) -> None:
-        if copy is not None:
-            copy.num_holders -= 1
-            if copy.num_holders == 0:
-                copy.tier.free(copy.stored)
+    def _take_back(self) -> None:
+        while self._returned:
+            self._returned.popleft().release()
 
     def _wait(self) -> None:
         """Until something has changed."""
         if self._is_closed:
             raise OffloaderClosedError("the optimizer's files are closed; make a new offloader for more steps")
-        if not any(home.where in (_Where.READING, _Where.WRITING) for home in self._homes):
+        if not any(home.where in (Where.READING, Where.WRITING) for home in self._homes):
             # Nothing will free a slot by itself: let go of what is kept, or of one more than was allowed.
-            kept = next((i for i, home in enumerate(self._homes) if home.where is _Where.HERE), None)
+            kept = next((i for i, h in enumerate(self._homes) if h.where is Where.HERE and not h.is_stuck), None)
             if kept is None:
-                self.num_slots += 1
+                self._num_allowed += 1
             else:
                 self._let_go(kept)
             self._pump()
@@ -395,34 +395,5 @@ class StateStore:
             self._queue.clear()
             for home in self._homes:
                 self._drop(home)
-            self._slots.clear()
+            self.slots.clear()
             self._changed.notify_all()
-
-
-def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    return whole.clone().untyped_storage()
-
-
-@dataclass(slots=True)
-class _Writer:
-    """A write's owner."""
-
-    storage: torch.UntypedStorage
-    ended: Callable[[StoredBytes | None, BaseException | None], None]
-
-    def write_begins(self) -> torch.UntypedStorage:
-        return self.storage
-
-    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        self.ended(stored, error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """A read's owner. Its bytes are there when it ends: every worker waits for its own copies."""
-
-    ended: Callable[[torch.UntypedStorage | None, BaseException | None], None]
-
-    def read_ended(self, storage: torch.UntypedStorage | None, mark: Mark | None, error: BaseException | None) -> None:
-        self.ended(storage, error)

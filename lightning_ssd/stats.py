@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 
 __all__ = ["Counters", "OffloadStats", "OptimizerStats"]
 
@@ -51,6 +52,18 @@ class OffloadStats:
     """Transfers that failed."""
     fallbacks: int = 0
     """Failures after which training went on with the tensor in memory, or after a second try."""
+
+    def with_optimizers(self, optimizers: Iterable[OptimizerStats]) -> OffloadStats:
+        """The same, with what optimizers' states moved and waited for."""
+        total = self
+        for states in optimizers:
+            total = replace(
+                total,
+                bytes_written=total.bytes_written + states.written_bytes,
+                bytes_read=total.bytes_read + states.read_bytes,
+                stall_s=total.stall_s + states.stall_s,
+            )
+        return total
 
 
 @dataclass(kw_only=True, slots=True)

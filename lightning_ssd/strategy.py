@@ -25,6 +25,7 @@ from lightning_ssd.checkpoint import StreamedCheckpointIO
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
+from lightning_ssd.optimizer import OffloadedOptimizer
 from lightning_ssd.parallel import GroupOptions, HookOptions, OneOrManyDevices, StartMethod
 from lightning_ssd.signature import signature_of
 from lightning_ssd.stats import OffloadStats
@@ -213,7 +214,13 @@ class SSDOffloadStrategy(OneOrManyDevices):
             if self._offloader is not None:
                 self._offloader.close()
         finally:
-            super().teardown()
+            # Lightning would bring the states to the CPU. Those on SSD are there, or lost with a step that failed.
+            optimizers = self.optimizers
+            self.optimizers = [o for o in optimizers if not isinstance(o, OffloadedOptimizer)]
+            try:
+                super().teardown()
+            finally:
+                self.optimizers = optimizers
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and files stay here; a process that is spawned opens its own in setup.

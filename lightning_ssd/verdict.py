@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_ssd.config import OffloadPolicy
-from lightning_ssd.stats import OffloadStats
+from lightning_ssd.stats import OffloadStats, OptimizerStats
 from lightning_ssd.wording import counted, in_one_unit
 
 __all__ = ["Run", "verdict"]
@@ -32,11 +32,13 @@ class Run:
     """Predicted against measured; ``None``: no step has followed a plan."""
     drive_life_days: float | None = None
     """At the vendor's rating and this run's rate of writing, day and night."""
+    optimizers: Sequence[OptimizerStats] = ()
+    """Counters of each optimizer whose states were offloaded."""
 
 
 def verdict(run: Run) -> str:
     """What was held, moved and waited for; plain words where nothing was offloaded at all."""
-    sentences = [*_activations(run), *_peaks(run.metrics)]
+    sentences = [*_activations(run), *_optimizers(run.optimizers), *_life(run.drive_life_days), *_peaks(run.metrics)]
     if run.num_processes > 1:
         sentences.append(f"Numbers of the first of {run.num_processes} processes.")
     return " ".join(sentences)
@@ -72,11 +74,27 @@ def _activations(run: Run) -> list[str]:
         )
     if run.plan is not None:
         sentences.append(run.plan)
-    if run.drive_life_days is not None:
-        life = run.drive_life_days
-        days = f"{life:,.0f} days" if life >= 10 else f"{life:.1f} days"
-        sentences.append(f"Written to like this day and night, a drive reaches its vendor's rating in {days}.")
     return [*sentences, f"Backend: {run.backend}."]
+
+
+def _optimizers(optimizers: Sequence[OptimizerStats]) -> list[str]:
+    if not optimizers:
+        return []
+    resident, states = in_one_unit(
+        sum(o.resident_peak_bytes for o in optimizers), sum(o.state_bytes for o in optimizers)
+    )
+    written, read = in_one_unit(sum(o.written_bytes for o in optimizers), sum(o.read_bytes for o in optimizers))
+    return [
+        f"Optimizer states: at most {resident} of {states} in memory; {written} written, {read} read; "
+        f"steps waited {sum(o.stall_s for o in optimizers):.1f} s for them."
+    ]
+
+
+def _life(life: float | None) -> list[str]:
+    if life is None:
+        return []
+    days = f"{life:,.0f} days" if life >= 10 else f"{life:.1f} days"
+    return [f"Written to like this day and night, a drive reaches its vendor's rating in {days}."]
 
 
 def _moved(stats: OffloadStats) -> str:

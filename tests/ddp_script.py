@@ -24,7 +24,7 @@ from lightning_ssd.callback import OffloadMonitor
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.strategy import SSDOffloadStrategy
 from tests.helpers import assert_identical
-from tests.trainers import ManualNet, Net, fit, offload_strategy, result
+from tests.trainers import ManualNet, Net, fit, make_trainer, offload_strategy, result
 
 
 class HalfUnused(Net):
@@ -193,13 +193,45 @@ def impossible(directory: Path) -> None:
     print(f"rank {rank_before_launch()}: impossible ok", flush=True)
 
 
+def states(directory: Path) -> None:
+    """Optimizer states on SSD, in both processes: the same bits, also after a resume from what the first one saved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ssd.optimizer._MIN_SUBGROUP_BYTES", 64 << 10)
+        plain, expected = fit(Net, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
+        policy = OffloadPolicy(optimizer_states="offload", min_tensor_bytes=4096)
+        hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
+        path = directory / "first.ckpt"
+        for epochs in (1, 2):
+            ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
+            trainer, module = fit(Net, ours, directory, devices=2, max_epochs=epochs)
+            if epochs == 1:
+                trainer.save_checkpoint(path)
+        assert_identical(result(module), result(expected))
+        assert_identical(trainer.optimizers[0].state_dict(), plain.optimizers[0].state_dict())
+        moved = trainer.optimizers[0].stats
+        assert moved.written_bytes > moved.state_bytes > 0
+        assert moved.read_bytes > 0
+        resumed = {}
+        for strategy in (DDPStrategy(start_method="popen"), SSDOffloadStrategy(policy=policy, hardware=hardware)):
+            L.seed_everything(8, verbose=False)
+            module = Net()
+            trainer = make_trainer(strategy, directory, devices=2, max_epochs=2)
+            trainer.fit(module, ckpt_path=path)
+            resumed[type(strategy)] = result(module), trainer.optimizers[0].state_dict()
+        assert_identical(resumed[SSDOffloadStrategy], resumed[DDPStrategy])
+    print(f"rank {trainer.global_rank}: states ok", flush=True)
+
+
+OTHERS = {"forgotten": forgotten, "agreed": agreed, "impossible": impossible, "states": states}
+
+
 def main(directory: Path, start_method: str, *names: str) -> None:
     """Run the scenarios in order."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name in names:
-        if name in ("forgotten", "agreed", "impossible"):
-            {"forgotten": forgotten, "agreed": agreed, "impossible": impossible}[name](directory)
+        if name in OTHERS:
+            OTHERS[name](directory)
         else:
             compare(name, directory, start_method)
     assert isinstance(offload_strategy(directory), SSDOffloadStrategy)

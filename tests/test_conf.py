@@ -87,9 +87,11 @@ def test_a_policy_names_every_field_with_its_default(path: Path, tmp_path: Path)
     assert set(config.offload) == {"_target_", *defaults}
     policy = instantiate(config.offload)
     changed = {name for name, default in defaults.items() if getattr(policy, name) != default}
-    expected = {"auto": set(), "budget": {"activation_budget"}}.get(path.stem, {"activations"})
+    more = {"auto": set(), "budget": {"activation_budget"}, "states": {"optimizer_states"}}
+    expected = more.get(path.stem, {"activations"})
     assert changed == expected
-    assert policy.activations == {"ssd": "offload", "budget": "auto"}.get(path.stem, path.stem)
+    assert policy.activations == {"ssd": "offload", "budget": "auto", "states": "auto"}.get(path.stem, path.stem)
+    assert policy.optimizer_states == ("offload" if path.stem == "states" else "keep")
     assert policy.recompute_modules == ()
 
 
@@ -99,6 +101,7 @@ def test_a_policy_names_every_field_with_its_default(path: Path, tmp_path: Path)
         (["offload=budget", "offload.activation_budget=1.5GiB"], "activation_budget", "1.5GiB"),
         (["offload=auto", "offload.memory_budget=20GiB"], "memory_budget", "20GiB"),
         (["offload=auto", "offload.wear_budget=1.0DWPD"], "wear_budget", "1.0DWPD"),
+        (["offload=ssd", "offload.optimizer_states=offload"], "optimizer_states", "offload"),
         (["offload=recompute", "offload.recompute_modules=[GPT2Block]"], "recompute_modules", ("GPT2Block",)),
         (["offload=recompute_offload", "offload.recompute_modules=GPT2Block"], "recompute_modules", ("GPT2Block",)),
     ],

@@ -56,6 +56,11 @@ def test_defaults_are_valid_and_print_as_written() -> None:
             {"activations": "ssd"},
             r"OffloadPolicy.activations='ssd'; allowed: 'auto', 'offload', 'keep', 'recompute', 'recom",
         ),
+        ({"master_weights": "yes"}, r"OffloadPolicy.master_weights='yes'; allowed: False, True"),
+        (
+            {"master_weights": True},
+            r"master_weights=True with optimizer_states='keep' would be ignored; allowed: optimizer_states='offload'",
+        ),
         ({"verify": "some"}, r"OffloadPolicy.verify='some'; allowed: 'off', 'sampled', 'full'"),
         ({"max_slowdown": 0.99}, r"OffloadPolicy.max_slowdown=0.99; allowed: a number of at least 1"),
         ({"max_slowdown": float("nan")}, r"max_slowdown=nan"),

@@ -55,3 +55,9 @@ def test_a_budget_that_one_process_cannot_keep_is_refused_in_both(tmp_path):
     output = run_script(tmp_path, "popen", "impossible")
     for rank in (0, 1):
         assert f"rank {rank}: impossible ok" in output
+
+
+def test_optimizer_states_of_two_processes(tmp_path):
+    output = run_script(tmp_path, "popen", "states")
+    for rank in (0, 1):
+        assert f"rank {rank}: states ok" in output

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_ssd import OffloadPolicy, OffloadStats
+from lightning_ssd.stats import OptimizerStats
 from lightning_ssd.verdict import Run, verdict
 
 GIB = 1 << 30
@@ -141,3 +142,25 @@ def test_one_of_something_is_told_as_one():
     text = verdict(run(stats=OffloadStats(bytes_saved=1, failures=1, fallbacks=1)))
     assert "1 transfer failed; 1 time training went on with" in text
     assert "; 1 smaller one was kept. " in verdict(run(stats=OffloadStats(num_kept_small=1)))
+
+
+STATES = OptimizerStats(
+    state_bytes=8 * GIB, resident_peak_bytes=GIB // 2, written_bytes=70 * GIB, read_bytes=60 * GIB, stall_s=12.34
+)
+
+
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_optimizer_states_are_told_of_whatever_becomes_of_activations(activations):
+    text = verdict(run(policy=OffloadPolicy(activations=activations), optimizers=[STATES], drive_life_days=40.0))
+    told = (
+        "Optimizer states: at most 0.50 GiB of 8.00 GiB in memory; 70.00 GiB written, 60.00 GiB read; "
+        "steps waited 12.3 s for them. "
+    )
+    assert told in text
+    assert "a drive reaches its vendor's rating in 40 days. Peak memory: " in text
+    assert "Optimizer" not in verdict(run())
+
+
+def test_two_optimizers_are_told_of_together():
+    text = verdict(run(optimizers=[STATES, STATES]))
+    assert "at most 1.00 GiB of 16.00 GiB in memory; 140.00 GiB written, 120.00 GiB read; steps waited 24.7 s" in text

@@ -209,7 +209,7 @@ def _parts(sizes: Sequence[ParameterSize], start: _Cut, stop: _Cut) -> tuple[Par
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def visit_order(num: int, step: int) -> range:
+def visit_order(num: int, step: int, first: int = 0) -> list[int]:
     """In which order a step visits its subgroups: up in even steps, down in odd ones.
 
     What one step had last, and what may thus still be in memory, is first in the next one: MLP-Offload's
@@ -218,8 +218,11 @@ def visit_order(num: int, step: int) -> range:
     Args:
         num: of subgroups.
         step: number of the step, from 0.
+        first: where even steps begin; from the end they go on at the beginning. Different for processes that share
+            drives, so that they do not ask the same path for their first subgroups.
     """
-    return range(num) if step % 2 == 0 else range(num - 1, -1, -1)
+    order = [(first + index) % num for index in range(num)]
+    return order if step % 2 == 0 else order[::-1]
 
 
 # -- paths -------------------------------------------------------------------------------------------------------------

@@ -167,6 +167,23 @@ class Arena:
             self._lent[extent.offset] = extent
             return extent
 
+    def reserve(self, nbytes: int) -> None:
+        """Let the file have at least ``nbytes`` bytes from now on, so that as many will not be refused later.
+
+        Raises:
+            OutOfSpaceError: the file system has not so many.
+            StorageError: if growing fails otherwise, or after a fork.
+            OffloaderClosedError: after close.
+        """
+        self._check_usable()
+        with self._lock:
+            self._check_usable()
+            missing = self._extents.round_up(nbytes) - self.size_bytes if nbytes else 0
+            if missing > 0 and not self._preallocate(missing):
+                raise self._out_of_space(missing)
+            if missing > 0:
+                self._extents.grow(missing)
+
     def free(self, extent: Extent) -> None:
         """Take an extent back. Never waits; harmless after close and in a forked child.
 

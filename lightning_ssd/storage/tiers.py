@@ -179,6 +179,16 @@ class SsdTier:
         """Size of the spill files."""
         return sum(arena.size_bytes for arena in self._arenas)
 
+    def reserve(self, nbytes: int) -> None:
+        """Let the spill files have at least ``nbytes`` bytes together.
+
+        Raises:
+            OutOfSpaceError: a file system has not so many.
+        """
+        share = -(-nbytes // len(self._arenas))
+        for arena in self._arenas:
+            arena.reserve(share)
+
     def write(self, owner: WriteOwner, nbytes: int, after: Mark | None, *, label: str) -> bool:
         self._writes.submit(_Write(self, owner, nbytes, after, label))
         return True

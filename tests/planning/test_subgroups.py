@@ -164,15 +164,18 @@ class TestCutting:
 
 class TestOrder:
     def test_by_hand(self) -> None:
-        assert [*visit_order(3, 0)] == [0, 1, 2]
-        assert [*visit_order(3, 1)] == [2, 1, 0]
-        assert [*visit_order(0, 0)] == [*visit_order(0, 1)] == []
+        assert visit_order(3, 0) == [0, 1, 2]
+        assert visit_order(3, 1) == [2, 1, 0]
+        assert visit_order(4, 0, first=1) == [1, 2, 3, 0]
+        assert visit_order(4, 1, first=1) == [0, 3, 2, 1]
+        assert visit_order(3, 0, first=7) == [1, 2, 0]
+        assert visit_order(0, 0) == visit_order(0, 1, first=3) == []
 
-    @given(st.integers(1, 50), st.integers(0, 9))
+    @given(st.integers(1, 50), st.integers(0, 9), st.integers(0, 99))
     @laws
-    def test_what_was_last_is_first(self, num: int, step: int) -> None:
-        now, then = visit_order(num, step), visit_order(num, step + 1)
-        assert [*then] == [*now][::-1]
+    def test_what_was_last_is_first(self, num: int, step: int, first: int) -> None:
+        now, then = visit_order(num, step, first), visit_order(num, step + 1, first)
+        assert then == now[::-1]
         assert sorted(now) == [*range(num)]
 
 

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,39 @@ class TestGrowth:
         assert arena.allocate(MIB).nbytes == MIB
         assert arena.size_bytes == os.fstat(arena.fd).st_size
         arena.close()
+
+
+class TestReservation:
+    def test_what_is_reserved_is_there_and_is_not_grown_again(self, spill_dir: Path) -> None:
+        with closing(open_arena(spill_dir)) as arena:
+            kept = arena.allocate(MIB)
+            arena.reserve(80 * MIB + 1)
+            assert arena.size_bytes == os.fstat(arena.fd).st_size == 80 * MIB + arena.block_bytes
+            arena.reserve(80 * MIB)
+            for _ in range(79):
+                arena.allocate(MIB)
+            assert arena.size_bytes == 80 * MIB + arena.block_bytes, "grew into what was reserved already"
+            arena.free(kept)
+
+    def test_nothing_is_reserved_for_nothing(self, spill_dir: Path) -> None:
+        with closing(open_arena(spill_dir)) as arena:
+            arena.reserve(0)
+            assert arena.size_bytes == 0
+
+    def test_is_refused_as_a_whole(self, small_disk: Callable[[int], Path]) -> None:
+        directory = small_disk(24)
+        with closing(open_arena(directory)) as arena:
+            free = arena.free_bytes
+            with pytest.raises(OutOfSpaceError, match=r"full: 31,457,280 more bytes are needed, [\d,]+ are free"):
+                arena.reserve(30 * MIB)
+            assert arena.size_bytes == os.fstat(arena.fd).st_size == 0
+            assert arena.free_bytes >= free - 16 * 512, "what a refused reservation had taken was not given back"
+
+    def test_is_refused_after_close(self, spill_dir: Path) -> None:
+        arena = open_arena(spill_dir)
+        arena.close()
+        with pytest.raises(OffloaderClosedError):
+            arena.reserve(1)
 
 
 class TestFullDisk:

@@ -1,0 +1,99 @@
+"""One subgroup of optimizer states: where its bytes are, and who is told when they have moved."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_ssd.storage.streams import Mark
+from lightning_ssd.storage.tiers import SsdTier, StoredBytes
+
+__all__ = ["Copy", "Home", "Reader", "Where", "Writer", "copied"]
+
+
+class Where(enum.Enum):
+    """Of a subgroup's bytes."""
+
+    AWAY = enum.auto()
+    """On a drive alone, or never stored."""
+    READING = enum.auto()
+    HERE = enum.auto()
+    """In memory; nobody uses it now."""
+    IN_USE = enum.auto()
+    WRITING = enum.auto()
+
+
+class Copy:
+    """Bytes on a drive that stay as they are while somebody holds them. Counted under the store's lock."""
+
+    __slots__ = ("num_holders", "path", "stored", "tier")
+
+    def __init__(self, tier: SsdTier, path: int, stored: StoredBytes) -> None:
+        self.tier, self.path, self.stored = tier, path, stored
+        self.num_holders = 1
+
+    def release(self) -> None:
+        """One holder less; the last one gives the extent back."""
+        # The garbage collector may run this within itself: what counts is how many there were at this very moment.
+        self.num_holders = left = self.num_holders - 1
+        if left == 0:
+            self.tier.free(self.stored)
+
+
+@dataclass(slots=True)
+class Home:
+    """One subgroup."""
+
+    path: int = 0
+    where: Where = Where.AWAY
+    storage: torch.UntypedStorage | None = None
+    """Its memory, also while it is being read into."""
+    copy: Copy | None = None
+    is_dirty: bool = False
+    """Whether memory is ahead of the drive."""
+    is_wanted: bool = False
+    """Whether somebody waits for the end of its write, to have it at once."""
+    is_stuck: bool = False
+    """Whether its last write failed: it has a piece of memory beyond the others' until it can be written."""
+    error: BaseException | None = None
+    tried: set[int] = field(default_factory=set)
+    """Paths that the write under way was refused by."""
+
+    def replace_copy(self, copy: Copy | None) -> None:
+        """Another one, or none, is good now."""
+        if self.copy is not None:
+            self.copy.release()
+        self.copy = copy
+
+
+@dataclass(slots=True)
+class Writer:
+    """A write's owner."""
+
+    storage: torch.UntypedStorage
+    ended: Callable[[StoredBytes | None, BaseException | None], None]
+
+    def write_begins(self) -> torch.UntypedStorage:
+        return self.storage
+
+    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
+        self.ended(stored, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A read's owner. Its bytes are there when it ends: every worker waits for its own copies."""
+
+    ended: Callable[[torch.UntypedStorage | None, BaseException | None], None]
+
+    def read_ended(self, storage: torch.UntypedStorage | None, mark: Mark | None, error: BaseException | None) -> None:
+        self.ended(storage, error)
+
+
+def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The same bytes in memory of their own."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return whole.clone().untyped_storage()
