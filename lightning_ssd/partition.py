@@ -102,29 +102,37 @@ class Partition:
         return len(self.places[part.parameter]) == 1
 
     def slice_of(self, part: Part) -> torch.Tensor:
-        """What the optimizer updates: the parameter itself, or its slice with the slice of its gradient.
-
-        Raises:
-            RuntimeError: the parameter or its gradient is of a kind that cannot be cut any more.
-        """
+        """What the optimizer updates: the parameter itself, or its slice with the slice of its gradient."""
         parameter = self.parameters[part.parameter]
         if self.is_whole(part):
             return parameter
+        gradient = parameter.grad
+        piece = parameter.detach().view(-1)[part.start : part.stop]
+        if gradient is not None:
+            piece.grad = gradient.detach().reshape(-1)[part.start : part.stop]
+        return piece
+
+    def check_cuttable(self, part: Part) -> None:
+        """Before anything of a step is done.
+
+        Raises:
+            RuntimeError: the part is a slice, and its parameter or the gradient is of a kind that cannot be cut any
+                more.
+        """
+        if self.is_whole(part):
+            return
+        parameter = self.parameters[part.parameter]
         gradient = parameter.grad
         if (tuple(parameter.shape), parameter.stride()) != self.shapes[part.parameter]:
             raise RuntimeError(
                 f"a parameter of shape {self.shapes[part.parameter][0]} has become {tuple(parameter.shape)} with "
                 f"stride {parameter.stride()}; its states are offloaded in slices. Make a new optimizer for it"
             )
-        piece = parameter.detach().view(-1)[part.start : part.stop]
-        if gradient is not None:
-            if gradient.layout != torch.strided:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {gradient.layout}, but "
-                    "its optimizer states are offloaded in slices; use dense gradients, or optimizer_states='keep'"
-                )
-            piece.grad = gradient.detach().reshape(-1)[part.start : part.stop]
-        return piece
+        if gradient is not None and gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {gradient.layout}, but "
+                "its optimizer states are offloaded in slices; use dense gradients, or optimizer_states='keep'"
+            )
 
     def cut(self, part: Part, state: State) -> State:
         """A part's share of its parameter's state: a slice of what has the parameter's shape, copies of all else."""

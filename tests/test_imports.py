@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("state_layout", "slicing", "state_home"),
     ("partition", "state_store", "state_files"),
     ("state_snapshot", "state_loading"),
+    ("paged_states",),
     ("optimizer",),
     ("assembly",),
     ("offloader",),

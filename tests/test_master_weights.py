@@ -31,7 +31,7 @@ SHAPES = ((257, 129), (64, 1024), (65, 40), (3,))
 @pytest.fixture(autouse=True)
 def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are many more than fit into memory."""
-    monkeypatch.setattr("lightning_ssd.optimizer._MIN_SUBGROUP_BYTES", 64 << 10)
+    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
     monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
 
 

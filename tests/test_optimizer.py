@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd import optimizer as module_under_test
+from lightning_ssd import paged_states as module_under_test
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.optimizer import OffloadedOptimizer
 
@@ -137,7 +137,7 @@ def test_bits_are_those_of_the_plain_optimizer(kind: str, dtype: torch.dtype, sp
             optimizer.step()
             reference.step()
             assert_same(mine, plain)
-        assert optimizer.stats.num_subgroups > optimizer._store.num_slots, "nothing would have to move"
+        assert optimizer.stats.num_subgroups > optimizer._states.store.num_slots, "nothing would have to move"
         if optimizer.stats.state_bytes:
             assert optimizer.stats.written_bytes > optimizer.stats.state_bytes
             assert optimizer.stats.read_bytes > 0
@@ -167,9 +167,9 @@ def test_a_cache_saves_its_share_of_the_moves(share: float, spill_dir: Path) -> 
             set_gradients(parameters, step)
             before = optimizer.stats
             optimizer.step()
-            optimizer._store.wait_for_writes()
+            optimizer._states.store.wait_for_writes()
             now = optimizer.stats
-        slots = optimizer._store.num_slots / now.num_subgroups
+        slots = optimizer._states.store.num_slots / now.num_subgroups
         expected = max(1 - slots, 0) * state_bytes
         assert now.read_bytes - before.read_bytes == pytest.approx(expected, rel=0.01)
         assert now.written_bytes - before.written_bytes == pytest.approx(expected, rel=0.01)
@@ -185,7 +185,7 @@ def test_two_directories_share_the_states(spill_dir: Path) -> None:
             set_gradients(plain, step)
             optimizer.step()
             reference.step()
-        assert all(progress.written_bytes > 0 for progress in optimizer._files.progress())
+        assert all(progress.written_bytes > 0 for progress in optimizer._states.files.progress())
     assert_same(parameters, plain)
 
 
@@ -284,10 +284,10 @@ def test_a_state_dict_stays_what_it_was(spill_dir: Path) -> None:
             optimizer.step()
         assert_same_states(held, expected)
         optimizer.flush()
-        used = sum(arena.used_bytes for tier in optimizer._store.tiers for arena in tier._arenas)
+        used = sum(arena.used_bytes for tier in optimizer._states.store.tiers for arena in tier._arenas)
         del held
         gc.collect()
-        left = sum(arena.used_bytes for tier in optimizer._store.tiers for arena in tier._arenas)
+        left = sum(arena.used_bytes for tier in optimizer._states.store.tiers for arena in tier._arenas)
         assert used == 2 * left
         assert left == pytest.approx(optimizer.stats.state_bytes, rel=0.01)
 
@@ -300,7 +300,7 @@ def test_disk_use_does_not_grow(spill_dir: Path) -> None:
             set_gradients(parameters, step)
             optimizer.step()
             optimizer.flush()
-            sizes.append(sum(arena.used_bytes for tier in optimizer._store.tiers for arena in tier._arenas))
+            sizes.append(sum(arena.used_bytes for tier in optimizer._states.store.tiers for arena in tier._arenas))
         assert len(set(sizes)) == 1
 
 

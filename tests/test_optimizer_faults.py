@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, slicing
-from lightning_ssd import optimizer as module_under_test
+from lightning_ssd import paged_states as module_under_test
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
 from lightning_ssd.inner_step import InnerStep
 from lightning_ssd.optimizer import OffloadedOptimizer
@@ -121,7 +121,7 @@ def offloaded(
 
 
 def used_bytes(optimizer: OffloadedOptimizer) -> int:
-    return sum(arena.used_bytes for tier in optimizer._store.tiers for arena in tier._arenas)
+    return sum(arena.used_bytes for tier in optimizer._states.store.tiers for arena in tier._arenas)
 
 
 # -- drives that fail --------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_failed_writes_cost_nothing_but_memory(fail: Fail, spill_dir: Path) -> N
 def test_memory_returns_when_the_drive_does(spill_dir: Path) -> None:
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
-        slots = optimizer._store.num_slots
+        slots = optimizer._states.store.num_slots
         drive.fail_write = always(enospc)
         with pytest.warns(UserWarning, match="stay in memory"):
             pair.step(optimizer)
@@ -167,7 +167,7 @@ def test_memory_returns_when_the_drive_does(spill_dir: Path) -> None:
         drive.fail_write = None
         optimizer.flush()
         pair.step(optimizer)
-        assert optimizer._store.num_slots == slots
+        assert optimizer._states.store.num_slots == slots
         assert optimizer.stats.resident_bytes <= slots * (128 << 10) + optimizer.stats.state_bytes // 4
         pair.check(optimizer)
 
@@ -179,7 +179,7 @@ def test_a_read_that_fails_once_is_tried_again(spill_dir: Path) -> None:
         drive.corrupt_read = lambda index: index == 5
         for _ in range(4):
             pair.step(optimizer)
-        assert sum(tier.num_retries for tier in optimizer._store.tiers) == 3
+        assert sum(tier.num_retries for tier in optimizer._states.store.tiers) == 3
         pair.check(optimizer)
 
 
@@ -297,8 +297,8 @@ def test_a_step_that_is_interrupted_is_not_trained_on(error: type[BaseException]
             pair.step(optimizer)
         pair.check(optimizer)
         optimizer.flush()
-        optimizer._store.evict(range(len(optimizer._store)))
-        assert optimizer._store.slots.lent_bytes == 0
+        optimizer._states.store.evict(range(len(optimizer._states.store)))
+        assert optimizer._states.store.slots.lent_bytes == 0
 
 
 def test_closing_an_incomplete_one_is_quiet_and_leaves_nothing(spill_dir: Path) -> None:
@@ -808,6 +808,6 @@ def test_random_training_has_the_bits_of_the_plain_twin(
         drive.fail_write = None
         gc.collect()
         optimizer.flush()
-        blocks = sum(s.layout.nbytes for s in optimizer._partition.subgroups if s.layout is not None)
+        blocks = sum(s.layout.nbytes for s in optimizer._states.partition.subgroups if s.layout is not None)
         assert used_bytes(optimizer) == blocks
     pair.check(optimizer)

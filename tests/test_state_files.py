@@ -32,7 +32,7 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], seed:
 
 def spilled(optimizer: torch.optim.Optimizer) -> list[int]:
     assert isinstance(optimizer, OffloadedOptimizer)
-    return [tier.disk_bytes for tier in optimizer._files.tiers]
+    return [tier.disk_bytes for tier in optimizer._states.files.tiers]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "amsgrad", "sgd", "plain sgd", "rmsprop"])

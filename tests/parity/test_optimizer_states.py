@@ -38,7 +38,7 @@ Make = Callable[[], Net]
 @pytest.fixture(autouse=True)
 def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So that there are many more than fit into memory, and large parameters are cut."""
-    monkeypatch.setattr("lightning_ssd.optimizer._MIN_SUBGROUP_BYTES", 64 << 10)
+    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
     monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
     with one_thread():
         yield
