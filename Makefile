@@ -7,6 +7,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 # More arguments for the command that demo and test run: make test ARGS='-m "not slow" -x'
 ARGS ?=
+# Processes that share the tests; 0: in one, where the debugger works.
+WORKERS ?= auto
 # A directory on the drive that bench measures: make bench DIR=/mnt/nvme0
 DIR ?= .
 
@@ -22,8 +24,8 @@ help: ## show the targets
 demo: $(STAMP) ## train a small GPT with and without the SSD: what is saved, at what cost, and that the weights are equal
 	$(BIN)/python -m recipes.demo $(ARGS)
 
-test: $(STAMP) ## all tests that this machine can run
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## all tests that this machine can run, in WORKERS processes
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 lint: $(STAMP) ## ruff, formatting, mypy --strict on the package
 	$(BIN)/ruff check .
@@ -46,4 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "lightning_ssd needs Python 3.11 or later, got %d.%d; name another: make PYTHON=python3.12 ..." % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[recipes,dev]'
+	# Many tests start interpreters. Where the environment forbids Python to write bytecode, each would compile all of
+	# PyTorch again. Templates among the packages do not compile, which is no error.
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	touch $(STAMP)

@@ -39,9 +39,13 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Sums depend on the number of threads, so that all tests have the same; and the machine may be shared.
+    # Sums depend on the number of threads, so that all tests have the same; and the machine may be shared: threads that
+    # wait for a core of their own spin, which takes longer than the work.
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(2, os.cpu_count() or 1))
+        num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        num_threads = max(1, min(2, (os.cpu_count() or 1) // num_workers))
+        torch.set_num_threads(num_threads)
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # for the processes that tests start
 
 
 @pytest.fixture(autouse=True)
