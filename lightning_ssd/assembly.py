@@ -24,10 +24,10 @@ from lightning_ssd.state_files import StateFiles
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, open_backend
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
-from lightning_ssd.storage.movers import DeviceMover, HostMover, Mover, StagedMover
+from lightning_ssd.storage.movers import DeviceMover, Edges, HostMover, Mover, StagedMover
 from lightning_ssd.storage.probe import measure_rates
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
-from lightning_ssd.storage.streams import Copies
+from lightning_ssd.storage.streams import Copies, Mark
 from lightning_ssd.storage.tiers import SsdTier
 from lightning_ssd.storage.turns import open_in_turns
 from lightning_ssd.tensor_cache import Tiers
@@ -145,6 +145,7 @@ def open_state_files(
         for directory in directories:
             tiers.append(SsdTier(backend, mover, [directory], events=events, sampler=sampler))
             stack.callback(tiers[-1].close)
+        host = _open_cache(stack, hardware, device, copies, events, mover) if _has_own_memory(device) else None
         return StateFiles(
             tiers,
             mover,
@@ -152,6 +153,8 @@ def open_state_files(
             device=device,
             mark=copies.mark if copies is not None else lambda: None,
             block_bytes=backend.block_bytes,
+            host=host,
+            wait=(lambda mark: mark.synchronize()) if copies is None else copies.wait_on_current_stream,
             first=int(os.environ.get("LOCAL_RANK", "0")),
             resources=stack.pop_all(),
         )
@@ -221,13 +224,44 @@ def _open_host(
     copies: Copies | None,
     events: EventLog,
 ) -> HostTier | None:
-    nbytes = hardware.host_memory_nbytes
-    if nbytes is None:
-        # On CPU the host's memory is the device's: what waits there has saved nothing.
-        nbytes = 0 if device.type == "cpu" else (host_available_bytes() or 0) // (_HOST_SHARE * _processes_here())
+    nbytes = _host_bytes(hardware, device)
     if not nbytes or policy.activations != "auto":
         return None
     host = HostTier(nbytes, copies, pin=device.type == "cuda", events=events)
+    stack.callback(host.close)
+    return host
+
+
+def _has_own_memory(device: torch.device) -> bool:
+    """Whether what waits in the host's memory has left the device's."""
+    return device.type != "cpu"
+
+
+def _host_bytes(hardware: HardwareProfile, device: torch.device) -> int:
+    nbytes = hardware.host_memory_nbytes
+    if nbytes is None:
+        available = host_available_bytes() or 0 if _has_own_memory(device) else 0
+        nbytes = available // (_HOST_SHARE * _processes_here())
+    return nbytes
+
+
+def _open_cache(
+    stack: ExitStack,
+    hardware: HardwareProfile,
+    device: torch.device,
+    copies: Copies | None,
+    events: EventLog,
+    mover: SlotMover,
+) -> HostTier | None:
+    """Host memory for optimizer states."""
+    nbytes = _host_bytes(hardware, device)
+    if not nbytes:
+        return None
+
+    def allocate(nbytes: int, device: torch.device) -> tuple[torch.UntypedStorage, Mark | None]:
+        return mover.allocate(nbytes, Edges(b"", b""), device)
+
+    host = HostTier(nbytes, copies, pin=device.type == "cuda", events=events, allocate=allocate)
     stack.callback(host.close)
     return host
 

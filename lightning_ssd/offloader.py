@@ -248,7 +248,7 @@ class Offloader:
             agree=self._agree,
             wrap_backend=self._wrap_backend,
         )
-        cache = (self.hardware.host_memory_nbytes or 0) if parameter.device.type == "cpu" else 0
+        cache = (self.hardware.host_memory_nbytes or 0) if files.host is None else 0
         try:
             offloaded = OffloadedOptimizer(
                 optimizer, files, cache_bytes=cache, master_weights=self.policy.master_weights, events=self._events

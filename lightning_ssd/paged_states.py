@@ -76,6 +76,8 @@ class PagedStates:
             num_slots=_NUM_SLOTS + cache_bytes // self.partition.max_bytes,
             mark=files.mark,
             block_bytes=files.block_bytes,
+            host=files.host,
+            wait=files.wait,
         )
         self.update_s = 0.0
         self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]

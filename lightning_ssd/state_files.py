@@ -9,6 +9,7 @@ import torch
 
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.slots import SlotMover
+from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.probe import Rates
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import Progress, SsdTier
@@ -28,6 +29,8 @@ class StateFiles:
         mark: a point in the device's work that writes begin behind.
         block_bytes: granularity of what moves.
         first: subgroup that the first step begins with.
+        host: a cache in host memory, where the device has memory of its own; moves bytes by ``mover``, too.
+        wait: lets the current stream wait for a mark.
         resources: closes the tiers and what they stand on.
     """
 
@@ -41,6 +44,8 @@ class StateFiles:
         mark: Callable[[], Mark | None],
         block_bytes: int,
         first: int = 0,
+        host: HostTier | None = None,
+        wait: Callable[[Mark], None],
         resources: ExitStack,
     ) -> None:
         self.tiers = tuple(tiers)
@@ -49,6 +54,8 @@ class StateFiles:
         self.mark = mark
         self.block_bytes = block_bytes
         self.first = first
+        self.host = host
+        self.wait = wait
         self._meters = [TierMeter(tier, probe) for tier, probe in zip(tiers, probes, strict=True)]
         self._resources = resources
         self._last: list[Progress] | None = None

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_ssd.errors import StorageError
+from lightning_ssd.storage.arena import Arena, Extent
+from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
 
@@ -27,13 +30,28 @@ class Where(enum.Enum):
 
 
 class Copy:
-    """Bytes on a drive that stay as they are while somebody holds them. Counted under the store's lock."""
+    """Bytes on a tier that stay as they are while somebody holds them. Counted under the store's lock."""
 
-    __slots__ = ("num_holders", "path", "stored", "tier")
+    __slots__ = ("num_holders", "stored", "tier")
 
-    def __init__(self, tier: SsdTier, path: int, stored: StoredBytes) -> None:
-        self.tier, self.path, self.stored = tier, path, stored
+    def __init__(self, tier: SsdTier | HostTier, stored: StoredBytes) -> None:
+        self.tier, self.stored = tier, stored
         self.num_holders = 1
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether it is in host memory, not on a drive."""
+        return isinstance(self.tier, HostTier)
+
+    def locate(self) -> tuple[Arena, Extent]:
+        """The file and where in it.
+
+        Raises:
+            StorageError: it is in host memory.
+        """
+        if isinstance(self.tier, HostTier):
+            raise StorageError("optimizer states are in host memory, in no file; flush() them first")
+        return self.tier.locate(self.stored)
 
     def release(self) -> None:
         """One holder less; the last one gives the extent back."""
@@ -52,6 +70,8 @@ class Home:
     storage: torch.UntypedStorage | None = None
     """Its memory, also while it is being read into."""
     copy: Copy | None = None
+    mark: Mark | None = None
+    """Its memory may be read once this has passed; ``None``: now."""
     is_dirty: bool = False
     """Whether memory is ahead of the drive."""
     is_wanted: bool = False
@@ -85,12 +105,12 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A read's owner. Its bytes are there when it ends: every worker waits for its own copies."""
+    """A read's owner."""
 
-    ended: Callable[[torch.UntypedStorage | None, BaseException | None], None]
+    ended: Callable[[torch.UntypedStorage | None, Mark | None, BaseException | None], None]
 
     def read_ended(self, storage: torch.UntypedStorage | None, mark: Mark | None, error: BaseException | None) -> None:
-        self.ended(storage, error)
+        self.ended(storage, mark, error)
 
 
 def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -124,7 +124,7 @@ class _Hold:
 
 @contextlib.contextmanager
 def _file(held: Copy) -> Iterator[tuple[int, int]]:
-    arena, extent = held.tier.locate(held.stored)
+    arena, extent = held.locate()
     with arena.use() as fd:
         yield fd, extent.offset
 

@@ -15,8 +15,10 @@ from functools import partial
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.refusals import Refusals
 from lightning_ssd.slots import SlotMover, Slots
 from lightning_ssd.state_home import Copy, Home, Reader, Where, Writer, copied
+from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
 
@@ -35,6 +37,8 @@ class StateStore:
         num_slots: pieces of memory at most; each holds a subgroup. One more for each that cannot be written.
         mark: a point in the device's work that writes begin behind; ``None`` on CPU.
         block_bytes: memory that is asked for is a multiple of this many bytes.
+        host: a cache in host memory, for a device that has memory of its own; its reads go through ``mover`` too.
+        wait: lets the current stream wait for a mark.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class StateStore:
         num_slots: int,
         mark: Callable[[], Mark | None] = lambda: None,
         block_bytes: int = 4096,
+        host: HostTier | None = None,
+        wait: Callable[[Mark], None] = lambda mark: mark.synchronize(),
     ) -> None:
         self.tiers = tuple(tiers)
         self.block_bytes = block_bytes
@@ -54,15 +60,15 @@ class StateStore:
         self._device = device
         self._mover = mover
         self.slots = Slots(device)
-        self._mark = mark
+        self._mark, self._wait_for = mark, wait
+        self._host = host
         self._homes: list[Home] = []
         self._queue: deque[int] = deque()
         self._num_allowed = num_slots
-        self._num_stuck = self._num_awaited = 0
+        self._num_awaited = 0
+        self._refusals = Refusals()
         self._allocated: torch.UntypedStorage | None = None
         self._returned: deque[Copy] = deque()
-        self._last_error: BaseException | None = None
-        self._warning: str | None = None
         self._is_closed = False
         # Guards everything above; told of every end of a move. Tiers' locks are taken under it, never it under theirs.
         self._changed = threading.Condition(threading.RLock())
@@ -72,7 +78,7 @@ class StateStore:
     @property
     def num_slots(self) -> int:
         """Pieces of memory at most, now."""
-        return self._num_allowed + self._num_stuck
+        return self._num_allowed + self._refusals.num_stuck
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -125,6 +131,9 @@ class StateStore:
             home.where = Where.IN_USE
             if home.storage is not None:
                 self.slots.used_here(home.storage)
+            if home.mark is not None:
+                self._wait_for(home.mark)
+                home.mark = None
             return home.storage
 
     def _is_coming(self, index: int) -> bool:
@@ -176,7 +185,7 @@ class StateStore:
             home.storage = storage
             self._allocated = None
             if storage is None:
-                self._is_written(home)
+                self._refusals.is_written(home)
                 home.replace_copy(None)
             home.is_dirty = (home.is_dirty or is_dirty) and storage is not None
             home.where = Where.AWAY if storage is None else Where.HERE
@@ -205,12 +214,24 @@ class StateStore:
             for index, home in enumerate(self._homes):
                 home.is_wanted = home.is_wanted or home.storage is not None
                 if home.where is Where.HERE and home.is_dirty:
-                    self._let_go(index)
+                    self._let_go(index, to_drive=True)
             self.wait_for_writes()
+            self._empty_cache()
             for home in self._homes:
                 home.is_wanted = False
             if any(home.is_dirty for home in self._homes):
-                raise StorageError(f"optimizer states could not be written, and stay in memory: {self._last_error}")
+                raise StorageError(
+                    f"optimizer states could not be written, and stay in memory: {self._refusals.last_error}"
+                )
+
+    def _empty_cache(self) -> None:
+        """What is in host memory only goes through a slot to its drive."""
+        for index, home in enumerate(self._homes):
+            if home.copy is not None and home.copy.is_cached:
+                self.take(index)
+                home.where, home.is_dirty = Where.HERE, True
+                self._let_go(index, to_drive=True)
+        self.wait_for_writes()
 
     def wait_for_writes(self) -> None:
         """Until no write is under way. What was to leave memory has left it then."""
@@ -218,14 +239,26 @@ class StateStore:
             while any(home.where is Where.WRITING for home in self._homes):
                 self._wait()
 
-    def _let_go(self, index: int) -> None:
+    def _let_go(self, index: int, *, to_drive: bool = False) -> None:
         home = self._homes[index]
         if not home.is_dirty:
             self._drop(home)
             return
-        home.tried = {home.path}
-        self._submit(index)
+        if to_drive or not self._cached(index):
+            home.tried = {home.path}
+            self._submit(index)
         home.where = Where.WRITING
+
+    def _cached(self, index: int) -> bool:
+        """Write to host memory, if there is room."""
+        home = self._homes[index]
+        if self._host is None or home.storage is None:
+            return False
+        if home.copy is not None and home.copy.is_cached:
+            home.replace_copy(None)  # memory is ahead of it and stays until the write has ended: its room serves
+        home.tried = set()
+        owner = Writer(home.storage, partial(self._written, index, self._host))
+        return self._host.write(owner, home.storage.nbytes(), self._mark(), label=_label(index))
 
     def _submit(self, index: int) -> None:
         home = self._homes[index]
@@ -233,28 +266,31 @@ class StateStore:
         if storage is None:
             raise RuntimeError("a subgroup without memory was to be written")
         tier = self.tiers[home.path]
-        owner = Writer(storage, partial(self._written, index, home.path))
-        tier.write(owner, storage.nbytes(), self._mark(), label=f"optimizer states of subgroup {index}")
+        owner = Writer(storage, partial(self._written, index, tier))
+        tier.write(owner, storage.nbytes(), self._mark(), label=_label(index))
 
-    def _written(self, index: int, path: int, stored: StoredBytes | None, error: BaseException | None) -> None:
+    def _written(
+        self, index: int, tier: SsdTier | HostTier, stored: StoredBytes | None, error: BaseException | None
+    ) -> None:
         with self._changed:
             home = self._homes[index]
             if stored is not None:
-                home.replace_copy(Copy(self.tiers[path], path, stored))
-                self._is_written(home)
+                home.replace_copy(Copy(tier, stored))
+                self._refusals.is_written(home)
                 home.where = Where.HERE
                 if not home.is_wanted:
                     self._drop(home)
             elif not self._goes_elsewhere(index):
                 home.where = Where.HERE
-                self._stay_in_memory(home, error)
+                self._refusals.note(home, error, quietly=self._is_closed)
             self._changed.notify_all()
             self._pump()
 
     def _goes_elsewhere(self, index: int) -> bool:
         """Write to a directory that has not refused it yet, if there is one."""
         home = self._homes[index]
-        other = next((path for path in range(len(self.tiers)) if path not in home.tried), None)
+        nearest_first = sorted(range(len(self.tiers)), key=lambda path: path != home.path)
+        other = next((path for path in nearest_first if path not in home.tried), None)
         if other is None or self._is_closed:
             return False
         home.path = other
@@ -265,29 +301,15 @@ class StateStore:
             return False
         return True
 
-    def _is_written(self, home: Home) -> None:
-        """Memory is not ahead of the drive any more."""
-        home.is_dirty = False
-        self._num_stuck -= home.is_stuck
-        home.is_stuck = False
-
-    def _stay_in_memory(self, home: Home, error: BaseException | None) -> None:
-        self._num_stuck += not home.is_stuck  # gives a slot, or training would wait for one for ever
-        home.is_stuck = True
-        if self._last_error is None and not self._is_closed:
-            self._warning = (
-                f"optimizer states could not be written and stay in memory, exact as before: {error}. Free space on "
-                "the drive, or name another directory in HardwareProfile.paths"
-            )
-        self._last_error = error
-
     def take_warning(self) -> str | None:
         """What the user should know, once."""
         with self._changed:
-            warning, self._warning = self._warning, None
-            return warning
+            return self._refusals.take_warning()
 
     def _drop(self, home: Home) -> None:
+        if home.mark is not None:
+            home.mark.synchronize()  # nobody has waited for its read, and the memory is lent again
+            home.mark = None
         self._free(home.storage)
         home.storage = None
         home.where = Where.AWAY
@@ -326,13 +348,16 @@ class StateStore:
         self._drop(home)
         self._queue.clear()
 
-    def _came_up(self, index: int, storage: torch.UntypedStorage | None, error: BaseException | None) -> None:
+    def _came_up(
+        self, index: int, storage: torch.UntypedStorage | None, mark: Mark | None, error: BaseException | None
+    ) -> None:
         with self._changed:
             home = self._homes[index]
             if storage is None:
                 self._not_read(home, error or StorageError("a read ended with neither bytes nor an error"))
             else:
-                home.where = Where.HERE
+                # Workers of drives wait for their own copies; those of the host tier leave that to us.
+                home.where, home.mark = Where.HERE, mark
             self._changed.notify_all()
 
     def forget(self, index: int) -> None:
@@ -342,7 +367,7 @@ class StateStore:
             self._queue.clear()
             while home.where in (Where.READING, Where.WRITING):
                 self._wait()
-            self._is_written(home)
+            self._refusals.is_written(home)
             self._drop(home)
             home.replace_copy(None)
             home.error, home.is_wanted = None, False
@@ -397,3 +422,7 @@ class StateStore:
                 self._drop(home)
             self.slots.clear()
             self._changed.notify_all()
+
+
+def _label(index: int) -> str:
+    return f"optimizer states of subgroup {index}"

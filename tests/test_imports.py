@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("inner_step", "slots"),
     ("master_weights",),
     ("state_layout", "slicing", "state_home"),
+    ("refusals",),
     ("partition", "state_store", "state_files"),
     ("state_snapshot", "state_loading"),
     ("paged_states",),

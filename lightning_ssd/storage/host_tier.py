@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +22,8 @@ from lightning_ssd.storage.transfer import Chunk, Transfer, TransferQueue
 __all__ = ["HostTier"]
 
 _log = logging.getLogger(__name__)
+
+Allocate = Callable[[int, torch.device], tuple[torch.UntypedStorage, Mark | None]]
 
 
 class HostTier:
@@ -44,6 +46,7 @@ class HostTier:
         events: gets one event per move.
         chunk_bytes: largest single copy, so that urgent reads can overtake others there.
         num_workers: workers per direction.
+        allocate: gives the memory for a read on the device, and what the read has to wait for; ``None``: PyTorch does.
 
     Raises:
         MemoryError: the process may not have that many addresses.
@@ -60,8 +63,10 @@ class HostTier:
         events: EventLog,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         num_workers: int = DEFAULT_WORKERS,
+        allocate: Allocate | None = None,
     ) -> None:
         self.copies = copies
+        self._allocate = allocate or self._fresh
         self.chunk_bytes = chunk_bytes
         self.arena = HostArena(capacity_bytes, pin=pin)
         # Guards what is freed while it is read. Taken before the arena's lock, and under the locks of layers above.
@@ -101,8 +106,7 @@ class HostTier:
 
     def read(self, owner: ReadOwner, stored: StoredBytes, device: torch.device, *, urgent: bool) -> Transfer:
         mine = self._mine(stored)
-        storage = torch.empty(mine.nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        after = None if self.copies is None else self.copies.mark()
+        storage, after = self._allocate(mine.nbytes, device)
         with self._lock:
             if mine.freed:
                 raise ValueError(f"{mine.label} was freed; its bytes may be gone")
@@ -114,6 +118,10 @@ class HostTier:
             self.read_over(mine)
             raise
         return transfer
+
+    def _fresh(self, nbytes: int, device: torch.device) -> tuple[torch.UntypedStorage, Mark | None]:
+        storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        return storage, None if self.copies is None else self.copies.mark()
 
     def promote(self, read: Transfer) -> None:
         self._reads.promote(read)
