@@ -7,8 +7,9 @@ VENV ?= .venv
 PIP_ARGS ?=
 # More arguments for the command that demo and test run: make test ARGS='-m "not slow" -x'
 ARGS ?=
-# Processes that share the tests; 0: in one, where the debugger works.
-WORKERS ?= auto
+# Processes that share the tests, such as 4 or auto; 0: one after the other. Some tests measure, and want the machine for
+# themselves.
+WORKERS ?= 0
 # A directory on the drive that bench measures: make bench DIR=/mnt/nvme0
 DIR ?= .
 
@@ -24,7 +25,7 @@ help: ## show the targets
 demo: $(STAMP) ## train a small GPT with and without the SSD: what is saved, at what cost, and that the weights are equal
 	$(BIN)/python -m recipes.demo $(ARGS)
 
-test: $(STAMP) ## all tests that this machine can run, in WORKERS processes
+test: $(STAMP) ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 lint: $(STAMP) ## ruff, formatting, mypy --strict on the package

@@ -23,8 +23,10 @@ from lightning_ssd.state_store import StateStore
 __all__ = ["PagedStates", "Visit"]
 
 _NUM_SLOTS = 4
-"""Subgroups in memory at a time: one is updated while others come and go."""
+"""Subgroups in memory at a time, per directory: one is updated while others come and go. They are updated in order, so
+that those of a fast directory wait in memory for one of a slow directory."""
 _NUM_SUBGROUPS = 64
+"""Also per directory, so that the same share of all is in memory."""
 _MIN_SUBGROUP_BYTES, _MAX_SUBGROUP_BYTES = 4 << 20, 256 << 20
 _MAX_MOVES = 4
 
@@ -73,7 +75,7 @@ class PagedStates:
             files.tiers,
             files.mover,
             device=files.device,
-            num_slots=_NUM_SLOTS + cache_bytes // self.partition.max_bytes,
+            num_slots=_NUM_SLOTS * len(files.tiers) + cache_bytes // self.partition.max_bytes,
             mark=files.mark,
             block_bytes=files.block_bytes,
             host=files.host,
@@ -88,7 +90,7 @@ class PagedStates:
             for number, group in enumerate(groups)
             for p in group["params"]
         )
-        return min(max(nbytes // _NUM_SUBGROUPS, _MIN_SUBGROUP_BYTES), _MAX_SUBGROUP_BYTES)
+        return min(max(nbytes // (_NUM_SUBGROUPS * len(self.files.tiers)), _MIN_SUBGROUP_BYTES), _MAX_SUBGROUP_BYTES)
 
     # -- parameters ----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
     python -m recipes.bench_optimizer --dir DIR [--size 350m|1b] [--optimizer adamw] [--steps 5] [--json FILE]
     python -m recipes.bench_optimizer --part odd            # odd widths, five steps: are all bits those of PyTorch?
     python -m recipes.bench_optimizer --tiny                # a toy size, to try the recipe itself
-    python -m recipes.bench_optimizer --profile h200 --dir DIR  # one CUDA card, bfloat16 parameters
+    python -m recipes.bench_optimizer --profile h200 --dir DIR  # one CUDA card, bfloat16 parameters, master weights
 
 Nothing is trained: parameters have the shapes of a GPT's, and each step's gradients come from a seed. Modes:
     torch       plain PyTorch
@@ -88,6 +88,7 @@ def make_jobs(
                 directories=where,
                 path_rates=limits,
                 threads=args.threads,
+                master_weights=args.master_weights,
             )
         )
     return jobs
@@ -201,6 +202,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", default="all", choices=(*PARTS, "all"))
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
     parser.add_argument("--profile", default="cpu", choices=("cpu", "h200"))
+    parser.add_argument(
+        "--master-weights", action=argparse.BooleanOptionalAction, help="float32 copies of weights; default: for h200"
+    )
     parser.add_argument("--size", choices=list(SIZES), help="of the parameters; default: 350m, of the profile h200: 1b")
     parser.add_argument("--tiny", action="store_true", help="a toy size, to try the recipe itself")
     for name in ("hidden", "layers", "vocabulary"):
@@ -221,6 +225,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(str(error))
     if args.steps < 1 or args.warmup < 1:
         parser.error("--steps and --warmup begin at 1: the first step makes the states and reads nothing")
+    if args.master_weights is None:
+        args.master_weights = args.profile == "h200"
+    if args.master_weights and args.profile == "cpu":
+        parser.error("--master-weights is for half-precision parameters; name --profile h200")
     args.device = "cpu" if args.tiny or args.profile == "cpu" else "cuda"
     return args
 

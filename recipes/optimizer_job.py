@@ -131,13 +131,18 @@ class OptimizerJob:
     optimizer: str
     directories: tuple[str, ...]
     threads: int
+    master_weights: bool = False
+    """Half-precision parameters are updated through float32 copies: by hand in plain PyTorch, as states in ours."""
     path_rates: tuple[float, ...] = ()
     """Bytes per second that each directory is throttled to; none: as fast as the drives are."""
 
     @property
     def state_bytes(self) -> int:
-        """What PyTorch's optimizer holds between steps, but for scalars."""
-        return OPTIMIZERS[self.optimizer].num_states * self.sizes.nbytes
+        """What PyTorch's optimizer holds between steps, copies of weights included, but for scalars."""
+        num_states = OPTIMIZERS[self.optimizer].num_states
+        if self.master_weights:
+            return (num_states + 1) * self.sizes.num_parameters * torch.float32.itemsize
+        return num_states * self.sizes.nbytes
 
     @property
     def cache_bytes(self) -> int:

@@ -22,12 +22,13 @@ import xxhash
 from torch import Tensor, nn
 
 import lightning_ssd
+from lightning_ssd.master_weights import MASTER
 from lightning_ssd.memory import MemoryReadings, read_memory, reset_device_peak, reset_host_peak, trim
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tensors import Region
 from recipes.meter import weights_digest
-from recipes.optimizer_job import BASELINE, OPTIMIZERS, OptimizerJob
+from recipes.optimizer_job import BASELINE, OPTIMIZERS, Kind, OptimizerJob
 from recipes.throttle import BucketBackend
 
 __all__ = ["AnonymousPeak", "PathBuckets", "anonymous_bytes", "open_updater", "states_digest"]
@@ -108,6 +109,8 @@ def states_digest(saved: Mapping[str, Any]) -> str:
     for index in sorted(saved["state"]):
         for name, value in sorted(saved["state"][index].items()):
             digest.update(f"{index} {name}\n".encode())
+            if name == MASTER:
+                continue  # plain PyTorch's are elsewhere; what they round to is compared as weights
             if isinstance(value, Tensor):
                 digest.update(f"{tuple(value.shape)} {value.dtype}\n".encode())
                 digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -116,9 +119,38 @@ def states_digest(saved: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
+class CopiesByHand:
+    """Plain PyTorch on float32 copies of half-precision parameters, brought over before and after each step.
+
+    Args:
+        parameters: what the model uses.
+        kind: of the optimizer.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], kind: Kind) -> None:
+        self._parameters = parameters
+        self._copies = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
+        self.optimizer = kind.cls(self._copies, **kind.settings)
+        self.optimizer.register_step_pre_hook(self._widen)
+        self.optimizer.register_step_post_hook(self._round)
+
+    def _widen(self, *args: object) -> None:
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            copy.grad = None if parameter.grad is None else parameter.grad.float()
+
+    @torch.no_grad()
+    def _round(self, *args: object) -> None:
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            copy.grad = None
+            parameter.copy_(copy)
+
+
 def open_optimizer(stack: ExitStack, job: OptimizerJob, model: nn.Module) -> tuple[torch.optim.Optimizer, str]:
     """The optimizer of one mode, and one line on where its states go. All use of the class under test is here."""
     kind = OPTIMIZERS[job.optimizer]
+    if job.mode == BASELINE and job.master_weights:
+        copies = CopiesByHand(list(model.parameters()), kind)
+        return copies.optimizer, "states and float32 copies of weights in memory"
     plain = kind.cls(model.parameters(), **kind.settings)
     if job.mode == BASELINE:
         return plain, "states in memory"
@@ -127,7 +159,9 @@ def open_optimizer(stack: ExitStack, job: OptimizerJob, model: nn.Module) -> tup
         path.mkdir(parents=True, exist_ok=True)
     rates = dict(zip(paths, job.path_rates, strict=True)) if job.path_rates else None
     offloader = lightning_ssd.Offloader(
-        policy=lightning_ssd.OffloadPolicy(activations="keep", optimizer_states="offload"),
+        policy=lightning_ssd.OffloadPolicy(
+            activations="keep", optimizer_states="offload", master_weights=job.master_weights
+        ),
         hardware=lightning_ssd.HardwareProfile(paths=paths, host_memory=job.cache_bytes, allow_unsuitable_paths=True),
         device=job.sizes.device,
         _wrap_backend=None if rates is None else lambda inner: PathBuckets(inner, rates),
