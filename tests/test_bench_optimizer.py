@@ -137,7 +137,7 @@ def test_a_job_survives_the_pipe() -> None:
 
 
 def test_one_path_is_the_faster_of_two() -> None:
-    args = argparse.Namespace(optimizer="sgd", threads=3)
+    args = argparse.Namespace(optimizer="sgd", threads=3, master_weights=False)
     jobs = {made.mode: made for made in make_jobs(MODES, TINY, [Path("d")], 300.0, args)}
     assert jobs["two_paths"].directories == ("d/fast", "d/slow")
     assert jobs["two_paths"].path_rates == (300.0, 100.0)
