@@ -278,8 +278,8 @@ class StateStore:
                 home.replace_copy(Copy(tier, stored))
                 self._refusals.is_written(home)
                 home.where = Where.HERE
-                # Whoever wants it may have it at once, but for one that could not be written before: its piece of memory
-                # was beyond the others', and is no more.
+                # Whoever wants it may have it at once, but for one that could not be written before: its memory was
+                # beyond the others', and is no more.
                 if not home.is_wanted or self.slots.num_lent > self.num_slots:
                     self._drop(home)
             elif not self._goes_elsewhere(index):

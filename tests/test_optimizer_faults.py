@@ -175,10 +175,12 @@ def test_memory_returns_when_the_drive_does(spill_dir: Path) -> None:
 def test_a_read_that_fails_once_is_tried_again(spill_dir: Path) -> None:
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
-        drive.fail_read = on_calls({2, 9}, eio)
-        drive.corrupt_read = lambda index: index == 5
+        # Far apart: the second try of one must not be a call that fails by itself.
+        drive.fail_read = on_calls({2, 42}, eio)
+        drive.corrupt_read = lambda index: index == 22
         for _ in range(4):
             pair.step(optimizer)
+        assert drive.num_reads > 45
         assert sum(tier.num_retries for tier in optimizer._states.store.tiers) == 3
         pair.check(optimizer)
 
