@@ -96,7 +96,7 @@ def assemble(
     ssd = SsdTier(backend, mover, directories, events=events, sampler=Sampler(policy.verify))
     stack.callback(ssd.close)
     host = _open_host(stack, policy, hardware, device, copies, events)
-    wear = WearMeter(directories, hardware.drive_endurance_nbytes, num_processes=_processes_here())
+    wear = open_wear_meter(hardware, default_directory, subdirectory)
     scheduler = None
     if policy.activations == "auto":
         probe = partial(measure_rates, backend, directories[0], nbytes=_PROBE_BYTES)
@@ -163,7 +163,7 @@ def open_state_files(
 def open_wear_meter(
     hardware: HardwareProfile, default_directory: str | os.PathLike[str] | None, subdirectory: str
 ) -> WearMeter:
-    """For the directories of a policy that moves no activations. They are there: :func:`open_state_files` made them."""
+    """For the directories, which are there: :func:`assemble` or :func:`open_state_files` has made them."""
     directories = [path / subdirectory for path in _directories(hardware, default_directory)]
     return WearMeter(directories, hardware.drive_endurance_nbytes, num_processes=_processes_here())
 

@@ -11,6 +11,7 @@ import torch
 from lightning_ssd.errors import StorageError
 from lightning_ssd.storage.arena import Arena, Extent
 from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.movers import storage_bytes
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
 
@@ -115,5 +116,4 @@ class Reader:
 
 def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """The same bytes in memory of their own."""
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    return whole.clone().untyped_storage()
+    return storage_bytes(storage, 0, storage.nbytes()).clone().untyped_storage()

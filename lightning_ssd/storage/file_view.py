@@ -9,26 +9,12 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.storage.mapped import PAGE_BYTES, array_type
+from lightning_ssd.storage.mapped import MAP_FAILED, PAGE_BYTES, READ_WRITE, array_type, libc
 
 __all__ = ["FileView"]
 
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _FIXED = 0x10  # MAP_FIXED and MAP_NORESERVE, which Python does not name (everywhere)
 _NORESERVE = 0x4000
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class FileView:
@@ -65,14 +51,14 @@ class FileView:
         array.view = self  # type: ignore[attr-defined]
         return torch.frombuffer(array, dtype=dtype).as_strided(shape, stride)
 
-    def __del__(self, _unmap: Any = _libc.munmap, _getpid: Any = os.getpid) -> None:
+    def __del__(self, _unmap: Any = libc.munmap, _getpid: Any = os.getpid) -> None:
         # Both are bound early: at interpreter exit the modules may be gone before us.
         if getattr(self, "address", 0) and _getpid() == self._pid:
             _unmap(self.address, self._length)
 
 
 def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
-    mapped = _libc.mmap(address, nbytes, _READ_WRITE, flags, fd, offset)
-    if mapped is None or mapped == _MAP_FAILED:
+    mapped = libc.mmap(address, nbytes, READ_WRITE, flags, fd, offset)
+    if mapped is None or mapped == MAP_FAILED:
         raise MemoryError(f"the system cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
     return int(mapped)

@@ -11,21 +11,31 @@ from typing import Any
 
 import torch
 
-__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "MappedBlock", "array_type", "lock_memory", "unlock_memory"]
+__all__ = [
+    "HUGE_PAGE_BYTES",
+    "MAP_FAILED",
+    "PAGE_BYTES",
+    "READ_WRITE",
+    "MappedBlock",
+    "array_type",
+    "libc",
+    "lock_memory",
+    "unlock_memory",
+]
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
 _NO_ACCESS = 0  # PROT_NONE, which Python does not name
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _DONTFORK: int = getattr(mmap, "MADV_DONTFORK", 10)
 _HUGEPAGE: int = getattr(mmap, "MADV_HUGEPAGE", 14)
-_MAP_FAILED = ctypes.c_void_p(-1).value
+MAP_FAILED = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (
     ctypes.c_void_p,
     ctypes.c_size_t,
     ctypes.c_int,
@@ -33,9 +43,9 @@ _libc.mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_int64,
 )
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,8 +79,8 @@ class MappedBlock:
         self._pid = os.getpid()
         self._length = nbytes + alignment - PAGE_BYTES
         self._mapped = 0
-        mapped = _libc.mmap(None, self._length, _READ_WRITE if usable else _NO_ACCESS, _PRIVATE_ANONYMOUS, -1, 0)
-        if mapped == _MAP_FAILED:
+        mapped = libc.mmap(None, self._length, READ_WRITE if usable else _NO_ACCESS, _PRIVATE_ANONYMOUS, -1, 0)
+        if mapped == MAP_FAILED:
             raise MemoryError(
                 f"the system has no {self._length:,} bytes for a transfer buffer; free host memory, raise its limit "
                 "(ulimit -v, control group), or lower HardwareProfile.host_memory"
@@ -80,19 +90,19 @@ class MappedBlock:
         self.nbytes = nbytes
         self.locked = False
         # Advice: kernels without the feature refuse it, and everything still works.
-        _libc.madvise(mapped, self._length, _DONTFORK)
+        libc.madvise(mapped, self._length, _DONTFORK)
         if huge:
             # Whole huge pages only: the tail must not cost up to 2 MiB more than was asked for.
-            _libc.madvise(self.address, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, _HUGEPAGE)
+            libc.madvise(self.address, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, _HUGEPAGE)
 
-    def __del__(self, _unmap: Any = _libc.munmap, _getpid: Any = os.getpid) -> None:
+    def __del__(self, _unmap: Any = libc.munmap, _getpid: Any = os.getpid) -> None:
         # Both are bound early: at interpreter exit the modules may be gone before us.
         if self._mapped and _getpid() == self._pid:
             _unmap(self._mapped, self._length)
 
     def make_usable(self, start: int, nbytes: int) -> bool:
         """Take memory for a part (whole pages); ``False`` where the system refuses it."""
-        refused: int = _libc.mprotect(self.address + start, nbytes, _READ_WRITE)
+        refused: int = libc.mprotect(self.address + start, nbytes, READ_WRITE)
         return not refused
 
     def export(self) -> ctypes.Array[ctypes.c_char]:
