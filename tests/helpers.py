@@ -7,6 +7,7 @@ without us and once per :class:`Setup`, and compares what it returned, or the ty
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -276,3 +277,21 @@ def assert_parity(training: Training, directory: Path, *, setups: Sequence[Setup
             if setup.drained:
                 assert stats.bytes_written > 0, f"{setup}: nothing was written"
                 assert stats.bytes_read > 0, f"{setup}: nothing was read"
+
+
+def within(seconds: float, work: Callable[[], object]) -> None:
+    """Run in a thread of its own; one that never ends fails the test instead of stopping all tests."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it waits for ever"
+    if raised:
+        raise raised[0]

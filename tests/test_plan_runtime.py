@@ -36,6 +36,7 @@ from tests.helpers import (
     assert_same,
     open_offloader,
     outcome,
+    within,
 )
 from tests.parity.models import Perceptrons, floats
 from tests.storage.faults import FaultyBackend, always, eio, enospc
@@ -97,24 +98,6 @@ def faulty(directory: Path, setup: Setup, **faults: Any) -> Iterator[tuple[Offlo
 
     with open_offloader(directory, setup, _wrap_backend=wrap) as offloader:
         yield offloader, made[0]
-
-
-def within(seconds: float, work: Callable[[], object]) -> None:
-    """Run in a thread of its own; one that never ends fails the test instead of stopping all tests."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "it waits for ever"
-    if raised:
-        raise raised[0]
 
 
 def num_writes(offloader: Offloader) -> int:

@@ -23,6 +23,7 @@ from lightning_ssd.storage.movers import HostMover
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.staging import ReloadPool
 from lightning_ssd.storage.tiers import SsdTier
+from tests.helpers import within
 from tests.storage.faults import FaultyBackend, always, eio, enospc, on_calls
 
 CPU = torch.device("cpu")
@@ -97,21 +98,8 @@ def used_bytes(store: StateStore) -> int:
 
 
 def within_patience(what: Callable[[], object]) -> None:
-    """Runs in a thread of its own, so that a hang is a failure of this test alone."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            what()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive(), "it hangs"
-    if errors:
-        raise errors[0]
+    """A hang is a failure of this test alone."""
+    within(PATIENCE_S, what)
 
 
 def test_what_was_put_comes_back(drive: Drive, tmp_path: Path) -> None:
