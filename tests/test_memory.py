@@ -30,10 +30,12 @@ glibc_only = pytest.mark.skipif(MallocThreshold().reason is not None, reason=f"n
 @linux_only
 def test_host_readings_follow_an_allocation():
     before = read_memory()
-    block = torch.ones(64 * MIB, dtype=torch.uint8)
-    during = read_memory("cpu")
-    del block
-    assert during.host_bytes - before.host_bytes > 48 * MIB
+    with mmap.mmap(-1, 256 * MIB) as block:  # not malloc's: what that holds free depends on the tests that ran before
+        for _ in range(256):
+            block.write(b"1" * MIB)
+        during = read_memory("cpu")
+    # Far less than was touched: another thread may give memory back just now.
+    assert during.host_bytes - before.host_bytes > 128 * MIB
     assert during.host_peak_bytes >= during.host_bytes
     assert during.device_bytes is during.device_peak_bytes is None
 
