@@ -70,7 +70,8 @@ class Origin(NamedTuple):
     node_number: int
     output_nr: int
     is_view: bool
-    tensor: weakref.ref[torch.Tensor]
+    tensor: weakref.ref[torch.Tensor] | None
+    """None: it is known to be gone."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Origin | None:
@@ -125,7 +126,7 @@ def _maker_name(origin: Origin) -> str | None:
         return origin.node_name
     if origin.is_view and origin.node_name in _RETURN_SEVERAL_VIEWS:
         return None
-    tensor = origin.tensor()
+    tensor = None if origin.tensor is None else origin.tensor()
     if tensor is not None and tensor.grad_fn is not None:
         return tensor.grad_fn.name()
     return "AsStridedBackward0" if origin.is_view else origin.node_name

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.events import EventLog, PlacementEvent
 from lightning_ssd.fetcher import Fetcher
 from lightning_ssd.inplace import Origin, VersionProbe, inplace_error, pytorch_wording
+from lightning_ssd.kept_tensor import Kept, give_back, keep
 from lightning_ssd.ledger import Ledger
 from lightning_ssd.live_passes import LivePasses
 from lightning_ssd.memory import available_bytes, level_bytes
@@ -39,10 +39,6 @@ from lightning_ssd.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.tier_meter import TierMeter
 
 __all__ = ["TensorCache", "Tiers"]
-
-# A kept tensor goes back to autograd as a bare tuple: tensor, version, and the fields of its Origin if it has one.
-# This is the hot path of small tensors, and a class of its own would cost as much as all the rest of it.
-_Kept = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,38 +237,34 @@ class TensorCache:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def _pack(self, current: SavedPass, tensor: torch.Tensor) -> _Kept | SavedTensor:
+    def _pack(self, current: SavedPass, tensor: torch.Tensor) -> Kept | SavedTensor:
         """What autograd gets to hold in place of ``tensor``."""
         if type(tensor) in PLAIN_TYPES:
             try:
-                storage = tensor.untyped_storage()
+                # A small tensor that is no view can be told without asking for its storage, which takes as long as
+                # all the rest.
+                is_small = tensor.nbytes < self._min_nbytes and not tensor._is_view()
+                storage = None if is_small else tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # sparse, opaque and functorch tensors have no storage
                 self._counters.num_kept_foreign += 1
-                return self._keep(tensor)
+                return keep(tensor, tensor._is_view())
+            if storage is None:
+                self._counters.num_kept_small += 1
+                return keep(tensor, False)
             nbytes = storage.nbytes()
             if nbytes < self._min_nbytes:
                 self._counters.num_kept_small += 1
-                return self._keep(tensor)
+                return keep(tensor, tensor._is_view())
             if storage._cdata in self._parameter_keys:
                 self._counters.num_kept_parameters += 1
-                return self._keep(tensor)
+                return keep(tensor, tensor._is_view())
             if self._is_ours(tensor):
                 if not self.parameters.recognise(tensor, storage):
                     return self._pack_storage(current, tensor, storage, nbytes)
                 self._counters.num_kept_parameters += 1
-                return self._keep(tensor)
+                return keep(tensor, tensor._is_view())
         self._counters.num_kept_foreign += 1
-        return self._keep(tensor)
-
-    @staticmethod
-    def _keep(tensor: torch.Tensor) -> _Kept:
-        node = tensor.grad_fn
-        if node is None:
-            # A leaf may be held itself. Held undetached, the result of an operation would own its own graph: a leak.
-            return tensor, tensor._version
-        # The fields of an Origin, which is only made of them when there is an error to report.
-        origin = node.name(), node._sequence_nr(), tensor.output_nr, tensor._is_view(), weakref.ref(tensor)
-        return tensor.detach(), tensor._version, *origin
+        return keep(tensor, tensor._is_view())
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         if tensor.nbytes < tensor.untyped_storage().nbytes() and not tensor._is_view():
@@ -351,15 +343,10 @@ class TensorCache:
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def _unpack(self, packed: _Kept | SavedTensor) -> torch.Tensor:
+    def _unpack(self, packed: Kept | SavedTensor) -> torch.Tensor:
         """Give autograd its tensor back, waiting for the drive if it must."""
-        if not isinstance(packed, SavedTensor):
-            tensor: torch.Tensor = packed[0]
-            if tensor._version != packed[1]:
-                description = tensor.dtype, tensor.device, tensor.size()
-                origin = Origin(*packed[2:]) if len(packed) > 2 else None
-                raise inplace_error(description, origin, version=tensor._version, expected=packed[1])
-            return tensor
+        if type(packed) is tuple:
+            return give_back(packed)
         self._check_process()
         lease, spec, probe, origin = packed
         if probe.version != probe.saved:

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "events", "stats", "tensors", "memory", "first_calls", "wording"),
     ("storage", "planning", "metrics", "inplace", "parameters", "recompute", "clock", "signature", "verdict"),
     ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger"),
-    ("scheduler", "saved_storage"),
+    ("scheduler", "saved_storage", "kept_tensor"),
     ("saved_pass",),
     ("live_passes",),
     ("prefetcher",),
