@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,6 +21,8 @@ from lightning_ssd.scheduler import Agree, Scheduler, Wishes
 from lightning_ssd.slots import SlotMover
 from lightning_ssd.state_files import StateFiles
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, open_backend
+from lightning_ssd.storage.encryption import EncryptedBackend
+from lightning_ssd.storage.held_directory import HeldDirectory
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import DeviceMover, Edges, HostMover, Mover, StagedMover
@@ -33,6 +34,7 @@ from lightning_ssd.storage.turns import open_in_turns
 from lightning_ssd.tensor_cache import Tiers
 from lightning_ssd.tier_meter import TierMeter, measure_copies
 from lightning_ssd.wear_meter import WearMeter
+from lightning_ssd.wording import printable
 
 __all__ = ["NOTHING", "PATHS_VARIABLE", "Parts", "assemble", "open_state_files", "open_wear_meter"]
 
@@ -103,7 +105,7 @@ def assemble(
         meter = TierMeter(ssd, probe, host=host, probe_host=partial(measure_copies, device))
         scheduler = Scheduler(_wishes(policy, wear.capacity_bytes, is_mapped=is_mapped), meter.machine, agree=agree)
         stack.callback(scheduler.close)
-    description = f"{why}; in {', '.join(map(str, directories))}"
+    description = f"{why}; in {', '.join(map(printable, directories))}"
     return Parts(
         description=description,
         tiers=Tiers(ssd, host),
@@ -178,15 +180,19 @@ def _open_directories(
 ) -> tuple[Backend, list[Path], str]:
     """How bytes get to the user's directories, these, and why in this way."""
     directories = [path / subdirectory for path in _directories(hardware, default_directory)]
-    if subdirectory:
-        stack.callback(_remove_empty, directories)
+    for directory in directories if subdirectory else ():
+        stack.callback(HeldDirectory(directory).close)
     backend, why = open_backend(
-        hardware.backend,
+        "posix" if hardware.encrypt else hardware.backend,
         directories=directories,
         device_type=device.type,
         allow_unsuitable_paths=hardware.allow_unsuitable_paths,
     )
     stack.callback(backend.close)
+    if hardware.encrypt:
+        backend = EncryptedBackend(backend)
+        stack.callback(backend.close)
+        why = f"{why} (encrypt=True takes no other), with AES-256"
     return (backend if wrap_backend is None else wrap_backend(backend)), directories, why
 
 
@@ -276,13 +282,3 @@ def _directories(hardware: HardwareProfile, default_directory: str | os.PathLike
 def _processes_here() -> int:
     """How many processes of this run share the machine's memory, as launchers tell."""
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-
-
-def _remove_empty(directories: Sequence[Path]) -> None:
-    """Leave no directory of ours behind; one that somebody else uses stays."""
-    for directory in directories:
-        try:
-            directory.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOTDIR):
-                raise

@@ -35,8 +35,9 @@ class StreamedCheckpointIO(TorchCheckpointIO):
             with os.fdopen(handle, "wb") as stream:
                 torch.save(checkpoint, stream)
                 stream.flush()
+                # By descriptor: others may be able to write to the directory, and to put a link in the name's place.
+                os.fchmod(stream.fileno(), 0o666 & ~_umask())
                 os.fsync(stream.fileno())
-            os.chmod(name, 0o666 & ~_umask())
             os.replace(name, target)
         except BaseException:
             Path(name).unlink(missing_ok=True)

@@ -6,10 +6,9 @@ are while training goes on. Saving them streams through the page cache.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,13 @@ import torch
 from lightning_ssd.inner_step import State
 from lightning_ssd.partition import Partition
 from lightning_ssd.planning.subgroups import Part
+from lightning_ssd.shards import local_of, spec_of, wrap
 from lightning_ssd.state_home import Copy
 from lightning_ssd.state_layout import MOVED, Field
 from lightning_ssd.state_store import StateStore
 from lightning_ssd.storage.file_view import FileView
 from lightning_ssd.storage.mapped import PAGE_BYTES
+from lightning_ssd.tensors import Region
 
 __all__ = ["Snapshot"]
 
@@ -71,7 +72,7 @@ class Snapshot:
             if len(places) == 1:
                 result[key] = self._whole(*places[0], key) if value is MOVED else copy.deepcopy(value)
             elif value is MOVED:
-                result[key] = self._joined(parameter, key)
+                result[key] = wrap(self._joined(parameter, key), spec_of(self._partition.parameters[parameter]))
             else:
                 result[key] = copy.deepcopy(_shared([state[key] for state in states], key))
         return result
@@ -79,17 +80,16 @@ class Snapshot:
     def _whole(self, index: int, number: int, key: Hashable) -> torch.Tensor:
         field = self._partition.subgroups[index].field(number, key)
         if index in self._memory:
-            return field.view(self._memory[index]).clone()
+            return wrap(field.view(self._memory[index]).clone(), field.spec)
         view = self._views.get(index)
         if view is None:
             held = self._copies[index]
             view = self._views[index] = FileView(held.stored.body_nbytes, keeps=self._hold)
-            with _file(held) as (fd, offset):
-                view.show(0, fd, offset, held.stored.body_nbytes)
-        return view.tensor(field.offset, field.dtype, field.shape, field.stride)
+            _show(view, 0, held, 0, held.stored.body_nbytes)
+        return wrap(view.tensor(field.offset, field.dtype, field.shape, field.stride), field.spec)
 
     def _joined(self, parameter: int, key: Hashable) -> torch.Tensor:
-        """Slices side by side, as the one tensor that they are."""
+        """Slices side by side, as the one tensor (or part of a DTensor) that they are."""
         places = self._partition.places[parameter]
         shape, stride = self._partition.shapes[parameter]
         first = self._field(*places[0], key)
@@ -99,10 +99,9 @@ class Snapshot:
         for index, number in places:
             part, field = self._part(index, number), self._field(index, number, key)
             if isinstance(field, Field) and (index in self._memory or part.start * size % PAGE_BYTES):
-                field = self._whole(index, number, key).cpu()  # a piece that cannot be mapped side by side
+                field = local_of(self._whole(index, number, key)).cpu()  # a piece that cannot be mapped side by side
             if isinstance(field, Field):
-                with _file(self._copies[index]) as (fd, offset):
-                    view.show(part.start * size, fd, offset + field.offset, field.nbytes)
+                _show(view, part.start * size, self._copies[index], field.offset, field.nbytes)
             else:
                 flat = view.tensor(part.start * size, field.dtype, (field.numel(),), (1,))
                 flat.copy_(field.flatten())
@@ -112,7 +111,7 @@ class Snapshot:
         """Where a part's tensor is; or the tensor itself, when it is so small that it stayed."""
         subgroup = self._partition.subgroups[index]
         value = subgroup.templates[number][key]
-        return subgroup.field(number, key) if value is MOVED else value
+        return subgroup.field(number, key) if value is MOVED else local_of(value)
 
     def _part(self, index: int, number: int) -> Part:
         return self._partition.subgroups[index].parts[number]
@@ -122,11 +121,14 @@ class _Hold:
     """While it lives, extents stay as they are. The memory of every tensor of a snapshot keeps it alive."""
 
 
-@contextlib.contextmanager
-def _file(held: Copy) -> Iterator[tuple[int, int]]:
+def _show(view: FileView, start: int, held: Copy, offset: int, nbytes: int) -> None:
+    """Part of a subgroup's file at ``start`` of a view: mapped, or (where the file is encrypted) read into memory."""
     arena, extent = held.locate()
+    if arena.reader is not None:
+        arena.reader(Region(view.address + start, nbytes), extent.offset + offset)
+        return
     with arena.use() as fd:
-        yield fd, extent.offset
+        view.show(start, fd, extent.offset + offset, nbytes)
 
 
 def _shared(values: Sequence[Any], key: Hashable) -> Any:

@@ -1,8 +1,8 @@
-"""Numbers in sentences: sizes in one unit, nouns in the right number. Pure."""
+"""Numbers and names in sentences: sizes in one unit, nouns in the right number, names that stay names. Pure."""
 
 from __future__ import annotations
 
-__all__ = ["counted", "in_one_unit"]
+__all__ = ["counted", "in_one_unit", "printable"]
 
 _BINARY = (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1))
 _DECIMAL = (("TB", 10**12, 2), ("GB", 10**9, 2), ("MB", 10**6, 1))
@@ -35,3 +35,8 @@ def counted(number: int, one: str, many: str) -> str:
         many: what follows otherwise.
     """
     return f"{number} {one if number == 1 else many}"
+
+
+def printable(name: object) -> str:
+    """A name that a user or another program chose, on one line and without codes that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(name))

@@ -2,6 +2,7 @@
 
     python -m recipes.bench_io --dir DIR [--size 2GiB] [--rounds 3] [--json FILE]
     python -m recipes.bench_io --dir DIR --sweep          # which chunk size and how many workers
+    python -m recipes.bench_io --dir DIR --encrypt        # what encryption costs
 
 All contenders run in turn within each round, since the rate of a drive drifts by up to two within an hour: only numbers
 of one round compare. Reported are medians over rounds, and medians of the rounds' ratios. Files are overwritten, as in
@@ -35,6 +36,7 @@ import torch
 from lightning_ssd.config import parse_size
 from lightning_ssd.events import EventLog
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, open_backend
+from lightning_ssd.storage.encryption import EncryptedBackend
 from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import HostMover
 from lightning_ssd.storage.probe import inspect_directory
@@ -107,9 +109,16 @@ class TierContender:
     """The library: tier, mover and backend as a training run uses them on CPU."""
 
     def __init__(
-        self, backend: Backend, directory: Path, tensors: Sequence[torch.Tensor], *, chunk_bytes: int, num_workers: int
+        self,
+        backend: Backend,
+        directory: Path,
+        tensors: Sequence[torch.Tensor],
+        *,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        num_workers: int = DEFAULT_WORKERS,
+        note: str = "",
     ) -> None:
-        self.name = f"ours, {num_workers} x {chunk_bytes >> 20} MiB"
+        self.name = f"ours, {num_workers} x {chunk_bytes >> 20} MiB{note}"
         self._reload = ReloadPool(2 * IN_FLIGHT_BYTES)
         self._tier = SsdTier(
             backend,
@@ -164,6 +173,26 @@ class TierContender:
                 in_flight -= oldest.tensor.nbytes
                 del oldest_transfer
         return wrong
+
+
+def open_tiers(
+    stack: ExitStack,
+    backend: Backend,
+    directory: Path,
+    tensors: Sequence[torch.Tensor],
+    *,
+    shapes: Sequence[tuple[int, int]],
+    encrypt: bool,
+) -> list[TierContender]:
+    """One for each number of workers and chunk size, and one that encrypts where asked for. ``stack`` closes them."""
+    made = [TierContender(backend, directory, tensors, chunk_bytes=size, num_workers=number) for number, size in shapes]
+    if encrypt:
+        encrypted = EncryptedBackend(backend)
+        stack.callback(encrypted.close)
+        made.append(TierContender(encrypted, directory, tensors, note=", encrypted"))
+    for contender in made:
+        stack.callback(contender.close)
+    return made
 
 
 class PlainContender:
@@ -327,6 +356,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-written", default="16GiB", help="refuse to write more than this in all")
     parser.add_argument("--sweep", action="store_true", help="compare chunk sizes and numbers of workers instead")
+    parser.add_argument("--encrypt", action="store_true", help="run ours with encryption, too")
     parser.add_argument("--json", type=Path, help="write environment, samples and medians here")
     return parser.parse_args(arguments)
 
@@ -336,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     nbytes = parse_size(args.size, name="--size")
     shapes = SWEEP if args.sweep else ((DEFAULT_WORKERS, DEFAULT_CHUNK_BYTES),)
-    planned = (args.rounds + 1) * nbytes * (len(shapes) + 1)
+    planned = (args.rounds + 1) * nbytes * (len(shapes) + 1 + args.encrypt)
     if planned > parse_size(args.max_written, name="--max-written"):
         sys.exit(f"this would write {planned / GIB:.1f} GiB; lower --size or --rounds, or raise --max-written")
     tensors = make_tensors(nbytes)
@@ -348,10 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fio = shutil.which("fio")
         other: Contender = FioContender(fio, args.dir, nbytes) if fio else PlainContender(backend, args.dir, nbytes)
         stack.callback(other.close)
-        ours = []
-        for num_workers, chunk_bytes in shapes:
-            ours.append(TierContender(backend, args.dir, tensors, chunk_bytes=chunk_bytes, num_workers=num_workers))
-            stack.callback(ours[-1].close)
+        ours = open_tiers(stack, backend, args.dir, tensors, shapes=shapes, encrypt=args.encrypt)
         samples = race([other, *ours], args.rounds)
         for contender in ours:
             contender.check()

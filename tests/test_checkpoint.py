@@ -94,7 +94,7 @@ def test_a_save_that_fails_leaves_what_was_there(there: bool, tmp_path: Path) ->
     assert not there or torch.equal(torch.load(path)["a"], torch.ones(3))
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace", "chmod"])
+@pytest.mark.parametrize("call", ["fsync", "replace", "fchmod"])
 def test_a_full_drive_leaves_the_old_file(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, streamed = tmp_path / "last.ckpt", StreamedCheckpointIO()
     streamed.save_checkpoint({"a": torch.ones(3)}, path)

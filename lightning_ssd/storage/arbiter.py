@@ -15,13 +15,16 @@ import stat
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.storage.arena import as_storage_error
+from lightning_ssd.storage.private_directory import open_private
 
 __all__ = ["Arbiter"]
+
+_ADVICE = "so that nobody else can hold our locks. Remove it or set XDG_RUNTIME_DIR"
 
 
 class Arbiter:
@@ -49,6 +52,7 @@ class Arbiter:
 
     def __init__(self, directory: Path, *, enabled: bool = True) -> None:
         self._locks: dict[str, _SharedLock] | None = {} if enabled else None
+        # So that two closings do not give one lock back twice. Order: this one, then the table's, then a lock file's.
         self._closing = threading.Lock()
         if self._locks is None:
             return
@@ -58,7 +62,7 @@ class Arbiter:
             raise as_storage_error(error, f"cannot find the drive of {directory}") from error
         try:
             for direction in ("read", "write"):
-                path = _private_directory() / f"{os.major(device)}_{os.minor(device)}.{direction}"
+                path = _lock_directory() / f"{os.major(device)}_{os.minor(device)}.{direction}"
                 self._locks[direction] = _share(path)
         except BaseException:
             self.close()
@@ -103,7 +107,7 @@ class _SharedLock:
         self._retired = False
         self._fd: int | None = _open(path)
         # Guards the three above. Held while waiting for other processes: then nobody is inside who would want it to
-        # leave, and all others wait for the same.
+        # leave, and all others wait for the same. Nothing is locked under it.
         self._mutex = threading.Lock()
 
     @contextmanager
@@ -155,11 +159,13 @@ class _SharedLock:
             os.close(self._fd)
             self._fd = None
         self._num_inside = 0
+        # The old one may be held by a thread that the child does not have. Order: as that of the old one.
         self._mutex = threading.Lock()
 
 
 # All locks that this process has open, by the path of their file.
 _shared: dict[Path, _SharedLock] = {}
+# Guards the table and the counts of users. A leaf lock, but for a lock file's own, which nobody has when it is new.
 _shared_lock = threading.Lock()
 
 
@@ -184,6 +190,7 @@ def _unshare(lock: _SharedLock) -> None:
 
 def _after_fork() -> None:
     global _shared_lock
+    # Order: as that of the old one, which a thread that the child does not have may hold.
     _shared_lock = threading.Lock()
     for lock in _shared.values():
         lock.after_fork()
@@ -193,36 +200,44 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _open(path: Path) -> int:
+    """Open (make) a lock file by way of its private directory, which is made when missing."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        parent = os.open(path.parent.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            folder = open_private(parent, path.parent, advice=_ADVICE)
+        finally:
+            os.close(parent)
+        try:
+            return _open_plain(folder, path)
+        finally:
+            os.close(folder)
+    except StorageError:
+        raise
     except OSError as error:
         raise as_storage_error(error, f"cannot open the lock file {path}") from error
 
 
-def _private_directory() -> Path:
-    """Where this user's locks lie (0700), made when missing. Once it is ours, nobody else can put links into it."""
+def _open_plain(folder: int, path: Path) -> int:
+    """A file that has no other name. Does not wait where somebody has put a pipe in its place."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    lock = os.open(path.name, flags, 0o600, dir_fd=folder)
+    facts = os.fstat(lock)
+    if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and facts.st_nlink == 1:
+        return lock
+    os.close(lock)
+    raise StorageError(
+        errno.EPERM,
+        f"{path} belongs to user {facts.st_uid}, with {facts.st_nlink} names and mode {facts.st_mode:06o}; allowed: a "
+        f"plain file of user {os.geteuid()} with one name. Remove it",
+    )
+
+
+def _lock_directory() -> Path:
+    """Where this user's locks lie (0700). Once it is ours, nobody else can put links into it."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and _is_ours(runtime):
-        path = Path(runtime) / "lightning_ssd"
-    else:
-        path = Path(tempfile.gettempdir()) / f"lightning_ssd-{os.geteuid()}"
-    try:
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-        facts = os.lstat(path)
-    except OSError as error:
-        raise as_storage_error(error, f"cannot make {path} for locks") from error
-    if not stat.S_ISDIR(facts.st_mode):
-        raise StorageError(
-            errno.ENOTDIR, f"{path} is a symbolic link or a file; allowed: a directory that we made. Remove it"
-        )
-    if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise StorageError(
-            errno.EPERM,
-            f"{path} belongs to user {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):04o}; allowed: user "
-            f"{os.geteuid()} with mode 0700, so that nobody else can hold our locks. Remove it or set XDG_RUNTIME_DIR",
-        )
-    return path
+        return Path(runtime) / "lightning_ssd"
+    return Path(tempfile.gettempdir()) / f"lightning_ssd-{os.geteuid()}"
 
 
 def _is_ours(directory: str) -> bool:

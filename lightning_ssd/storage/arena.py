@@ -11,7 +11,6 @@ import ctypes
 import errno
 import os
 import secrets
-import stat
 import threading
 import time
 from collections import deque
@@ -22,6 +21,8 @@ from typing import Any
 
 from lightning_ssd.errors import OffloaderClosedError, OutOfSpaceError, StorageError
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
+from lightning_ssd.storage.private_directory import open_private
+from lightning_ssd.tensors import Region
 
 __all__ = ["Arena", "Extent", "ExtentAllocator", "as_storage_error"]
 
@@ -78,6 +79,9 @@ class Arena:
         self.path = self.directory / f".lightning_ssd-{os.geteuid()}"
         self.block_bytes = block_bytes
         self.direct = direct
+        self.reader: Callable[[Region, int], None] | None = None
+        """Fills memory from any offset on, where the file holds other bytes than were written (encryption); else
+        ``None``: whoever maps the file sees what was written."""
         self._growth_bytes = growth_bytes
         self._clock = clock
         self._pid = os.getpid()
@@ -307,6 +311,11 @@ def _open_anonymous(directory: Path, name: str, *, direct: bool) -> int:
         parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return _create_in_private(parent, directory / name, flags)
+        except BaseException as error:
+            if not isinstance(error, StorageError):  # else it is not ours to remove
+                with suppress(OSError):
+                    os.rmdir(name, dir_fd=parent)
+            raise
         finally:
             os.close(parent)
     except StorageError:
@@ -319,7 +328,7 @@ def _create_in_private(parent: int, path: Path, flags: int) -> int:
     """Create in the private directory; again where another process, closing its last arena, has just removed it."""
     for _ in range(_MAX_VANISHED):
         try:
-            folder = _open_private(parent, path)
+            folder = open_private(parent, path)
         except FileNotFoundError:
             continue
         try:
@@ -330,27 +339,6 @@ def _create_in_private(parent: int, path: Path, flags: int) -> int:
         finally:
             os.close(folder)
     raise FileNotFoundError(errno.ENOENT, "the directory vanishes as often as it is made", str(path))
-
-
-def _open_private(parent: int, path: Path) -> int:
-    """Open (make) the 0700 directory through ``parent``, so that nobody can swap it for a link in between."""
-    with suppress(FileExistsError):
-        os.mkdir(path.name, 0o700, dir_fd=parent)
-    try:
-        folder = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    except NotADirectoryError as error:
-        raise StorageError(
-            error.errno, f"{path} is a symbolic link or a file; allowed: a directory that we made. Remove it"
-        ) from error
-    facts = os.fstat(folder)
-    if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        os.close(folder)
-        raise StorageError(
-            errno.EPERM,
-            f"{path} belongs to user {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):04o}; allowed: user "
-            f"{os.geteuid()} with mode 0700, because spill files hold training data. Remove it or take another path",
-        )
-    return folder
 
 
 def _create(folder: int, flags: int) -> int:

@@ -46,7 +46,8 @@ class HostArena:
         # Guards extents, slabs, capacity and block. A leaf lock, held for arithmetic and one quick system call.
         self._lock = threading.Lock()
         self._slab_ends: list[int] = []
-        # Guards the two below, and is held while slabs are locked, which takes long: reads never need it.
+        # Guards the two below, and is held while slabs are locked, which takes long: reads never need it. Order: the
+        # lock above may be taken under this one, never the other way round.
         self._pin_lock = threading.Lock()
         self._pin = pin
         self._num_pinned = 0

@@ -277,7 +277,8 @@ class _Read(Transfer):
         self._stored = stored
         self._storage: torch.UntypedStorage | None = storage
         self._after = after
-        # Guards the two below and the order of the copies, so that the mark is that of the last one.
+        # Guards the two below and the order of the copies, so that the mark is that of the last one. A leaf lock:
+        # under it only a copy is queued.
         self._order = threading.Lock()
         self._num_left = 0
         self._last: tuple[Mark, Mark] | None = None

@@ -57,7 +57,7 @@ class PosixBackend:
         staging_bytes: int = 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES,
     ) -> None:
         self._staging = StagingPool(staging_bytes)
-        # Guards the alignment, which workers may have to correct.
+        # Guards the alignment, which workers may have to correct. A leaf lock: held for one comparison.
         self._lock = threading.Lock()
         self._distrusted: weakref.WeakSet[Arena] = weakref.WeakSet()
         self.memory_alignment = 1

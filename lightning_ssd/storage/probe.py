@@ -24,9 +24,11 @@ __all__ = [
     "DirectAlignment",
     "DirectoryFacts",
     "Rates",
+    "cannot_be_made",
     "check_directory",
     "direct_alignment",
     "inspect_directory",
+    "make_directory",
     "measure_rates",
     "read_back_ok",
 ]
@@ -106,11 +108,7 @@ def check_directory(path: str | os.PathLike[str], *, allow_unsuitable: bool = Fa
             systems.
     """
     path = Path(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "exists and is no directory" if path.exists() else f"cannot be made ({os.strerror(error.errno or 0)})"
-        raise _unsuitable(path, reason, "name a directory on a local SSD", error.errno) from error
+    make_directory(path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise _unsuitable(
             path, "is not writable for this user", "change its owner or mode, or name another", errno.EACCES
@@ -131,6 +129,24 @@ def check_directory(path: str | os.PathLike[str], *, allow_unsuitable: bool = Fa
             errno.EINVAL,
         )
     return facts
+
+
+def make_directory(path: Path) -> None:
+    """With its parents, where it is missing.
+
+    Raises:
+        UnsuitablePathError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_be_made(path, error) from error
+
+
+def cannot_be_made(path: Path, error: OSError) -> UnsuitablePathError:
+    """The error that says why a directory of the user's is not there, and what to do."""
+    reason = "exists and is no directory" if path.exists() else f"cannot be made ({os.strerror(error.errno or 0)})"
+    return _unsuitable(path, reason, "name a directory on a local SSD", error.errno)
 
 
 def _unsuitable(path: Path, reason: str, advice: str, code: int | None) -> UnsuitablePathError:

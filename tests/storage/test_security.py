@@ -1,0 +1,352 @@
+"""What other users of the machine can see, and what they can put in our way. SECURITY.md says what is promised."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_ssd
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd import checkpoint as checkpoint_module
+from lightning_ssd.checkpoint import StreamedCheckpointIO
+from lightning_ssd.errors import StorageError, UnsuitablePathError
+from lightning_ssd.storage import arena as arena_module
+from lightning_ssd.storage import private_directory as private_directory_module
+from lightning_ssd.storage.arbiter import Arbiter
+from lightning_ssd.storage.arena import Arena
+from lightning_ssd.storage.held_directory import HeldDirectory
+
+STRANGER = 54321
+RANK = "lightning_ssd-rank-0"
+PRIVATE = f".lightning_ssd-{os.geteuid()}"
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to play another user")
+
+
+@pytest.fixture
+def world() -> Iterator[Path]:
+    """A directory that everybody may write to, as /tmp is, reached through directories that everybody may enter."""
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(0o1777)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def open_offloader(directory: Path) -> Offloader:
+    """As the strategy opens one, with a name that anybody can foresee."""
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
+    hardware = HardwareProfile(paths=directory, allow_unsuitable_paths=True)
+    return Offloader(policy=policy, hardware=hardware, subdirectory=RANK).open()
+
+
+def arena_of(offloader: Offloader) -> Arena:
+    tier = offloader._parts.tiers.ssd
+    assert tier is not None
+    return tier._arenas[0]
+
+
+def mode_of(path: Path | int) -> int:
+    return stat.S_IMODE(os.stat(path).st_mode)
+
+
+# -- what others see -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_tmpfile", [True, False])
+def test_directories_and_files_are_private_whatever_the_umask(
+    has_tmpfile: bool, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_tmpfile:
+        monkeypatch.setattr(arena_module, "_O_TMPFILE", 0)
+    names: list[str] = []
+    open_file = os.open
+
+    def recording(path: object, flags: int, *args: object, **kwargs: object) -> int:
+        if flags & os.O_CREAT:
+            assert flags & os.O_EXCL
+            names.append(str(path))
+        return open_file(path, flags, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(arena_module.os, "open", recording)
+    before = os.umask(0)
+    try:
+        offloader = open_offloader(world)
+    finally:
+        os.umask(before)
+    try:
+        assert mode_of(world / RANK) == 0o700
+        assert mode_of(world / RANK / PRIVATE) == 0o700
+        facts = os.fstat(arena_of(offloader).fd)
+        assert (facts.st_nlink, stat.S_IMODE(facts.st_mode), facts.st_uid) == (0, 0o600, os.geteuid())
+        assert not os.get_inheritable(arena_of(offloader).fd)
+        assert (len(names) > 1) is not has_tmpfile
+        assert len(set(names)) == len(names), "a name came twice"
+        assert all(len(name) >= 32 for name in names)
+    finally:
+        offloader.close()
+    assert os.listdir(world) == []
+
+
+STRANGER_LOOKS = """
+import os, sys
+os.setgroups([]); os.setgid({stranger}); os.setuid({stranger})
+for path in sys.argv[1:]:
+    try:
+        os.listdir(path) if os.path.isdir(path) else os.close(os.open(path, os.O_RDONLY))
+        print("saw")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+@needs_root
+def test_another_user_sees_nothing(world: Path) -> None:
+    offloader = open_offloader(world)
+    try:
+        leaf = torch.rand(50_000, requires_grad=True)
+        with offloader.saved_tensors():
+            loss = leaf.exp().sum()
+        offloader.flush()
+        spilled = f"/proc/{os.getpid()}/fd/{arena_of(offloader).fd}"
+        assert Path(spilled).stat().st_size > 0
+        paths = [world, world / RANK, world / RANK / PRIVATE, spilled]
+        found = subprocess.run(
+            [sys.executable, "-S", "-c", STRANGER_LOOKS.format(stranger=STRANGER), *map(str, paths)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert found.stdout.split() == ["saw", *["PermissionError"] * 3]
+        loss.backward()
+        offloader.end_backward()
+    finally:
+        offloader.close()
+
+
+# -- what others put in our way ------------------------------------------------------------------------------------
+
+
+def put_link(path: Path, elsewhere: Path) -> None:
+    elsewhere.mkdir()
+    path.symlink_to(elsewhere)
+
+
+def put_dangling_link(path: Path, elsewhere: Path) -> None:
+    path.symlink_to(elsewhere)
+
+
+def put_file(path: Path, elsewhere: Path) -> None:
+    path.write_text("mine")
+
+
+def put_pipe(path: Path, elsewhere: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_hard_link(path: Path, elsewhere: Path) -> None:
+    elsewhere.write_text("mine")
+    path.hardlink_to(elsewhere)
+
+
+def put_directory(path: Path, elsewhere: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+    os.chown(path, STRANGER, STRANGER)
+
+
+def put_private_directory(path: Path, elsewhere: Path) -> None:
+    path.mkdir(mode=0o700)
+    os.chown(path, STRANGER, STRANGER)
+
+
+Put = Callable[[Path, Path], None]
+PLANTED = [
+    *(put_link, put_dangling_link, put_file, put_pipe, put_hard_link),
+    *(pytest.param(put, marks=needs_root, id=put.__name__) for put in (put_directory, put_private_directory)),
+]
+
+
+@pytest.mark.parametrize("name", [RANK, f"{RANK}/{PRIVATE}"])
+@pytest.mark.parametrize("put", PLANTED)
+def test_what_others_put_at_our_names_is_refused(put: Put, name: str, world: Path, tmp_path: Path) -> None:
+    path, elsewhere = world / name, tmp_path / "elsewhere"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    put(path, elsewhere)
+    content = elsewhere.read_bytes() if elsewhere.is_file() else None
+    with pytest.raises(StorageError, match=r"is a symbolic link or a file|belongs to user 54321") as caught:
+        open_offloader(world)
+    assert str(path) in str(caught.value)
+    assert "emove it" in str(caught.value), "it says nothing to do"
+    assert path.is_symlink() or path.exists(), "what is not ours was removed"
+    if elsewhere.is_dir():
+        assert os.listdir(elsewhere) == [], "something was made behind the link"
+    assert content is None or elsewhere.read_bytes() == content
+
+
+def test_a_directory_of_ours_that_is_open_to_others_is_closed_to_them(world: Path) -> None:
+    (world / RANK).mkdir()
+    (world / RANK).chmod(0o777)
+    HeldDirectory(world / RANK)
+    assert mode_of(world / RANK) == 0o700
+
+
+def test_a_directory_that_another_process_removes_meanwhile_is_made_again(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_directory = private_directory_module.os.open
+    left = [3]
+
+    def removed_before(path: object, *args: object, **kwargs: object) -> int:
+        if path == RANK and left[0]:
+            left[0] -= 1
+            os.rmdir(world / RANK)
+        return open_directory(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(private_directory_module.os, "open", removed_before)
+    HeldDirectory(world / RANK)
+    assert left == [0]
+    assert mode_of(world / RANK) == 0o700
+    left[0] = 1000
+    with pytest.raises(UnsuitablePathError, match="cannot be made"):
+        HeldDirectory(world / RANK)
+
+
+def test_parents_are_made_as_the_user_is_wont(world: Path) -> None:
+    """Directories that the user names are not ours: those that are missing get the modes of the umask."""
+    before = os.umask(0o022)
+    try:
+        HeldDirectory(world / "data" / "run" / RANK)
+    finally:
+        os.umask(before)
+    assert [mode_of(world / part) for part in ("data", "data/run", f"data/run/{RANK}")] == [0o755, 0o755, 0o700]
+
+
+@pytest.fixture
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where lock files lie."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "lightning_ssd"
+
+
+def put_strangers_file(path: Path, elsewhere: Path) -> None:
+    path.write_text("mine")
+    os.chown(path, STRANGER, STRANGER)
+
+
+def put_plain_directory(path: Path, elsewhere: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "put",
+    [
+        *(put_link, put_dangling_link, put_pipe, put_hard_link, put_plain_directory),
+        pytest.param(put_strangers_file, marks=needs_root, id="put_strangers_file"),
+    ],
+)
+def test_what_is_no_lock_file_of_ours_is_refused(put: Put, tmp_path: Path, locks: Path) -> None:
+    """Neither followed nor waited for. The directory is private; this is for one that was not always."""
+    Arbiter(tmp_path).close()
+    path = next(path for path in locks.iterdir() if path.suffix == ".write")
+    path.unlink()
+    put(path, tmp_path / "elsewhere")
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match=r"cannot open the lock file|allowed: a plain file"):
+        Arbiter(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+@pytest.mark.parametrize("put", PLANTED)
+def test_what_others_put_in_the_place_of_the_lock_directory_is_refused(put: Put, tmp_path: Path, locks: Path) -> None:
+    put(locks, tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match=r"is a symbolic link or a file|belongs to user 54321"):
+        Arbiter(tmp_path)
+    if (tmp_path / "elsewhere").is_dir():
+        assert os.listdir(tmp_path / "elsewhere") == []
+
+
+def test_a_checkpoint_changes_the_mode_of_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may write to the directory can put a link where the unfinished file was."""
+    victim = tmp_path / "key"
+    victim.write_text("secret")
+    victim.chmod(0o600)
+    save = torch.save
+
+    def swapping(checkpoint: object, stream: object) -> None:
+        save(checkpoint, stream)  # type: ignore[arg-type]
+        (unfinished,) = (tmp_path / "checkpoints").iterdir()
+        assert mode_of(unfinished) == 0o600, "readable before it is complete"
+        unfinished.unlink()
+        unfinished.symlink_to(victim)
+
+    monkeypatch.setattr(checkpoint_module.torch, "save", swapping)
+    StreamedCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "checkpoints" / "last.ckpt")
+    assert mode_of(victim) == 0o600
+    assert victim.read_text() == "secret"
+
+
+# -- what is read, and what is shown -------------------------------------------------------------------------------
+
+ROOT = Path(lightning_ssd.__file__).parent.parent
+UNPICKLERS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+
+
+def dangers(source: str) -> list[str]:
+    """Ways of running what a file says, and names that others can foresee."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLERS]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLERS:
+            found.append(str(node.module))
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            unsafe = words.get("weights_only") == "False" or words.get("allow_pickle") == "True"
+            if unsafe or name in ("eval", "exec", "tempfile.mktemp", "yaml.load", "os.tmpnam"):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_nothing_that_was_read_is_run() -> None:
+    sources = [*(ROOT / "lightning_ssd").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
+    assert len(sources) > 50
+    assert {str(path): found for path in sources if (found := dangers(path.read_text(encoding="utf-8")))} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "def f():\n    from pickle import loads",
+        "torch.load(path, weights_only=False)",
+        "numpy.load(path, allow_pickle=True)",
+        "tempfile.mktemp()",
+        "eval(text)",
+    ],
+)
+def test_the_search_for_dangers_can_fail(source: str) -> None:
+    assert len(dangers(source)) == 1
+
+
+def test_a_name_cannot_command_the_terminal(world: Path) -> None:
+    """The description goes to the log, to the verdict and to loggers' dashboards."""
+    directory = world / "drive\x1b[2J\n\u202e<b>"
+    offloader = open_offloader(directory)
+    try:
+        assert offloader.description.isprintable()
+        assert r"drive\x1b[2J\n\u202e<b>" in offloader.description
+    finally:
+        offloader.close()
