@@ -15,6 +15,7 @@ from lightning_ssd.inner_step import GroupChanges, InnerStep, State
 from lightning_ssd.master_weights import lift, lower
 from lightning_ssd.partition import Partition
 from lightning_ssd.planning.subgroups import Part, half_duplex_rate, respread, spread, visit_order
+from lightning_ssd.shards import even_numel, is_shard
 from lightning_ssd.slicing import Trials
 from lightning_ssd.state_files import StateFiles
 from lightning_ssd.state_layout import Layout, owned
@@ -86,7 +87,7 @@ class PagedStates:
 
     def _subgroup_bytes(self, groups: Groups) -> int:
         nbytes: int = sum(
-            p.numel() * self.trials.element_bytes(p, number)
+            even_numel(p) * self.trials.element_bytes(p, number)
             for number, group in enumerate(groups)
             for p in group["params"]
         )
@@ -129,7 +130,9 @@ class PagedStates:
         """
         numbers = _group_numbers(groups)
         visits = []
-        for index in visit_order(len(self.partition.subgroups), step, self.files.first):
+        # An optimizer that talks to other processes has to visit its parameters in the order in which they do.
+        is_local = self.trials.is_elementwise or not any(map(is_shard, self.partition.parameters))
+        for index in visit_order(len(self.partition.subgroups), step, self.files.first if is_local else 0):
             active = tuple(self._active(index, numbers))
             if active:
                 mine = (numbers[id(self.partition.parameters[part.parameter])] for _, part in active)
@@ -150,6 +153,7 @@ class PagedStates:
             StorageError: states cannot be read.
             ConfigError: the optimizer turns out to couple its parameters.
         """
+        self.partition.align_gradients()
         order = [visit.index for visit in visits]
         here = set(self.store.in_memory())
         self.store.evict(here - set(order[: self.store.num_slots]))

@@ -265,6 +265,7 @@ class OneOrManyDevices(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         _augment_message(
             exception,
             pattern=".*Expected to have finished reduction in the prior iteration.*",

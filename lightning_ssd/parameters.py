@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from lightning_ssd.shards import Gathered, gathered_of, local_of
 from lightning_ssd.tensors import PLAIN_TYPES, StorageKey
 
 __all__ = ["ParameterStorages", "device_of"]
@@ -29,6 +30,7 @@ class ParameterStorages:
     def __init__(self) -> None:
         self.keys: dict[int, StorageKey] = {}
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._ungathered: list[Gathered] = []
 
     def register_module(self, module: torch.nn.Module) -> None:
         """Take this module's parameters and buffers in. The module is held weakly."""
@@ -40,24 +42,43 @@ class ParameterStorages:
         for cdata, key in list(self.keys.items()):  # a copy: other threads may be packing
             if not key.alive():
                 self.keys.pop(cdata, None)
+        gathered: list[Gathered] = []
         for module in list(self._modules):
             self._take(module)
+            gathered += gathered_of(module)
+        self._take_gathered(gathered)
 
     def recognise(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether ``tensor`` is a parameter that nobody registered, or a view of one; then it is known from now on.
 
-        Leaves that want gradients count: they stay alive anyway.
+        Leaves that want gradients count: they stay alive anyway. So does what FSDP2 has gathered for the first time
+        since the last :meth:`refresh`.
         """
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad):
             self._add(storage)
             return True
+        if self._ungathered:
+            self._take_gathered(self._ungathered)
+            return storage._cdata in self.keys
         return False
 
     def _take(self, module: torch.nn.Module) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
-            if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided:
+            part = local_of(tensor)
+            if type(part) in PLAIN_TYPES and part.layout is torch.strided:
+                self._add(part.untyped_storage())
+
+    def _take_gathered(self, parameters: list[Gathered]) -> None:
+        """Their storages last from the first all-gather on; whatever has had none is asked again."""
+        ungathered = []
+        for parameter in parameters:
+            tensors = parameter.tensors()
+            for tensor in tensors:
                 self._add(tensor.untyped_storage())
+            if not tensors:
+                ungathered.append(parameter)
+        self._ungathered = ungathered
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self.keys:

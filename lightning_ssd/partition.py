@@ -11,6 +11,7 @@ import torch
 
 from lightning_ssd.inner_step import State
 from lightning_ssd.planning.subgroups import ParameterSize, Part, make_subgroups
+from lightning_ssd.shards import as_piece, even_numel, is_shard, local_of
 from lightning_ssd.state_layout import Field, Layout
 
 __all__ = ["Partition", "Subgroup"]
@@ -48,6 +49,7 @@ class Partition:
         self.max_bytes = max_bytes
         self.parameters: list[torch.Tensor] = []
         self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        """Shape and stride of each; of a DTensor those of this process' part."""
         self.places: list[list[tuple[int, int]]] = []
         """Of each parameter: subgroup and number of the part in it, in the order of the elements."""
         self.subgroups: list[Subgroup] = []
@@ -78,15 +80,19 @@ class Partition:
         sizes = []
         for parameter, nbytes in zip(parameters, expected, strict=True):
             size = max(nbytes, parameter.dtype.itemsize)
+            # Of what is not cut the same in all processes: then all visit the same parameters in the same order, and an
+            # optimizer may talk to the others when it updates one of them.
+            num_elements = even_numel(parameter)
             # What fits is not cut, and needs no trial.
-            large = parameter.numel() * size > self.max_bytes // 4
-            sizes.append(ParameterSize(parameter.numel(), size, large and is_sliceable(parameter)))
+            is_cut = num_elements * size > self.max_bytes // 4 and is_sliceable(parameter)
+            sizes.append(ParameterSize(local_of(parameter).numel() if is_cut else num_elements, size, is_cut))
         made = make_subgroups(sizes, self.max_bytes)
         # Not before: what is known but in no subgroup, because a trial was interrupted, would never be updated.
         for parameter in parameters:
             self._numbers[id(parameter)] = len(self.parameters)
             self.parameters.append(parameter)
-            self.shapes.append((tuple(parameter.shape), parameter.stride()))
+            local = local_of(parameter)
+            self.shapes.append((tuple(local.shape), local.stride()))
             self.places.append([])
         for parts in made:
             index = len(self.subgroups)
@@ -107,10 +113,22 @@ class Partition:
         if self.is_whole(part):
             return parameter
         gradient = parameter.grad
-        piece = parameter.detach().view(-1)[part.start : part.stop]
+        piece = as_piece(local_of(parameter).detach().view(-1)[part.start : part.stop], parameter)
         if gradient is not None:
-            piece.grad = gradient.detach().reshape(-1)[part.start : part.stop]
+            piece.grad = as_piece(local_of(gradient).detach().reshape(-1)[part.start : part.stop], parameter)
         return piece
+
+    def align_gradients(self) -> None:
+        """Spread gradients as their parameters are, which tensor parallelism leaves to whoever uses them.
+
+        Here, and not slice by slice: processes talk to each other in it, and have to do so in the same order.
+        """
+        for parameter in self.parameters:
+            gradient: Any = parameter.grad
+            if gradient is not None and is_shard(gradient):
+                placements = parameter.placements  # type: ignore[attr-defined]
+                if gradient.placements != placements:
+                    parameter.grad = gradient.redistribute(placements=placements)
 
     def check_cuttable(self, part: Part) -> None:
         """Before anything of a step is done.
@@ -123,10 +141,11 @@ class Partition:
             return
         parameter = self.parameters[part.parameter]
         gradient = parameter.grad
-        if (tuple(parameter.shape), parameter.stride()) != self.shapes[part.parameter]:
+        local = local_of(parameter)
+        if (tuple(local.shape), local.stride()) != self.shapes[part.parameter]:
             raise RuntimeError(
-                f"a parameter of shape {self.shapes[part.parameter][0]} has become {tuple(parameter.shape)} with "
-                f"stride {parameter.stride()}; its states are offloaded in slices. Make a new optimizer for it"
+                f"a parameter of shape {self.shapes[part.parameter][0]} has become {tuple(local.shape)} with "
+                f"stride {local.stride()}; its states are offloaded in slices. Make a new optimizer for it"
             )
         if gradient is not None and gradient.layout != torch.strided:
             raise RuntimeError(
@@ -143,6 +162,6 @@ class Partition:
 
 
 def _cut(value: Any, shape: tuple[int, ...], part: Part) -> Any:
-    if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
-        return value.detach().reshape(-1)[part.start : part.stop]
+    if isinstance(value, torch.Tensor) and tuple(local_of(value).shape) == shape:
+        return as_piece(local_of(value).detach().reshape(-1)[part.start : part.stop], value)
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

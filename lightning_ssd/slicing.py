@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_ssd.inner_step import InnerStep, State
 from lightning_ssd.master_weights import has_master
 from lightning_ssd.planning.subgroups import GRANULE
+from lightning_ssd.shards import as_piece, is_shard, local_of
 
 __all__ = ["Trials"]
 
@@ -42,6 +43,8 @@ _TINY = 5
 _NUM_STEPS = 3
 _TRIED_RATE = 1e-3
 
+_Kind = tuple[int, torch.dtype, torch.device, bool]
+
 
 class Trials:
     """One trial per group, type and device; later parameters of this kind get the same answer.
@@ -56,8 +59,8 @@ class Trials:
         self._inner = inner
         self._optimizer = optimizer
         self._master_weights = master_weights
-        self._sliceable: dict[tuple[int, torch.dtype, torch.device], bool] = {}
-        self._sizes: dict[tuple[int, torch.dtype, torch.device], int] = {}
+        self._sliceable: dict[_Kind, bool] = {}
+        self._sizes: dict[_Kind, int] = {}
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter gets a float32 copy."""
@@ -70,22 +73,28 @@ class Trials:
             parameter: gives type and device.
             group: number of its group.
         """
-        if parameter.layout != torch.strided or not parameter.is_contiguous() or not self._is_known(parameter):
+        part = local_of(parameter)
+        if part.layout != torch.strided or not part.is_contiguous() or not self._is_known(parameter):
             return False
-        key = (group, parameter.dtype, parameter.device)
+        key = (group, parameter.dtype, parameter.device, is_shard(parameter))
         if key not in self._sliceable:
             self._sliceable[key] = self._try_slices(parameter, group)
         return self._sliceable[key]
 
     def element_bytes(self, parameter: torch.Tensor, group: int) -> int:
         """Bytes of states per element of the parameter, the copy included."""
-        key = (group, parameter.dtype, parameter.device)
+        key = (group, parameter.dtype, parameter.device, is_shard(parameter))
         if key not in self._sizes:
             self._sizes[key] = self._try_size(parameter, group)
         return self._sizes[key]
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the optimizer is known to update every element by itself; another one may talk to other processes."""
+        return type(self._optimizer) in _ELEMENTWISE
+
     def _is_known(self, parameter: torch.Tensor) -> bool:
-        return type(self._optimizer) in _ELEMENTWISE and parameter.dtype.is_floating_point
+        return self.is_elementwise and parameter.dtype.is_floating_point
 
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return torch.float32 if self.has_master(parameter) else parameter.dtype
@@ -95,7 +104,7 @@ class Trials:
         copy_bytes = dtype.itemsize if self.has_master(parameter) else 0
         if not self._is_known(parameter) or parameter.layout != torch.strided:
             return _NUM_STATES * dtype.itemsize + copy_bytes
-        number = torch.zeros(_TINY, dtype=dtype, device=parameter.device)
+        number = as_piece(torch.zeros(_TINY, dtype=dtype, device=parameter.device), parameter)
         number.grad = torch.zeros_like(number)
         state = self._inner.run([number], [group], [self._example(parameter, _TINY)])[0]
         sizes: list[int] = [value.dtype.itemsize for value in state.values() if _is_like(value, number)]
@@ -107,16 +116,17 @@ class Trials:
         def numbers() -> torch.Tensor:
             return torch.randn(_NUM_TRIED, generator=generator).to(parameter.device, self._dtype(parameter))
 
-        whole = numbers()
-        parts = [part.clone() for part in _cut(whole)]
+        start = numbers()
+        whole = as_piece(start, parameter)
+        parts = [as_piece(part.clone(), parameter) for part in _cut(start)]
         whole_states = [self._example(parameter, _NUM_TRIED)]
         part_states = [self._example(parameter, part.numel()) for part in parts]
         with _awake(self._optimizer.param_groups[group]):
             for _ in range(_NUM_STEPS):
                 gradient = numbers()
-                whole.grad = gradient.clone()
+                whole.grad = as_piece(gradient.clone(), parameter)
                 for part, piece in zip(parts, _cut(gradient), strict=True):
-                    part.grad = piece.clone()
+                    part.grad = as_piece(piece.clone(), parameter)
                 whole_states = self._inner.run([whole], [group], whole_states)
                 part_states = self._inner.run(parts, [group] * len(parts), part_states)
         return _equal(whole, parts) and all(
@@ -160,12 +170,15 @@ def _resized(value: object, parameter: torch.Tensor, num_elements: int, dtype: t
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == parameter.shape and value.numel() > 0 and value.dim() > 0:
-        resized = value.flatten()[:1].expand(num_elements).clone()
-        return resized.to(dtype) if value.dtype == parameter.dtype else resized
+        local = local_of(value)
+        first = local.flatten()[:1] if local.numel() > 0 else local.new_zeros(1)
+        resized = first.expand(num_elements).clone()
+        return as_piece(resized.to(dtype) if value.dtype == parameter.dtype else resized, parameter)
     return value.clone()
 
 
 def _equal(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    whole, parts = local_of(whole), [local_of(part) for part in parts]
     if whole.numel() == 1 or whole.numel() != sum(part.numel() for part in parts):
         return all(torch.equal(whole, part) for part in parts)
     return torch.equal(whole.flatten(), torch.cat([part.flatten() for part in parts]))

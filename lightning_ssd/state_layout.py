@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.inner_step import State
+from lightning_ssd.shards import local_of, spec_of, wrap
 from lightning_ssd.tensors import PLAIN_TYPES
 
 __all__ = ["MIN_NBYTES", "MOVED", "PAGE_NBYTES", "Field", "Layout", "moves", "owned"]
@@ -44,9 +45,11 @@ class Field:
     offset: int
     """Bytes from the start of the memory."""
     nbytes: int
+    spec: Any = None
+    """How a DTensor is spread, of which this process' part is here; ``None``: it is a plain tensor."""
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor over its place in ``storage``."""
+        """The tensor over its place in ``storage``; of a DTensor this process' part."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset // self.dtype.itemsize, self.shape, self.stride)
 
@@ -74,8 +77,10 @@ class Layout:
             for key, value in state.items():
                 if moves(value, device):
                     start = -(-end // unit) * unit
-                    nbytes = value.numel() * value.dtype.itemsize
-                    fields.append(Field(part, key, value.dtype, tuple(value.shape), value.stride(), start, nbytes))
+                    local, spec = local_of(value), spec_of(value)
+                    nbytes = local.numel() * local.dtype.itemsize
+                    shape = tuple(local.shape)
+                    fields.append(Field(part, key, local.dtype, shape, local.stride(), start, nbytes, spec))
                     end = start + nbytes
         return cls(tuple(fields), -(-end // block_bytes) * block_bytes)
 
@@ -83,7 +88,7 @@ class Layout:
         """The parts' states with their tensors in ``storage``; the templates say :data:`MOVED` in these places."""
         states = [dict(template) for template in templates]
         for field in self.fields:
-            states[field.part][field.key] = field.view(storage)
+            states[field.part][field.key] = wrap(field.view(storage), field.spec)
         return states
 
     def templates(self, states: Sequence[State]) -> list[State]:
@@ -97,7 +102,7 @@ class Layout:
         """Copy tensors that an optimizer has replaced to their places in ``storage``."""
         moved: list[tuple[Field, torch.Tensor]] = []
         for field in self.fields:
-            value = states[field.part][field.key]
+            value = local_of(states[field.part][field.key])
             if value.data_ptr() != storage.data_ptr() + field.offset:
                 # Two that have changed places (or one that shows a part of another) would overwrite each other.
                 is_inside = value.untyped_storage().data_ptr() == storage.data_ptr()
@@ -118,7 +123,9 @@ def _copied(value: Any) -> Any:
 
 
 def moves(value: Any, device: torch.device) -> bool:
-    """Whether a state is a plain dense tensor of some size on ``device``."""
+    """Whether a state is a plain dense tensor of some size on ``device``, or this process' part of a DTensor is."""
+    if isinstance(value, torch.Tensor):
+        value = local_of(value)
     return (
         type(value) in PLAIN_TYPES
         and value.layout == torch.strided

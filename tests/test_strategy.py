@@ -14,6 +14,7 @@ from torch.utils.data import RandomSampler
 
 from lightning_ssd import HardwareProfile, OffloadPolicy, OffloadStats
 from lightning_ssd.errors import ConfigError, StorageError
+from lightning_ssd.fsdp import SSDOffloadFSDPStrategy
 from lightning_ssd.strategy import SSDOffloadStrategy, register
 from tests.helpers import assert_identical
 from tests.trainers import (
@@ -526,7 +527,7 @@ def test_registering_again_changes_nothing():
     register()
     for name in ("ssd_offload", "ssd_offload_activations"):
         assert isinstance(StrategyRegistry.get(name), SSDOffloadStrategy)
-    assert "ssd_offload_fsdp" not in StrategyRegistry
+    assert isinstance(StrategyRegistry.get("ssd_offload_fsdp"), SSDOffloadFSDPStrategy)
 
 
 def test_a_name_that_belongs_to_somebody_else_is_not_taken():

@@ -1,0 +1,82 @@
+"""Lets saved-tensor hooks that know plain tensors alone see the local parts of DTensors.
+
+With tensor parallelism half of what autograd saves are DTensors. Their memory is that of a plain tensor, which the
+hooks below us move like any other; only how it is spread, and whether it has been edited, is known to the DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_ssd.inplace import Origin, inplace_error
+from lightning_ssd.shards import is_shard
+from lightning_ssd.tensors import PLAIN_TYPES
+
+__all__ = ["shards_unwrapped"]
+
+
+class _SavedShard(NamedTuple):
+    """A DTensor without its memory, and what the hooks below have made of its local part."""
+
+    packed: Any
+    alias: Any
+    """Shares the DTensor's version counter, and how it is spread."""
+    origin: Origin | None
+
+
+@contextmanager
+def shards_unwrapped() -> Iterator[None]:
+    """While it lasts, the innermost saved-tensor hooks get the local tensor wherever a DTensor is saved."""
+    below: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if below is None:
+        yield
+        return
+    pack_below, unpack_below = below
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if is_shard(tensor) and _may_unwrap(tensor):
+            return _pack_shard(tensor, pack_below)
+        return pack_below(tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if type(packed) is _SavedShard:
+            return _unpack_shard(packed, unpack_below)
+        tensor: torch.Tensor = unpack_below(packed)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _may_unwrap(tensor: Any) -> bool:
+    """Parameters stay what they are. So does what has been edited in place: the local tensor knows nothing of it, so
+    that an earlier version of the same memory could not be told from this one.
+    """
+    is_parameter = tensor.is_leaf and tensor.requires_grad
+    return type(tensor._local_tensor) in PLAIN_TYPES and tensor._version == 0 and not is_parameter
+
+
+def _pack_shard(tensor: Any, pack: Callable[[Any], Any]) -> _SavedShard:
+    alias: Any = tensor.detach()
+    alias._local_tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return _SavedShard(pack(tensor._local_tensor), alias, Origin.of(tensor))
+
+
+def _unpack_shard(saved: _SavedShard, unpack: Callable[[Any], Any]) -> torch.Tensor:
+    """The DTensor again, with its own version counter.
+
+    Raises:
+        RuntimeError: it was edited in place since, in PyTorch's words.
+    """
+    alias = saved.alias
+    if alias._version != 0:
+        description = alias.dtype, alias.device, alias.size()
+        raise inplace_error(description, saved.origin, version=alias._version, expected=0)
+    tensor: Any = alias.detach()
+    tensor._local_tensor = unpack(saved.packed)
+    rebuilt: torch.Tensor = tensor
+    return rebuilt

@@ -1,0 +1,217 @@
+"""Sharded models: two processes for what they do together, one for what each of them does alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.shard_hooks import shards_unwrapped
+from lightning_ssd.shards import as_piece, even_numel, local_of
+from lightning_ssd.stall_watch import StallWatch
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 170
+SCENARIOS = ("training", "optimizers", "activations", "tensor_parallel", "planned", "checkpoints")
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+
+
+# -- two processes ---------------------------------------------------------------------------------------------------
+
+
+def run_script(directory: Path, *scenarios: str) -> str:
+    """Run ``fsdp_script`` as a user's script is run; a process that waits for another for ever fails the test."""
+    outside = ("MASTER_", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fsdp_script", str(directory), *scenarios],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith(outside)}
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 10)
+@pytest.mark.parametrize("scenarios", [SCENARIOS[:3], SCENARIOS[3:]], ids=" ".join)
+def test_two_processes(tmp_path, scenarios):
+    output = run_script(tmp_path, *scenarios)
+    for scenario in scenarios:
+        for rank in (0, 1):
+            assert f"rank {rank}: {scenario} ok" in output
+
+
+# -- what the strategy refuses ---------------------------------------------------------------------------------------
+
+
+def trainer_with(strategy, **settings):
+    return L.Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False, **settings)
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "expected"),
+    [("auto", 1, (4, 1)), ("auto", 2, (2, 2)), (2, "auto", (2, 2)), ("auto", "auto", (1, 4)), (1, 4, (1, 4))],
+)
+def test_sizes_of_the_mesh(data, tensor, expected):
+    strategy = SSDOffloadFSDPStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
+    trainer_with(strategy, devices=4)
+    assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == expected
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(3, 1), (3, "auto"), ("auto", 3), (2, 4), (8, "auto"), ("auto", 8)])
+def test_sizes_that_make_no_mesh_are_refused_before_anything_starts(data, tensor):
+    strategy = SSDOffloadFSDPStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
+    with pytest.raises(ConfigError, match=r"1 x 4 processes .* sizes whose product is 4"):
+        trainer_with(strategy, devices=4)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "all", None])
+@pytest.mark.parametrize("name", ["data_parallel_size", "tensor_parallel_size"])
+def test_other_sizes_are_refused(name, size):
+    with pytest.raises(ConfigError, match=f"{name}=.*whole number above 0"):
+        SSDOffloadFSDPStrategy(**{name: size})
+
+
+def test_master_weights_are_refused():
+    with pytest.raises(ConfigError, match="MixedPrecisionPolicy"):
+        SSDOffloadFSDPStrategy(policy=OffloadPolicy(optimizer_states="offload", master_weights=True))
+
+
+def test_the_name_is_registered():
+    trainer = trainer_with("ssd_offload_fsdp", devices=2)
+    assert type(trainer.strategy) is SSDOffloadFSDPStrategy
+    assert trainer.strategy._data_parallel_size == 2
+
+
+def test_a_precision_that_lightning_would_refuse_for_an_object_is_refused_for_the_name():
+    with pytest.raises(ConfigError, match=r"precision='64-true'; allowed: '32-true'"):
+        trainer_with("ssd_offload_fsdp", precision="64-true")
+
+
+# -- one process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def offloader(tmp_path):
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)) as opened:
+        yield opened
+
+
+def sharded(mesh, *, requires_grad=False):
+    tensor = DTensor.from_local(torch.randn(64, 64), mesh, [Shard(0)])
+    return tensor.requires_grad_(requires_grad)
+
+
+def test_a_saved_dtensor_leaves_memory_and_comes_back(mesh, offloader):
+    weight, x = sharded(mesh, requires_grad=True), sharded(mesh)
+
+    def run():
+        return ((x @ weight).sin() @ x).sin().sum()
+
+    expected = torch.autograd.grad(run(), weight)[0].to_local()
+    with offloader.saved_tensors(), shards_unwrapped():
+        loss = run()
+    offloader.flush()
+    for left in (True, False):
+        found = torch.autograd.grad(loss, weight, retain_graph=left)[0].to_local()
+        assert torch.equal(found, expected)
+    assert offloader.stats.bytes_saved == 3 * 64 * 64 * 4  # x, and what each sine is of
+    assert offloader.stats.bytes_read > 0
+
+
+@pytest.mark.parametrize("is_ours", [False, True], ids=["plain", "ours"])
+def test_a_dtensor_that_is_edited_after_it_was_saved_raises_as_without_us(mesh, offloader, is_ours):
+    x = sharded(mesh, requires_grad=True)
+    y = x * 2
+    if is_ours:
+        with offloader.saved_tensors(), shards_unwrapped():
+            loss = y.sin().sum()
+    else:
+        loss = y.sin().sum()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* is at version 1; expected version 0"):
+        loss.backward()
+
+
+def test_a_dtensor_that_was_edited_before_is_not_taken_for_its_earlier_value(mesh, offloader):
+    x = sharded(mesh, requires_grad=True)
+
+    def run():
+        y = x * 2
+        y.sin()  # saved, and never asked for
+        with torch.no_grad():
+            y.add_(1)
+        return y.sin().sum()
+
+    expected = torch.autograd.grad(run(), x)[0].to_local()
+    with offloader.saved_tensors(), shards_unwrapped():
+        loss = run()
+    offloader.flush()
+    assert torch.equal(torch.autograd.grad(loss, x)[0].to_local(), expected)
+
+
+def test_without_hooks_below_nothing_is_unwrapped(mesh):
+    x = sharded(mesh, requires_grad=True)
+    with shards_unwrapped():
+        x.sin().sum().backward()
+    assert torch.equal(x.grad.to_local(), x.detach().to_local().cos())
+
+
+def test_pieces_of_shards(mesh):
+    whole = sharded(mesh)
+    piece = as_piece(local_of(whole).view(-1)[128:256], whole)
+    assert type(piece) is DTensor
+    assert piece.placements == (Replicate(),)
+    assert local_of(piece).data_ptr() == local_of(whole).data_ptr() + 512
+    assert as_piece(torch.ones(2), torch.ones(4)).shape == (2,)
+    assert even_numel(whole) == 64 * 64
+    assert even_numel(torch.ones(3, 5)) == 15
+
+
+# -- stalls ----------------------------------------------------------------------------------------------------------
+
+
+def test_processes_compare_their_stalls_seldom():
+    watch = StallWatch(lambda values: [values])
+    assert [number for number in range(1, 260) if watch.is_due()] == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+
+
+def compared(other_s):
+    """Two comparisons, 60 s apart, of a process that waited 2 s and another one that waited ``other_s``."""
+    told = []
+    watch = StallWatch(lambda values: told.append(values) or [values, [other_s if len(told) > 1 else 0.0, 60.5]])
+    assert watch.compare(5.0, 100.0) is None
+    return watch, watch.compare(7.0, 160.0), told
+
+
+def test_a_process_that_waits_much_longer_than_others_is_named_once():
+    watch, warning, told = compared(12.0)
+    assert told == [[0.0, 0.0], [2.0, 60.0]]
+    assert watch.stalls_s == (2.0, 12.0)
+    assert "process 1 waited 12.0 s for its drives within 60.0 s, the luckiest one 2.0 s" in warning
+    assert watch.compare(9.0, 161.0) is None
+
+
+@pytest.mark.parametrize("other_s", [0.0, 2.0, 7.9])
+def test_stalls_that_differ_little_are_no_news(other_s):
+    assert compared(other_s)[1] is None
