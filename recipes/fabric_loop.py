@@ -1,0 +1,152 @@
+"""The training of ``recipes.train`` as a loop of one's own in Lightning Fabric, with ``strategy="ssd_offload"``.
+
+    python -m recipes.fabric_loop
+    python -m recipes.fabric_loop model=gpt offload=ssd trainer.max_steps=5
+    python -m recipes.fabric_loop offload=ssd offload.optimizer_states=offload trainer.precision=bf16-mixed
+
+Trains a small GPT on the text that every Python carries. Takes the overrides of ``recipes.train`` and uses its model,
+data, offload, hardware, seed and trainer.max_steps, accelerator, devices and precision. With the same ones, the weights
+at the end are bit for bit those of the Lightning run. Loss and metrics of each step go to ``csv/version_*/metrics.csv``
+in the output directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadStats, SSDOffloadFabricStrategy
+from lightning_ssd.assembly import PATHS_VARIABLE
+from lightning_ssd.errors import BackendUnavailableError, BudgetError, UnsuitablePathError
+from recipes.meter import StepMeter, num_warmup, weights_digest
+from recipes.models import LanguageModel, build_network, compute_loss
+from recipes.schema import SCHEMA, ConfigMistake
+from recipes.summary import RunSummary
+
+__all__ = ["main", "train"]
+
+
+def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSummary:
+    """Train once.
+
+    Args:
+        config: a composed configuration; without an ``offload`` part nothing is offloaded or counted.
+        model: what to call the model in the summary.
+        offload: what to call the way of offloading in the summary.
+    """
+    fabric = _fabric(config)
+    fabric.launch()
+    torch.manual_seed(config.seed)
+    recipe: LanguageModel = instantiate(config.model, _convert_="all")
+    loader = fabric.setup_dataloaders(instantiate(config.data).train_dataloader())
+    raw = build_network(recipe.config, recipe.objective)
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    network, optimizer = fabric.setup(raw, optimizer)
+    meter = StepMeter(fabric.device, num_warmup=num_warmup(config.trainer.max_steps))
+    batches, losses, before = _endless(loader), [], OffloadStats()
+    for step in range(config.trainer.max_steps):
+        meter.start_step()
+        loss = compute_loss(network, next(batches), recipe.objective, mask_seed=step)
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+        meter.end_step()
+        losses.append(loss.item())
+        fabric.print(f"step {step + 1}: loss {losses[-1]:.6f}, {meter.step_s[-1]:.2f} s", flush=True)
+        offloader = _offloader(fabric)
+        metrics = {} if offloader is None else offloader.drain_metrics()
+        fabric.log_dict({"train/loss": losses[-1], **metrics}, step=step + 1)
+        if offloader is not None and meter.is_warm:
+            offloader.reset_peaks()
+            before = offloader.stats
+    return _end(fabric, meter, model=model, offload=offload, losses=losses, network=raw, before=before)
+
+
+def _end(
+    fabric: Fabric,
+    meter: StepMeter,
+    *,
+    model: str,
+    offload: str,
+    losses: list[float],
+    network: nn.Module,
+    before: OffloadStats,
+) -> RunSummary:
+    fabric.logger.finalize("success")
+    offloader = _offloader(fabric)
+    report = None if offloader is None else offloader.plan_report
+    summary = RunSummary.of(
+        meter,
+        model=model,
+        offload=offload,
+        losses=losses,
+        weights_digest=weights_digest(network),
+        stats=None if offloader is None else offloader.stats,
+        stats_before=before,
+        backend="" if offloader is None else offloader.description,
+        plan="" if report is None else report.text(),
+    )
+    if isinstance(fabric.strategy, SSDOffloadFabricStrategy):
+        fabric.strategy.close()  # the end of the process would do it, too
+    return summary
+
+
+def _offloader(fabric: Fabric) -> Offloader | None:
+    strategy = fabric.strategy
+    return strategy.offloader if isinstance(strategy, SSDOffloadFabricStrategy) else None
+
+
+def _fabric(config: DictConfig) -> Fabric:
+    strategy: SSDOffloadFabricStrategy | str = "auto"
+    if "offload" in config:
+        hardware: HardwareProfile = instantiate(config.hardware, _convert_="all")
+        if not hardware.paths and PATHS_VARIABLE not in os.environ:
+            Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+            hardware = replace(hardware, paths=(config.output_dir,))
+        strategy = SSDOffloadFabricStrategy(policy=instantiate(config.offload), hardware=hardware)
+    return Fabric(
+        strategy=strategy,
+        accelerator=config.trainer.accelerator,
+        devices=config.trainer.devices,
+        precision=config.trainer.precision,
+        loggers=CSVLogger(config.output_dir, name="csv"),
+    )
+
+
+def _endless(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
+    while True:
+        yield from loader
+
+
+def main(arguments: Sequence[str] | None = None) -> RunSummary:
+    """Entry point.
+
+    Args:
+        arguments: overrides; default: those of ``sys.argv``.
+    """
+    overrides = list(sys.argv[1:] if arguments is None else arguments)
+    # There is no Hydra application here that could make an output directory; the user's own comes later and wins.
+    overrides.insert(0, "output_dir=outputs/fabric_loop")
+    try:
+        config, choices = SCHEMA.compose(overrides)
+        summary = train(config, model=choices["model"], offload=choices["offload"])
+    except (ConfigMistake, HydraException, UnsuitablePathError, BackendUnavailableError, BudgetError) as mistake:
+        sys.exit(str(mistake))
+    print(summary.line(), flush=True)
+    return summary
+
+
+if __name__ == "__main__":
+    main()
