@@ -185,7 +185,7 @@ class Offloader:
 
     def abort(self) -> None:
         """A step has failed: drop queued work. :meth:`close` will not raise over the error that is under way."""
-        if self._cache is not None:
+        if self._cache is not None and not self._is_foreign:
             self._cache.abort()
 
     def __enter__(self) -> Offloader:
@@ -223,7 +223,8 @@ class Offloader:
         cache.parameters.register_module(module)
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let the states of ``optimizer`` wait on SSD. Where the policy keeps them, it comes back as it is.
+        """Let the states of ``optimizer`` wait on SSD. Where the policy keeps them, or it has no parameters, it
+        comes back as it is.
 
         Use what is returned instead of ``optimizer``; schedulers, hooks and groups of ``optimizer`` stay good. Its
         files live until :meth:`close`; its ``state_dict`` works afterwards, too.
@@ -234,9 +235,9 @@ class Offloader:
         """
         self._opened()
         resources = self._resources
-        if self.policy.optimizer_states == "keep" or resources is None:
+        parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
             return optimizer
-        parameter = next(p for group in optimizer.param_groups for p in group["params"])
         files = open_state_files(
             self.policy,
             self.hardware,
@@ -297,6 +298,7 @@ class Offloader:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
         """
         if self._parts.scheduler is not None and self.is_open:
+            self._opened()
             self._parts.scheduler.wait()
 
     def flush(self) -> None:
@@ -307,25 +309,32 @@ class Offloader:
     def _opened(self) -> TensorCache:
         if self._cache is None:
             raise OffloaderClosedError("this Offloader is not open; use it in a with block, or call open() first")
+        self._cache.check_process()
         return self._cache
+
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether this is a fork: its copies of our locks may be held for ever, so that nothing here may take one."""
+        return self._cache is not None and self._cache.is_foreign
 
     # -- numbers -------------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> OffloadStats:
-        """Counters since :meth:`open`; after :meth:`close` those of the end."""
+        """Counters since :meth:`open`; after :meth:`close` those of the end. A fork has none of its own."""
         return self._snapshot() if self.is_open else self._last_stats
 
     @property
     def optimizer_stats(self) -> tuple[OptimizerStats, ...]:
         """Counters of each offloaded optimizer; after :meth:`close` those of the end."""
-        return self._last_optimizer_stats + tuple(optimizer.stats for optimizer in self._optimizers)
+        own = () if self._is_foreign else tuple(optimizer.stats for optimizer in self._optimizers)
+        return self._last_optimizer_stats + own
 
     def _moved(self) -> OffloadStats:
         return self.stats.with_optimizers(self.optimizer_stats)
 
     def _snapshot(self) -> OffloadStats:
-        if self._cache is None:
+        if self._cache is None or self._is_foreign:
             return self._last_stats
         ssd = self._parts.tiers.ssd
         if ssd is None:
@@ -352,7 +361,7 @@ class Offloader:
     def machine(self) -> Machine | None:
         """The tiers' rates that plans are made with; ``None`` without a planner. May measure the drives."""
         scheduler = self._parts.scheduler
-        return scheduler.machine if scheduler is not None and self.is_open else None
+        return scheduler.machine if scheduler is not None and self.is_open and not self._is_foreign else None
 
     def drain_metrics(self) -> dict[str, float]:
         """What happened since the last call, under the keys of :data:`lightning_ssd.metrics.METRICS`."""

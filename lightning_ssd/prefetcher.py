@@ -19,9 +19,11 @@ __all__ = ["Prefetcher", "is_out_of_memory"]
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether device or host memory could not be had."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    )
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # PyTorch's allocator for the CPU raises nothing more special than this.
+    is_cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or is_cpu_allocator
 
 
 class Prefetcher:

@@ -126,7 +126,7 @@ class TensorCache:
         )
 
     def _enter(self, current: SavedPass) -> None:
-        self._check_process()
+        self.check_process()
         if self._fetcher.closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
         self.parameters.refresh()
@@ -141,7 +141,7 @@ class TensorCache:
         Raises:
             BudgetError: the policy's budget cannot be kept by any plan.
         """
-        self._check_process()
+        self.check_process()
         with self.ledger.lock:
             self.ledger.settle()
             rates = None if self._meter is None else self._meter.machine().ssd
@@ -156,8 +156,12 @@ class TensorCache:
             self._prune()
         self._warn_of_writes()
 
-    def _check_process(self) -> None:
-        """Before any lock: in a forked child no worker runs, and a lock may be held for ever."""
+    def check_process(self) -> None:
+        """Before any lock: in a forked child no worker runs, and a lock may be held for ever.
+
+        Raises:
+            OffloaderClosedError: this is a fork.
+        """
         if self.is_foreign:
             raise OffloaderClosedError(
                 f"this offloader was opened in process {self._pid}, and this is its fork {os.getpid()}; "
@@ -347,7 +351,7 @@ class TensorCache:
         """Give autograd its tensor back, waiting for the drive if it must."""
         if type(packed) is tuple:
             return give_back(packed)
-        self._check_process()
+        self.check_process()
         lease, spec, probe, origin = packed
         if probe.version != probe.saved:
             with self.ledger.lock:  # where versions may be moved for a moment, see VersionProbe.shares_counter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lightning_ssd import Offloader
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.prefetcher import is_out_of_memory
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tier_meter import TierMeter
 from tests.helpers import DRAINED, EAGER, KEEP, Setup, assert_released, disk_used_bytes, open_offloader
@@ -317,3 +319,13 @@ def test_device_tensors_of_another_device_are_kept(tmp_path: Path) -> None:
         loss.backward()
         assert offloader.stats.num_kept_foreign == 1
         assert offloader.stats.num_saved == 0
+
+
+def test_memory_that_cannot_be_had_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(found.value), found.value
+    for error in (MemoryError(), torch.OutOfMemoryError(), OSError(errno.ENOMEM, "no memory")):
+        assert is_out_of_memory(error)
+    for other in (RuntimeError("shapes differ"), OSError(errno.EIO, "broken"), KeyboardInterrupt()):
+        assert not is_out_of_memory(other)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -161,18 +162,17 @@ class SsdTier:
         self._sampler = sampler
         self._chunk_bytes = max(chunk_bytes // backend.block_bytes, 1) * backend.block_bytes
         self._arenas: list[Arena] = []
-        try:
+        self._turn = itertools.count()
+        self.num_retries = 0
+        gate = UrgentGate()
+        with ExitStack() as undo:  # no memory for a thread, or an interrupt from the keyboard
             for directory in directories:
                 self._arenas.append(backend.open_arena(directory))
-        except BaseException:
-            for arena in self._arenas:
-                arena.close()
-            raise
-        self._turn = itertools.count()
-        gate = UrgentGate()
-        self._writes = TransferQueue("write", num_workers, events, tier=self.name, yields_to=gate)
-        self._reads = TransferQueue("read", num_workers, events, tier=self.name, announces=gate)
-        self.num_retries = 0
+                undo.callback(self._arenas[-1].close)
+            self._writes = TransferQueue("write", num_workers, events, tier=self.name, yields_to=gate)
+            undo.callback(self._writes.close)
+            self._reads = TransferQueue("read", num_workers, events, tier=self.name, announces=gate)
+            undo.pop_all()
 
     @property
     def disk_bytes(self) -> int:

@@ -135,8 +135,13 @@ class TransferQueue:
             threading.Thread(target=self._work, name=f"lightning_ssd-{tier}-{direction}-{i}", daemon=True)
             for i in range(num_workers)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # there can be no more threads, or somebody has pressed Ctrl-C while one started
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self.close()
+            raise
 
     def submit(self, transfer: Transfer) -> None:
         """Queue a move. Raises OffloaderClosedError after :meth:`close`."""
