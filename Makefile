@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench compat clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ format: $(STAMP) ## let ruff repair what it can
 bench: $(STAMP) ## measure storage against fio, and steps against keeping, recomputing and naive disk hooks
 	$(BIN)/python -m recipes.bench_io --dir $(DIR)
 	$(BIN)/python -m recipes.bench_step --dir $(DIR)
+
+compat: $(STAMP) ## fast tests in an environment for each Python, PyTorch and Lightning that can be had (slow)
+	$(BIN)/python -m recipes.compat --pip-args='$(PIP_ARGS)' --out recipes/results/compat_cpu.md $(ARGS)
 
 clean: ## remove the environment and caches; outputs/ stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
