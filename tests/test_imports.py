@@ -17,9 +17,20 @@ PACKAGE = Path(lightning_ssd.__file__).parent
 # A new module is a new word here; a new edge upwards is a design change.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "events", "stats", "tensors", "memory", "first_calls", "wording"),
-    ("storage", "planning", "metrics", "inplace", "parameters", "recompute", "clock", "signature", "verdict"),
-    ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger"),
+    ("config", "events", "shards", "stats", "tensors", "memory", "first_calls", "wording", "stand_in"),
+    (
+        "storage",
+        "planning",
+        "metrics",
+        "inplace",
+        "parameters",
+        "recompute",
+        "clock",
+        "signature",
+        "stall_watch",
+        "verdict",
+    ),
+    ("allocation", "shard_hooks", "blocks", "recorder", "tier_meter", "wear_meter", "ledger"),
     ("scheduler", "saved_storage", "kept_tensor"),
     ("saved_pass",),
     ("live_passes",),
@@ -31,22 +42,35 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("state_layout", "slicing", "state_home"),
     ("refusals",),
     ("partition", "state_store", "state_files"),
-    ("state_snapshot", "state_loading"),
+    ("state_snapshot", "state_loading", "shard_checkpoint"),
     ("paged_states",),
     ("optimizer",),
     ("assembly",),
     ("offloader",),
-    ("parallel",),
-    ("checkpoint",),
-    ("strategy", "callback"),
+    ("parallel", "one_device"),
+    ("checkpoint", "size_trial"),
+    ("wiring",),
+    ("fsdp",),
+    ("strategy", "callback", "fabric"),
     ("__init__",),
 )
 DIRECTORIES = {"storage", "planning"}
 # Package -> modules that may import it, wherever in the file. Others may not at all.
 RESERVED: dict[str, set[str]] = {
-    "lightning": {"strategy", "callback", "parallel", "checkpoint"},
+    "lightning": {
+        "strategy",
+        "callback",
+        "parallel",
+        "checkpoint",
+        "size_trial",
+        "wiring",
+        "fsdp",
+        "fabric",
+        "one_device",
+    },
     "pytorch_lightning": set(),
     "kvikio": {"storage.kvikio"},
+    "cryptography": {"storage.encryption"},
     "hydra": set(),
     "omegaconf": set(),
     "wandb": set(),
@@ -158,7 +182,7 @@ def run_python(source: str) -> str:
 # that what counts is what we add to it.
 LOADED = """
 import sys
-unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "xxhash")
+unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "xxhash", "cryptography")
 def loaded(): return {name for name in unwanted if name in sys.modules}
 import lightning.pytorch
 before = loaded()
@@ -179,7 +203,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 assert {NAME!r} in StrategyRegistry.available_strategies()
 import lightning.pytorch as pl
 trainer = pl.Trainer(strategy={NAME!r}, accelerator="cpu", logger=False, enable_progress_bar=False)
-print(type(trainer.strategy).__name__)
+from lightning.fabric import Fabric
+fabric = Fabric(strategy={NAME!r}, accelerator="cpu", devices=1)
+print(type(trainer.strategy).__name__, type(fabric.strategy).__name__)
 """
 
 
@@ -195,4 +221,4 @@ print(type(trainer.strategy).__name__)
     ids=["ours first, reloaded", "lightning first, imported anew"],
 )
 def test_the_strategy_is_registered_whatever_comes_first(imports: str) -> None:
-    assert run_python(imports + REGISTERED) == "SSDOffloadStrategy"
+    assert run_python(imports + REGISTERED) == "SSDOffloadStrategy SSDOffloadFabricStrategy"

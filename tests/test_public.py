@@ -13,7 +13,10 @@ import pytest
 
 import lightning_ssd
 
-PROMISED = {"HardwareProfile", "OffloadMonitor", "OffloadPolicy", "Offloader", "SSDOffloadStrategy"}
+PROMISED = {"HardwareProfile", "OffloadMonitor", "OffloadPolicy", "Offloader", "SSDOffloadStrategy"} | {
+    "SSDOffloadFSDPStrategy",
+    "SSDOffloadFabricStrategy",
+}
 MODULES = sorted(
     found.name for found in pkgutil.walk_packages(lightning_ssd.__path__, prefix="lightning_ssd.") if not found.ispkg
 )
