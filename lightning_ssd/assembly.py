@@ -75,6 +75,7 @@ def assemble(
     default_directory: str | os.PathLike[str] | None,
     subdirectory: str,
     agree: Agree | None,
+    num_local_processes: int,
     wrap_backend: Callable[[Backend], Backend] | None,
 ) -> Parts:
     """Open what the policy needs; ``stack`` closes it. The arguments are those of :class:`Offloader`.
@@ -97,13 +98,14 @@ def assemble(
     mover, reload = _open_mover(stack, policy, backend, copies)
     ssd = SsdTier(backend, mover, directories, events=events, sampler=Sampler(policy.verify))
     stack.callback(ssd.close)
-    host = _open_host(stack, policy, hardware, device, copies, events)
-    wear = open_wear_meter(hardware, default_directory, subdirectory)
+    host = _open_host(stack, policy, hardware, device, copies, events, num_local_processes)
+    wear = open_wear_meter(hardware, default_directory, subdirectory, num_local_processes)
     scheduler = None
     if policy.activations == "auto":
         probe = partial(measure_rates, backend, directories[0], nbytes=_PROBE_BYTES)
         meter = TierMeter(ssd, probe, host=host, probe_host=partial(measure_copies, device))
-        scheduler = Scheduler(_wishes(policy, wear.capacity_bytes, is_mapped=is_mapped), meter.machine, agree=agree)
+        wishes = _wishes(policy, wear.capacity_bytes, num_local_processes, is_mapped=is_mapped)
+        scheduler = Scheduler(wishes, meter.machine, agree=agree)
         stack.callback(scheduler.close)
     description = f"{why}; in {', '.join(map(printable, directories))}"
     return Parts(
@@ -126,6 +128,7 @@ def open_state_files(
     default_directory: str | os.PathLike[str] | None,
     subdirectory: str,
     agree: Agree | None,
+    num_local_processes: int,
     wrap_backend: Callable[[Backend], Backend] | None,
 ) -> StateFiles:
     """Files of their own for the states of one optimizer. The arguments are those of :class:`Offloader`.
@@ -140,14 +143,17 @@ def open_state_files(
         backend, directories = _open_directories(
             stack, hardware, device, default_directory, subdirectory, wrap_backend
         )[:2]
-        if agree is not None and _processes_here() > 1:
+        # Asked of all, since all have to take part in the trial: nodes may have different numbers of processes.
+        if agree is not None and min(agree([num_local_processes])) > 1:
             backend = open_in_turns(stack, backend, directories, agree)
         mover = SlotMover(_open_mover(stack, policy, backend, copies)[0])
         tiers, sampler = [], Sampler(policy.verify)
         for directory in directories:
             tiers.append(SsdTier(backend, mover, [directory], events=events, sampler=sampler))
             stack.callback(tiers[-1].close)
-        host = _open_cache(stack, hardware, device, copies, events, mover) if _has_own_memory(device) else None
+        host = None
+        if _has_own_memory(device):
+            host = _open_cache(stack, hardware, device, copies, events, mover, num_local_processes)
         return StateFiles(
             tiers,
             mover,
@@ -163,11 +169,14 @@ def open_state_files(
 
 
 def open_wear_meter(
-    hardware: HardwareProfile, default_directory: str | os.PathLike[str] | None, subdirectory: str
+    hardware: HardwareProfile,
+    default_directory: str | os.PathLike[str] | None,
+    subdirectory: str,
+    num_local_processes: int,
 ) -> WearMeter:
     """For the directories, which are there: :func:`assemble` or :func:`open_state_files` has made them."""
     directories = [path / subdirectory for path in _directories(hardware, default_directory)]
-    return WearMeter(directories, hardware.drive_endurance_nbytes, num_processes=_processes_here())
+    return WearMeter(directories, hardware.drive_endurance_nbytes, num_processes=num_local_processes)
 
 
 def _open_directories(
@@ -196,7 +205,7 @@ def _open_directories(
     return (backend if wrap_backend is None else wrap_backend(backend)), directories, why
 
 
-def _wishes(policy: OffloadPolicy, capacity_bytes: int, *, is_mapped: bool) -> Wishes:
+def _wishes(policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, is_mapped: bool) -> Wishes:
     memory, activations = policy.budget_nbytes
     wear = policy.wear_bytes_per_day(capacity_bytes)
     return Wishes(
@@ -204,7 +213,7 @@ def _wishes(policy: OffloadPolicy, capacity_bytes: int, *, is_mapped: bool) -> W
         min_relief=_MIN_RELIEF_IF_MAPPED if is_mapped else 0.0,
         activation_budget=activations,
         memory_budget=memory,
-        wear_bytes_per_day=None if wear is None else wear // _processes_here(),
+        wear_bytes_per_day=None if wear is None else wear // num_processes,
     )
 
 
@@ -229,8 +238,9 @@ def _open_host(
     device: torch.device,
     copies: Copies | None,
     events: EventLog,
+    num_processes: int,
 ) -> HostTier | None:
-    nbytes = _host_bytes(hardware, device)
+    nbytes = _host_bytes(hardware, device, num_processes)
     if not nbytes or policy.activations != "auto":
         return None
     host = HostTier(nbytes, copies, pin=device.type == "cuda", events=events)
@@ -243,11 +253,11 @@ def _has_own_memory(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _host_bytes(hardware: HardwareProfile, device: torch.device) -> int:
+def _host_bytes(hardware: HardwareProfile, device: torch.device, num_processes: int) -> int:
     nbytes = hardware.host_memory_nbytes
     if nbytes is None:
         available = host_available_bytes() or 0 if _has_own_memory(device) else 0
-        nbytes = available // (_HOST_SHARE * _processes_here())
+        nbytes = available // (_HOST_SHARE * num_processes)
     return nbytes
 
 
@@ -258,9 +268,10 @@ def _open_cache(
     copies: Copies | None,
     events: EventLog,
     mover: SlotMover,
+    num_processes: int,
 ) -> HostTier | None:
     """Host memory for optimizer states."""
-    nbytes = _host_bytes(hardware, device)
+    nbytes = _host_bytes(hardware, device, num_processes)
     if not nbytes:
         return None
 
@@ -277,8 +288,3 @@ def _directories(hardware: HardwareProfile, default_directory: str | os.PathLike
     fallback = default_directory or tempfile.gettempdir()
     paths = tuple(cast(Sequence[str], hardware.paths)) or tuple(named) or (fallback,)
     return [Path(path).expanduser().absolute() for path in paths]
-
-
-def _processes_here() -> int:
-    """How many processes of this run share the machine's memory, as launchers tell."""
-    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)

@@ -157,6 +157,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
                 default_directory=Path.cwd(),
                 subdirectory=f"lightning_ssd-rank-{self.global_rank}",
                 agree=self._smallest if self.is_distributed else None,
+                num_local_processes=self.num_processes,
             )
             # Processes that multiprocessing started ("fork", "spawn") end without atexit.
             Finalize(None, _end_of_process, (weakref.ref(self._offloader),), exitpriority=0)

@@ -66,6 +66,7 @@ def _find_original(detached: torch.Tensor) -> weakref.ref[torch.Tensor] | None:
             and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
             and thing.requires_grad
             and thing.dtype == detached.dtype
+            and thing.device == detached.device
             and thing.is_set_to(detached)
             and thing._version == detached._version
         ):

@@ -68,6 +68,8 @@ class Offloader:
         subdirectory: appended to each directory, so that processes do not meet.
         agree: under several processes that train together: gives the smallest of each number over all of them, so
             that their plans agree. Called after the 1st, 2nd, 4th ... backward, and by :meth:`offload_optimizer`.
+        num_local_processes: of this run on this machine, which share its memory, its drives and their wear; default:
+            ``$LOCAL_WORLD_SIZE``, which torchrun sets, else 1.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Offloader:
         default_directory: str | os.PathLike[str] | None = None,
         subdirectory: str = "",
         agree: Agree | None = None,
+        num_local_processes: int | None = None,
         _wrap_backend: Callable[[Backend], Backend] | None = None,
         _copies: Copies | None = None,
     ) -> None:
@@ -88,6 +91,7 @@ class Offloader:
         self._default_directory = default_directory
         self._subdirectory = subdirectory
         self._agree = agree
+        self._num_local = num_local_processes or max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
         self._wrap_backend = _wrap_backend
         self._copies = _copies
         self._events = EventLog()
@@ -140,6 +144,7 @@ class Offloader:
             default_directory=self._default_directory,
             subdirectory=self._subdirectory,
             agree=self._agree,
+            num_local_processes=self._num_local,
             wrap_backend=self._wrap_backend,
         )
         self.description, self._wear, self._last_optimizer_stats = parts.description, parts.wear, ()
@@ -247,6 +252,7 @@ class Offloader:
             default_directory=self._default_directory,
             subdirectory=self._subdirectory,
             agree=self._agree,
+            num_local_processes=self._num_local,
             wrap_backend=self._wrap_backend,
         )
         cache = (self.hardware.host_memory_nbytes or 0) if files.host is None else 0
@@ -260,7 +266,7 @@ class Offloader:
         resources.callback(offloaded.close)
         self._optimizers.append(offloaded)
         if self._wear is None:
-            self._wear = open_wear_meter(self.hardware, self._default_directory, self._subdirectory)
+            self._wear = open_wear_meter(self.hardware, self._default_directory, self._subdirectory, self._num_local)
         return offloaded
 
     def saved_tensors(self, *, signature: Hashable = None) -> AbstractContextManager[None]:

@@ -132,7 +132,9 @@ class PagedStates:
         visits = []
         # An optimizer that talks to other processes has to visit its parameters in the order in which they do.
         is_local = self.trials.is_elementwise or not any(map(is_shard, self.partition.parameters))
-        for index in visit_order(len(self.partition.subgroups), step, self.files.first if is_local else 0):
+        # Upwards that is the order of parameters, wherever subgroups end.
+        place = (step, self.files.first) if is_local else (0, 0)
+        for index in visit_order(len(self.partition.subgroups), *place):
             active = tuple(self._active(index, numbers))
             if active:
                 mine = (numbers[id(self.partition.parameters[part.parameter])] for _, part in active)
@@ -199,9 +201,10 @@ class PagedStates:
         layout = Layout.of(states, self.files.device, self.store.block_bytes, paged)
         if layout != subgroup.layout or storage is None:
             storage = self.store.allocate(layout.nbytes) if layout.nbytes else None
-            subgroup.layout = layout if layout.nbytes else None
         if storage is not None:
             layout.collect(states, storage)
+        # Not before: interrupted in between, old bytes would be read in a new layout.
+        subgroup.layout = layout if layout.nbytes else None
         subgroup.templates = layout.templates(states)
         self.store.give(index, storage, is_dirty=True, keep=keep)
 

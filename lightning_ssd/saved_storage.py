@@ -127,10 +127,10 @@ class SavedStorage:
     def queue_write(self, tier: Tier, after: Mark | None) -> bool:
         """READY -> QUEUED. Returns False, with nothing changed, when the tier has no room."""
         self.tier = tier
-        self.state = State.QUEUED
-        self.ledger.num_writes += 1
         queued = False
         try:
+            self.state = State.QUEUED
+            self.ledger.num_writes += 1
             queued = tier.write(self, self.nbytes, after, label=f"saved storage {self.index}")
         finally:
             if not queued:
@@ -223,10 +223,12 @@ class SavedStorage:
     def write_begins(self) -> torch.UntypedStorage | None:
         """QUEUED -> WRITING, unless somebody took it back meanwhile."""
         with self.ledger.lock:
-            if self.state is not State.QUEUED or self.storage is None:
+            # Asked once: the lease may die between two questions, and whoever gets a storage has to end its write.
+            storage = self.storage
+            if self.state is not State.QUEUED or storage is None:
                 return None
             self.state = State.WRITING
-            return self.storage
+            return storage
 
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         """WRITING -> ON_DISK, where memory returns; or, after a failure, back to READY: kept, with nothing lost."""

@@ -100,14 +100,27 @@ def saved_in_full(
     if len(states) <= number:
         raise ConfigError(_missing(path, number))
     saved: Mapping[Any, State] = states[number]["state"]
+    groups: list[dict[str, Any]] = states[number]["param_groups"]
     parameters: dict[Any, torch.Tensor] = dict(_names(module))
-    if all(isinstance(key, int) for key in saved):
-        parameters = dict(enumerate(module.parameters()))
+    if all(isinstance(key, int) for group in groups for key in group["params"]):
+        parameters = _numbered(groups, optimizer, path)
 
     def read(key: Any, parameter: torch.Tensor) -> State:
         return {name: _part(value, parameter) for name, value in saved.get(key, {}).items()}
 
-    return _state_dict(states[number]["param_groups"], parameters, read, optimizer)
+    return _state_dict(groups, parameters, read, optimizer)
+
+
+def _numbered(groups: list[dict[str, Any]], optimizer: Optimizer, path: Path) -> dict[Any, torch.Tensor]:
+    """Parameters by the numbers that plain PyTorch gives them: in the order of the optimizer's groups."""
+    saved, own = ([len(group["params"]) for group in found] for found in (groups, optimizer.param_groups))
+    if saved != own:
+        raise ConfigError(
+            f"{path} has an optimizer with groups of {saved} parameters, and this one has {own}; allowed: the same "
+            "groups. Build the optimizer as it was when the checkpoint was saved"
+        )
+    keys = (key for group in groups for key in group["params"])
+    return dict(zip(keys, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
 
 
 def _state_dict(
@@ -122,6 +135,12 @@ def _state_dict(
     result = []
     for own in optimizer.param_groups:
         keys = [key_of[id(parameter)] for parameter in own["params"]]
+        missing = [str(key) for key in keys if key not in saved_group]
+        if missing and saved_group:
+            raise ConfigError(
+                f"the checkpoint's optimizer does not know {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}; "
+                "allowed: the parameters that were saved. Build the optimizer as it was when the checkpoint was saved"
+            )
         saved = next((saved_group[key] for key in keys if key in saved_group), own)
         result.append({**saved, "params": keys})
     return {"state": _LazyStates(parameters, read), "param_groups": result}

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_ssd.inplace import Origin, inplace_error
+from lightning_ssd.kept_tensor import keep
 from lightning_ssd.shards import is_shard
-from lightning_ssd.tensors import PLAIN_TYPES
+from lightning_ssd.tensors import PLAIN_TYPES, StorageKey
 
 __all__ = ["shards_unwrapped"]
 
@@ -37,9 +38,17 @@ def shards_unwrapped() -> Iterator[None]:
         return
     pack_below, unpack_below = below
 
+    edits = _Edits()
+
     def pack(tensor: torch.Tensor) -> Any:
         if is_shard(tensor) and _may_unwrap(tensor):
-            return _pack_shard(tensor, pack_below)
+            local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+            if not edits.are_known(local):
+                saved = _pack_shard(tensor, pack_below)
+                edits.watch(local, saved.alias)
+                return saved
+        elif edits and type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and edits.are_known(tensor):
+            return keep(tensor, tensor._is_view())
         return pack_below(tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
@@ -50,6 +59,32 @@ def shards_unwrapped() -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+class _Edits:
+    """Remembers which memory was saved as part of a DTensor, to notice edits that only that DTensor has counted.
+
+    Another DTensor over the same memory (``redistribute``, ``from_local``), or the plain tensor of ``to_local``, begins
+    to count anew. The hooks below, which know memory by its storage and its counter, would take it for what they saved
+    before the edit. So it stays in memory.
+    """
+
+    def __init__(self) -> None:
+        self._watched: dict[int, tuple[StorageKey, list[tuple[Any, int]]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._watched)
+
+    def watch(self, local: torch.Tensor, alias: Any) -> None:
+        """``alias`` has the counter of a DTensor that was saved just now."""
+        storage = local.untyped_storage()
+        known = self._watched.setdefault(storage._cdata, (StorageKey(storage), []))
+        known[1].append((alias, alias._version))
+
+    def are_known(self, local: torch.Tensor) -> bool:
+        """Whether the memory was edited since a DTensor over it was saved."""
+        known = self._watched.get(local.untyped_storage()._cdata)
+        return known is not None and any(alias._version != version for alias, version in known[1])
 
 
 def _may_unwrap(tensor: Any) -> bool:

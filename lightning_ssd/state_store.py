@@ -120,6 +120,7 @@ class StateStore:
         begin_s = time.perf_counter()
         with self._changed:
             home.is_wanted = True
+            self._forget_error(home)
             while self._is_coming(index):
                 self._wait()
             home.is_wanted = False
@@ -135,6 +136,10 @@ class StateStore:
                 self._wait_for(home.mark)
                 home.mark = None
             return home.storage
+
+    def _forget_error(self, home: Home) -> None:
+        """Of a read ahead of time, when nobody wanted it: memory may have been short then. It is tried again."""
+        home.error = None
 
     def _is_coming(self, index: int) -> bool:
         """Whether a subgroup that somebody waits for has still to move. Has its read begin if nobody has yet."""
@@ -183,6 +188,8 @@ class StateStore:
             if home.storage is not storage:
                 self._free(home.storage)
             home.storage = storage
+            if self._allocated is not storage:
+                self._free(self._allocated)  # of a step that was interrupted before it gave it
             self._allocated = None
             if storage is None:
                 self._refusals.is_written(home)

@@ -291,7 +291,8 @@ class TensorCache:
             self.ledger.settle()
             record = self._by_storage.get(storage._cdata)
             lease = record.lease() if record is not None and record.lease is not None else None
-            if record is None or lease is None or not record.is_same_value(probe.saved, tensor):
+            is_known = record is not None and lease is not None and record.nbytes == nbytes
+            if record is None or lease is None or not is_known or not record.is_same_value(probe.saved, tensor):
                 self._admit(current, nbytes)
                 lease = self._open(current, storage, nbytes, probe)
             lease.record.num_tensors += 1

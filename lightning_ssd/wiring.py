@@ -50,6 +50,7 @@ class Offloading(ParallelStrategy):
     _offloader: Offloader | None = None
     _size_trial: SizeTrial | None = None
     _num_borders = 0
+    _is_set_up = False
     _stall_watch: StallWatch | None = None
 
     def _configure_offloading(self, policy: OffloadPolicy | None, hardware: HardwareProfile | None) -> None:
@@ -100,9 +101,11 @@ class Offloading(ParallelStrategy):
             default_directory=None if "://" in default_directory else default_directory,
             subdirectory=f"lightning_ssd-rank-{self.global_rank}",
             agree=self._smallest if self.is_distributed else None,
+            num_local_processes=len(self.parallel_devices or ()) or None,
         )
         self._stall_watch = StallWatch(self._from_all) if self.is_distributed and self.compares_stalls else None
         self._size_trial = SizeTrial(trainer)
+        self._is_set_up = False
         # Opened first, so that a directory that cannot serve is refused before the model is moved and optimizers are
         # built. Registered last: moving to the device and converting the precision make new parameter storages.
         offloader.open()
@@ -111,6 +114,7 @@ class Offloading(ParallelStrategy):
         # Last: Lightning has moved the states to the device and looked at the optimizers' classes.
         self.optimizers = [_offloaded(optimizer, offloader) for optimizer in self.optimizers]
         self._warn_of_whole_compile()
+        self._is_set_up = True
 
     @override
     def setup_environment(self) -> None:
@@ -197,7 +201,7 @@ class Offloading(ParallelStrategy):
             if self._size_trial is not None and self._size_trial.is_on:
                 offloader.wait_for_plan()  # a trial is to end with a verdict, not before it
         self._num_borders += 1
-        if self._stall_watch is not None and self._stall_watch.is_due():
+        if self._stall_watch is not None and self._meets_others and self._stall_watch.is_due():
             states = offloader.optimizer_stats
             stall_s = offloader.stats.stall_s + sum(optimizer.stall_s for optimizer in states)
             warning = self._stall_watch.compare(stall_s, time.perf_counter())
@@ -206,9 +210,16 @@ class Offloading(ParallelStrategy):
 
     # -- between processes ---------------------------------------------------------------------------------------
 
+    @property
+    def _meets_others(self) -> bool:
+        """Whether all processes come by here alike. With manual optimization one may have backwards of its own, whose
+        end would wait for who does not come: then each plans by itself.
+        """
+        return not self._is_set_up or self.module.automatic_optimization
+
     def _smallest(self, values: Sequence[float]) -> list[float]:
         """Of each number the smallest that any process has, so that all plan alike."""
-        if not torch.distributed.is_initialized():
+        if not torch.distributed.is_initialized() or not self._meets_others:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.root_device)
         torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)

@@ -8,10 +8,12 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.shard_checkpoint import saved_in_full
 from lightning_ssd.shard_hooks import shards_unwrapped
 from lightning_ssd.shards import as_piece, even_numel, local_of
 from lightning_ssd.stall_watch import StallWatch
@@ -168,6 +170,75 @@ def test_a_dtensor_that_was_edited_before_is_not_taken_for_its_earlier_value(mes
         loss = run()
     offloader.flush()
     assert torch.equal(torch.autograd.grad(loss, x)[0].to_local(), expected)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda y: y.redistribute(placements=y.placements),
+        lambda y: DTensor.from_local(y.to_local(), y.device_mesh, y.placements, run_check=False),
+        lambda y: y.to_local(),
+    ],
+    ids=["redistribute", "from_local", "to_local"],
+)
+def test_another_tensor_over_edited_memory_is_not_taken_for_its_earlier_value(mesh, offloader, again):
+    """The edit is counted by the DTensor that was edited, and by nobody who comes after it."""
+    x, unused = sharded(mesh, requires_grad=True), []
+
+    def run(settle):
+        y = x * 2
+        unused.append(y.sin())  # saved, and never asked for
+        settle()
+        with torch.no_grad():
+            y.add_(1)
+        z = again(y)
+        loss = z.cos().sum()
+        del y, z
+        settle()
+        return loss
+
+    expected = torch.autograd.grad(run(lambda: None), x)[0].to_local()
+    with offloader.saved_tensors(), shards_unwrapped():
+        loss = run(offloader.flush)
+    assert torch.equal(torch.autograd.grad(loss, x)[0].to_local(), expected)
+
+
+def test_a_full_checkpoint_numbers_the_optimizers_parameters():
+    """Frozen layers and several groups: numbers count what the optimizer has, in the order of its groups."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
+    module[0].requires_grad_(False)
+    wanted = list(module.parameters())[2:]
+    groups = [{"params": [p for p in wanted if p.ndim == 2], "lr": 0.5}, {"params": [p for p in wanted if p.ndim == 1]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        parameter.grad = torch.full_like(parameter, float(number + 1))
+    optimizer.step()
+    checkpoint = {"optimizer_states": [optimizer.state_dict()]}
+    fresh = torch.optim.AdamW([{"params": list(group["params"])} for group in groups], lr=9.0)
+    saved = saved_in_full(checkpoint, Path("checkpoint"), 0, module, fresh)
+    assert [group["lr"] for group in saved["param_groups"]] == [0.5, 0.1]
+    for own, group in zip(fresh.param_groups, saved["param_groups"], strict=True):
+        for parameter, key in zip(own["params"], group["params"], strict=True):
+            assert torch.equal(saved["state"][key]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+    other = torch.optim.AdamW(module.parameters())
+    with pytest.raises(ConfigError, match="allowed: the same groups"):
+        saved_in_full(checkpoint, Path("checkpoint"), 0, module, other)
+
+
+def test_a_full_checkpoint_without_states_has_its_options():
+    module = nn.Linear(2, 2)
+    checkpoint = {"optimizer_states": [torch.optim.SGD(module.parameters(), lr=0.001).state_dict()]}
+    saved = saved_in_full(checkpoint, Path("checkpoint"), 0, module, torch.optim.SGD(module.parameters(), lr=0.1))
+    assert saved["param_groups"][0]["lr"] == 0.001
+
+
+def test_a_full_checkpoint_that_lacks_a_parameter_is_refused():
+    module = nn.Linear(2, 2)
+    groups = torch.optim.SGD(module.parameters(), lr=0.001).state_dict()["param_groups"]
+    named = {"state": {}, "param_groups": [{**groups[0], "params": ["weight"]}]}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="does not know bias"):
+        saved_in_full({"optimizer_states": [named]}, Path("checkpoint"), 0, module, optimizer)
 
 
 def test_without_hooks_below_nothing_is_unwrapped(mesh):

@@ -55,7 +55,10 @@ class HeldDirectory:
                 # Held by somebody else, this fails, and theirs is the last word.
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with _suppressed(_NOT_REMOVED):
-                self.path.rmdir()
+                found, held = os.stat(self.path, follow_symlinks=False), os.fstat(folder)
+                # Removed by hand and made again by somebody else, it is theirs.
+                if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
+                    self.path.rmdir()
         except BlockingIOError:
             pass
         finally:

@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.events import EventLog
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.extents import Extent
 from lightning_ssd.storage.host_arena import HostArena
 from lightning_ssd.storage.movers import host_bytes, storage_bytes
 from lightning_ssd.storage.streams import Copies, Mark
-from lightning_ssd.storage.tiers import Progress, ReadOwner, StoredBytes, WriteOwner
+from lightning_ssd.storage.tiers import Progress, ReadOwner, StoredBytes, WriteOwner, check_size, moved_meanwhile
 from lightning_ssd.storage.transfer import Chunk, Transfer, TransferQueue
+from lightning_ssd.tensors import Region
 
 __all__ = ["HostTier"]
 
@@ -208,6 +209,8 @@ class _Write(Transfer):
         self._stored = stored
         self._after = after
         self._lost = False
+        self._storage: torch.UntypedStorage | None = None
+        self._memory: Region | None = None
 
     def begin(self) -> Sequence[Chunk] | None:
         stored, arena = self._stored, self._tier.arena
@@ -218,11 +221,8 @@ class _Write(Transfer):
         if storage is None:
             self._tier.free(stored)
             return None
-        if storage.nbytes() != stored.nbytes:
-            raise StorageError(
-                f"{stored.label} has {storage.nbytes():,} bytes, and had {stored.nbytes:,} when its write was queued; "
-                "saved storages must not be resized"
-            )
+        self._memory = check_size(storage, stored.nbytes, stored.label)
+        self._storage = storage
         arena.prepare(stored.extent, storage.device)
         pieces = arena.pieces(stored.extent, stored.nbytes, self._tier.chunk_bytes)
         return [self._chunk(storage, *piece) for piece in pieces]
@@ -245,7 +245,10 @@ class _Write(Transfer):
         return run
 
     def finish(self, error: BaseException | None) -> None:
-        self._after = None
+        storage, self._storage, self._after = self._storage, None, None
+        if error is None:
+            error = moved_meanwhile(storage, self._memory, self._stored.label)
+        del storage
         if error is None:
             self._owner.write_ended(self._stored, None)
             return

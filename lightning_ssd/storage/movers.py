@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from lightning_ssd.errors import StorageError
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.integrity import checksum
@@ -177,7 +178,13 @@ class DeviceMover:
 
 
 def storage_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
-    """A part of a storage as a byte tensor over the same memory."""
+    """A part of a storage as a byte tensor over the same memory.
+
+    Raises:
+        StorageError: the storage has become smaller; PyTorch would make it larger again.
+    """
+    if start + nbytes > storage.nbytes():
+        raise StorageError(f"a storage of {storage.nbytes():,} bytes has no bytes {start:,} to {start + nbytes:,}")
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
 
 

@@ -26,6 +26,7 @@ from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import Edges, Mover, Piece
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.transfer import Chunk, Transfer, TransferQueue
+from lightning_ssd.tensors import Region
 
 __all__ = ["Progress", "ReadOwner", "SsdTier", "StoredBytes", "Tier", "WriteOwner"]
 
@@ -64,6 +65,33 @@ class Progress(NamedTuple):
     write_busy_s: float
     read_bytes: int
     read_busy_s: float
+
+
+def check_size(storage: torch.UntypedStorage, nbytes: int, label: str) -> Region:
+    """Where the memory of a storage is, when its write begins.
+
+    Raises:
+        StorageError: it has not the size any more with which its write was queued. It stays with its owner then.
+    """
+    if storage.nbytes() != nbytes:
+        raise StorageError(
+            f"{label} has {storage.nbytes():,} bytes, and had {nbytes:,} when its write was queued; saved storages "
+            "must not be resized"
+        )
+    return Region.of(storage)
+
+
+def moved_meanwhile(storage: torch.UntypedStorage | None, memory: Region | None, label: str) -> StorageError | None:
+    """What is wrong with the bytes that were read from ``memory`` while it was written.
+
+    ``untyped_storage().resize_()`` and ``share_memory_()`` give a storage other memory and free what it had, with no
+    sign in its version. What was written may be anything then; what the storage has now is its owner's.
+    """
+    if storage is None or memory is None or Region.of(storage) == memory:
+        return None
+    return StorageError(
+        f"{label} was given other memory while it was written (resize_ or share_memory_); it stays in memory"
+    )
 
 
 class Tier(Protocol):
@@ -273,6 +301,7 @@ class _Write(Transfer):
         self._storage: torch.UntypedStorage | None = None
         self._stored: _SsdBytes | None = None
         self._checksums: list[int | None] = []
+        self._memory: Region | None = None
 
     def begin(self) -> Sequence[Chunk] | None:
         if self._after is not None:
@@ -281,6 +310,7 @@ class _Write(Transfer):
         storage = self._storage = self._owner.write_begins()
         if storage is None:
             return None
+        self._memory = check_size(storage, self.nbytes, self._label)
         edges = self._tier.mover.edges(storage)
         body = storage.nbytes() - len(edges.head) - len(edges.tail)
         self.nbytes = body
@@ -298,7 +328,11 @@ class _Write(Transfer):
         return run
 
     def finish(self, error: BaseException | None) -> None:
-        stored, self._storage, self._after = self._stored, None, None  # the tensor's memory may go now
+        stored, storage = self._stored, self._storage
+        self._storage = self._after = None  # the tensor's memory may go now
+        if error is None:
+            error = moved_meanwhile(storage, self._memory, self._label)
+        del storage
         if stored is not None and error is None:
             checksums = tuple(value for value in self._checksums if value is not None)
             stored = replace(stored, checksums=checksums)

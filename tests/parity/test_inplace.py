@@ -113,6 +113,25 @@ def test_edit_of_a_living_tensor_behind_autograd(tmp_path: Path) -> None:
     assert_same(program, tmp_path, setups=SETUPS)
 
 
+def test_tensors_elsewhere_do_not_disturb_the_error(tmp_path: Path) -> None:
+    """Whoever made the tensor is looked for among all that live, and some of these have no memory."""
+    elsewhere = torch.nn.Linear(2, 2, device="meta")
+    like_it = torch.empty(40, 50, device="meta", requires_grad=True) * 1
+
+    def program(session: Session) -> Any:
+        a = leaf()
+        with session.saved():
+            y = a.exp()
+            y.add_(1)
+            z = y.sum()
+        del y
+        return finish(session, z, a)
+
+    assert_same(program, tmp_path, setups=(SMALL, KEEP), raises=True, moves=False)
+    assert elsewhere.weight.is_meta
+    assert like_it.is_meta
+
+
 def test_legal_edits_stay_legal(tmp_path: Path) -> None:
     """Edits of what is not saved, and of results before anything saves them."""
 

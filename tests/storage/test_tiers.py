@@ -79,7 +79,7 @@ def tier_on(
 
 def stored(tier: SsdTier, nbytes: int, seed: int = 0) -> Owner:
     owner = Owner(random_storage(nbytes + 4096, seed))  # an unaligned edge stays in memory
-    assert tier.write(owner, nbytes, None, label="")
+    assert tier.write(owner, nbytes + 4096, None, label="")
     owner.wait()
     tier.flush()
     return owner

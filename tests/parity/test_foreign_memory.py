@@ -1,0 +1,94 @@
+"""Somebody gives a saved storage other memory while it is written: never a wrong gradient, never freed memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_ssd
+from lightning_ssd.storage.arena import Arena
+from lightning_ssd.storage.backend import Backend, WrappedBackend
+from lightning_ssd.tensors import Region
+
+N = 1 << 18
+NBYTES = 4 * N
+
+
+class HeldBackend(WrappedBackend):
+    """Writes wait, with the address in hand, until they are let go; then they see what is at that address."""
+
+    def __init__(self, inner: Backend, begun: threading.Event, go: threading.Event) -> None:
+        super().__init__(inner)
+        self._begun, self._go = begun, go
+
+    def write(self, arena: Arena, region: Region, offset: int) -> None:
+        self._begun.set()
+        self._go.wait(30)
+        self.inner.write(arena, region, offset)
+
+
+def share(x: torch.Tensor) -> None:
+    x.share_memory_()
+
+
+def grow(x: torch.Tensor) -> None:
+    x.untyped_storage().resize_(2 * NBYTES)
+
+
+@pytest.mark.parametrize("change", [share, grow])
+def test_other_memory_during_the_write(change: Callable[[torch.Tensor], None], tmp_path: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+    offloader = lightning_ssd.Offloader(
+        policy=lightning_ssd.OffloadPolicy(activations="offload", min_tensor_bytes=0),
+        hardware=lightning_ssd.HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True),
+        _wrap_backend=lambda inner: HeldBackend(inner, begun, go),
+    )
+    with offloader:
+        w = torch.full((N,), 3.0, requires_grad=True)
+        x = torch.ones(N)
+        with offloader.saved_tensors():
+            y = (x * w).sum()
+        assert begun.wait(30)
+        change(x)
+        junk = [torch.full((N,), 7.0) for _ in range(8)]  # what has the old memory now
+        go.set()
+        offloader.flush()
+        del x, junk
+        y.backward()
+        assert w.grad is not None
+        assert torch.equal(w.grad, torch.ones(N))
+        with pytest.warns(UserWarning, match="given other memory"):
+            offloader.end_backward()
+        assert offloader.stats.failures >= 1
+
+
+def test_other_memory_before_the_write(tmp_path: Path) -> None:
+    """Emptied while its write is queued, and filled again: the write has nothing to take, and the tensor stays."""
+    begun, go = threading.Event(), threading.Event()
+    offloader = lightning_ssd.Offloader(
+        policy=lightning_ssd.OffloadPolicy(activations="offload", min_tensor_bytes=0),
+        hardware=lightning_ssd.HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True),
+        _wrap_backend=lambda inner: HeldBackend(inner, begun, go),
+    )
+    with offloader:
+        w = torch.full((N,), 3.0, requires_grad=True)
+        others = [torch.ones(N) for _ in range(4)]
+        x = torch.ones(N)
+        with offloader.saved_tensors():
+            y = sum((other * w).sum() for other in others) + (x * w).sum()
+        assert begun.wait(30)
+        x.untyped_storage().resize_(0)
+        go.set()
+        offloader.flush()
+        x.untyped_storage().resize_(NBYTES)
+        x.data.fill_(1.0)
+        del x
+        y.backward()
+        assert w.grad is not None
+        assert torch.equal(w.grad, torch.full((N,), 5.0))
+        with pytest.warns(UserWarning, match="must not be resized"):
+            offloader.end_backward()
