@@ -31,7 +31,7 @@ from tests.helpers import assert_released, raw_bytes
 pytestmark = pytest.mark.timeout(110)
 
 NUM_THREADS = 4
-NUM_PASSES = 60
+NUM_PASSES = 25
 NUM_SAVED = 12
 SIZES = (512, 1030, 4096, 20_001)
 """Elements of float32: some below a block, some of whole blocks, some with edges."""
