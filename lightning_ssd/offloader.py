@@ -212,9 +212,15 @@ class Offloader:
         until :meth:`close`.
 
         Raises:
-            ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names.
+            ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names; or it is on a
+                GPU, and the offloader was opened for the CPU.
         """
         cache, resources = self._opened(), self._resources
+        if cache.device.type == "cpu" and device_of([module]).type == "cuda":
+            raise ConfigError(
+                f"{type(module).__name__} is on a GPU, and this Offloader was opened for the CPU, so that nothing "
+                "would move; allowed: Offloader(device=next(model.parameters()).device), or open(model)"
+            )
         if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
             blocks = find_blocks(module, self.policy.recompute_modules)
             new = {name: block for name, block in blocks.items() if not any(block in known for known in cache.blocks)}

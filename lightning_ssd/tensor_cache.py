@@ -228,6 +228,11 @@ class TensorCache:
                 tier.flush()
 
     @property
+    def device(self) -> torch.device:
+        """Only tensors of this device are moved."""
+        return self._device
+
+    @property
     def is_foreign(self) -> bool:
         """Whether this is a fork of the process that opened us."""
         return os.getpid() != self._pid

@@ -243,3 +243,14 @@ def test_a_module_that_is_registered_again_is_watched_once(spill_dir: Path) -> N
             opened.register_module(module)
         assert [block.__dict__["forward"] for block in model.layers] == stand_ins
     assert not any("forward" in block.__dict__ for block in model.layers)
+
+
+def test_a_module_on_a_gpu_and_an_offloader_for_the_cpu(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened before it knew of any module, it would move nothing and say nothing."""
+    hardware = HardwareProfile(paths=spill_dir, allow_unsuitable_paths=True)
+    with Offloader(hardware=hardware) as offloader:
+        offloader.register_module(torch.nn.Linear(2, 2))
+        offloader.register_module(torch.nn.Linear(2, 2, device="meta"))
+        monkeypatch.setattr("lightning_ssd.offloader.device_of", lambda modules: torch.device("cuda", 0))
+        with pytest.raises(ConfigError, match="device=next"):
+            offloader.register_module(torch.nn.Linear(2, 2))
