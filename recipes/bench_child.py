@@ -7,11 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
-__all__ = ["Child", "ChildDiedError"]
+__all__ = ["Child", "ChildDiedError", "answer_parent"]
 
 _CLOSED_WITHIN_S = 60
 
@@ -118,3 +118,19 @@ def _command(module: str, procs: Path | None) -> Sequence[str]:
         return command
     # The shell enters the group and becomes the worker, whose every byte then counts against the group.
     return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(procs), *command]
+
+
+def answer_parent(serve: Callable[[TextIO, Callable[[dict[str, Any]], None]], None]) -> int:
+    """The other end of a :class:`Child`, for the entry of a worker.
+
+    Args:
+        serve: works off the lines of its first argument, and gives each answer to its second.
+
+    Returns:
+        The exit status.
+    """
+    # Whatever else prints, a plan's report for one, goes to the standard error: this pipe carries answers only.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        serve(sys.stdin, lambda result: print(json.dumps(result), file=answers, flush=True))
+    return 0

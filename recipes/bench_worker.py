@@ -6,7 +6,6 @@ Speaks JSON, one object per line: the job comes first, then commands; each is an
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 import time
@@ -22,6 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak, trim
+from recipes.bench_child import answer_parent
 from recipes.bench_modes import Account, Mode, Settings, open_mode
 from recipes.bench_shapes import Shape
 
@@ -168,11 +168,7 @@ def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
 def main() -> int:
     """Entry of the child process."""
     transformers.logging.set_verbosity_error()  # it remarks on the defaults of a model built from a configuration
-    # Whatever else prints, a plan's report for one, goes to the standard error: this pipe carries answers only.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        serve(sys.stdin, lambda result: print(json.dumps(result), file=answers, flush=True))
-    return 0
+    return answer_parent(serve)
 
 
 if __name__ == "__main__":

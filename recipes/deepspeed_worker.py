@@ -21,6 +21,7 @@ from torch import Tensor
 
 import lightning_ssd
 from lightning_ssd.memory import read_memory, reset_host_peak, trim
+from recipes.bench_child import answer_parent
 from recipes.bench_shapes import Shape
 from recipes.meter import weights_digest
 
@@ -227,11 +228,7 @@ def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
 def main() -> int:
     """Entry of the child process."""
     transformers.logging.set_verbosity_error()  # it remarks on the defaults of a model built from a configuration
-    # Whatever else prints goes to the standard error: this pipe carries answers only.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        serve(sys.stdin, lambda result: print(json.dumps(result), file=answers, flush=True))
-    return 0
+    return answer_parent(serve)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ trained: gradients are made anew for each step from a seed, in memory that is ta
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -27,6 +26,7 @@ from lightning_ssd.memory import MemoryReadings, read_memory, reset_device_peak,
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tensors import Region
+from recipes.bench_child import answer_parent
 from recipes.meter import weights_digest
 from recipes.optimizer_job import BASELINE, OPTIMIZERS, Kind, OptimizerJob
 from recipes.throttle import BucketBackend
@@ -292,11 +292,7 @@ def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
 
 def main() -> int:
     """Entry of the child process."""
-    # Whatever else prints goes to the standard error: this pipe carries answers only.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        serve(sys.stdin, lambda result: print(json.dumps(result), file=answers, flush=True))
-    return 0
+    return answer_parent(serve)
 
 
 if __name__ == "__main__":
