@@ -27,7 +27,7 @@ class Allocation:
         self._last_border_s = 0.0
 
     def enter(self, may_move: bool) -> None:
-        """A pass begins, in which memory is to return or not."""
+        """A pass begins, in which memory is to return or not; or one that expected not to finds that it has to."""
         if self._threshold is not None:
             if may_move:
                 self._threshold.fix()

@@ -17,7 +17,8 @@ from lightning_ssd.allocation import Allocation
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.events import EventLog
 from lightning_ssd.memory import host_available_bytes
-from lightning_ssd.scheduler import Agree, Scheduler, Wishes
+from lightning_ssd.planning.limits import Wishes
+from lightning_ssd.scheduler import Agree, Scheduler
 from lightning_ssd.slots import SlotMover
 from lightning_ssd.state_files import StateFiles
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, open_backend
@@ -105,7 +106,8 @@ def assemble(
         probe = partial(measure_rates, backend, directories[0], nbytes=_PROBE_BYTES)
         meter = TierMeter(ssd, probe, host=host, probe_host=partial(measure_copies, device))
         wishes = _wishes(policy, wear.capacity_bytes, num_local_processes, is_mapped=is_mapped)
-        scheduler = Scheduler(wishes, meter.machine, agree=agree)
+        num_sharing = 1 if _has_own_memory(device) else num_local_processes
+        scheduler = Scheduler(wishes, meter.machine, agree=agree, num_sharing=num_sharing)
         stack.callback(scheduler.close)
     description = f"{why}; in {', '.join(map(printable, directories))}"
     return Parts(

@@ -61,17 +61,18 @@ class LivePasses:
         """A forward begins."""
         self._finish(all_freed=True)
         self.prune()
-        counters = self._ledger.counters
+        counters, level_bytes = self._ledger.counters, 0
         if self._scheduler is not None:
+            level_bytes = self._level()
             current.guide, wants_trace = self._scheduler.guide(
-                current.signature, level_bytes=self._level(), available_bytes=self._available()
+                current.signature, level_bytes=level_bytes, available_bytes=self._available()
             )
             if wants_trace and current.recorder is None:
                 current.recorder = Recorder(self._clock, self._level)
         self._on_enter(current.guide is None or current.guide.may_move)
         if current.begin is None:
             current.begin = PassBegin(
-                self._clock.stamp(), counters.stall_s, counters.bytes_written, counters.bytes_read
+                self._clock.stamp(), level_bytes, counters.stall_s, counters.bytes_written, counters.bytes_read
             )
             self._ledger.window_peak_bytes = counters.resident_bytes
         self._passes.append(current)
@@ -112,6 +113,7 @@ class LivePasses:
             clock=self._clock,
             begin=begin.stamp,
             end=self._clock.stamp(),
+            level_bytes=begin.level_bytes,
             stall_s=counters.stall_s - begin.stall_s,
             peak_bytes=self._ledger.window_peak_bytes,
             written_bytes=counters.bytes_written - begin.written_bytes,

@@ -156,7 +156,7 @@ class Offloader:
             copies=copies,
             scheduler=parts.scheduler,
             recompute=self.policy.activations in ("recompute", "recompute_offload"),
-            on_enter=parts.allocation.enter,
+            on_move=parts.allocation.enter,
         )
         stack.callback(self._cache.close)
         self._last_stats = self._sampled = OffloadStats()

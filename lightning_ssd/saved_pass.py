@@ -25,9 +25,11 @@ __all__ = ["PassBegin", "SavedPass"]
 
 @dataclass(frozen=True, slots=True)
 class PassBegin:
-    """The clock and the counters when a pass began."""
+    """The clock, the memory and the counters when a pass began."""
 
     stamp: Stamp
+    level_bytes: int
+    """Of all memory in use; 0 where nobody plans."""
     stall_s: float
     written_bytes: int
     read_bytes: int

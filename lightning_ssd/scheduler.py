@@ -15,10 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from lightning_ssd.clock import Clock, Stamp
-from lightning_ssd.errors import BudgetError
 from lightning_ssd.metrics import PlanReadings
 from lightning_ssd.planning.comparison import Comparison
 from lightning_ssd.planning.guide import Guide, StoredPlan
+from lightning_ssd.planning.limits import Limits, Others, Wishes
 from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
 from lightning_ssd.planning.recomputation import inner_bytes, with_inner
@@ -28,7 +28,7 @@ from lightning_ssd.planning.watch import Measured, Watch, is_worth_switching
 from lightning_ssd.planning.worth import Worth
 from lightning_ssd.recorder import Recorder
 
-__all__ = ["Agree", "FinishedPass", "Scheduler", "Wishes"]
+__all__ = ["Agree", "FinishedPass", "Scheduler"]
 
 Agree = Callable[[Sequence[float]], list[float]]
 """Gives the smallest of each number over all processes; every process calls it equally often."""
@@ -38,29 +38,7 @@ _log = logging.getLogger(__name__)
 _MAX_KINDS = 64
 _MAX_PLANS = 8
 _DAY_S = 86_400
-_KEEP_SHARE = 0.5
-"""Of the available memory, what a pass without a plan may keep: gradients and optimizer states are still to come."""
-_MARGIN = 0.02
-_MIN_MARGIN_BYTES = 16 << 20
-"""Added to the smallest memory budget that is named: the larger of the two."""
 _NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
-    """What the policy asks for, in bytes."""
-
-    max_slowdown: float
-    min_relief: float = 0.0
-    """Of the peak: without a budget, nothing is moved for less."""
-    activation_budget: int | None = None
-    memory_budget: int | None = None
-    wear_bytes_per_day: int | None = None
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether there is a hard limit."""
-        return self.activation_budget is not None or self.memory_budget is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +54,8 @@ class FinishedPass:
     clock: Clock
     begin: Stamp
     end: Stamp
+    level_bytes: int
+    """All memory in use when it began."""
     stall_s: float
     peak_bytes: int
     written_bytes: int
@@ -87,6 +67,7 @@ class _Kind:
     """All passes of one signature."""
 
     worth: Worth
+    others: Others = field(default_factory=Others)
     plans: OrderedDict[tuple[int, ...], StoredPlan] = field(default_factory=OrderedDict)
     recompute: frozenset[int] = frozenset()
     inner_bytes: dict[int, int] = field(default_factory=dict)
@@ -116,9 +97,12 @@ class Scheduler:
         wishes: of the policy.
         machine: the tiers' rates, measured until now.
         agree: makes processes that train together plan with the same numbers; ``None``: there is one process.
+        num_sharing: processes of this run that share the device's memory.
     """
 
-    def __init__(self, wishes: Wishes, machine: Callable[[], Machine], *, agree: Agree | None = None) -> None:
+    def __init__(
+        self, wishes: Wishes, machine: Callable[[], Machine], *, agree: Agree | None = None, num_sharing: int = 1
+    ) -> None:
         self.trace: Trace | None = None
         self.num_plans = 0
         self.given_up_at: float | None = None
@@ -127,14 +111,14 @@ class Scheduler:
         self._measure = machine
         self._agree = agree
         self._agreed: Machine | None = None
-        self._agreed_limit = math.inf
+        self._limits = Limits(wishes, num_sharing=num_sharing)
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._unread: deque[FinishedPass] = deque()
         self._traced: list[tuple[_Kind, _Traced]] = []
         self._peak_bytes = 0  # of the pass that was traced last
         self._is_following = False
         self._num_borders = 0
-        self._other_bytes: int | None = None
+        self._others = Others()  # of the kind that was traced last
         self._executor: ThreadPoolExecutor | None = None
 
     # -- before a pass -------------------------------------------------------------------------------------------
@@ -151,34 +135,30 @@ class Scheduler:
             BudgetError: the budget cannot be kept by any plan.
         """
         self._poll()
-        wishes = self._wishes
-        kind = self._kinds.setdefault(signature, _Kind(Worth(wishes.max_slowdown)))
+        kind = self._kinds.setdefault(signature, _Kind(Worth(self._wishes.max_slowdown)))
         self._kinds.move_to_end(signature)
         while len(self._kinds) > _MAX_KINDS:
             self._kinds.popitem(last=False)
-        room = 0 if wishes.has_budget else int(_KEEP_SHARE * (available_bytes or 0))
-        if room and kind.worth.keeps:
+        kind.others.level_bytes = level_bytes
+        room = self._limits.look(level_bytes, available_bytes)
+        limit = self._limits.of(kind.others)
+        kind.wants_trace = kind.wants_trace or self._limits.has_moved(kind.others)
+        if limit is None and room and kind.worth.keeps:
             return Guide(room_bytes=room), kind.wants_trace
+        most = room if limit is None else limit  # memory may have become less since a plan was made
         guide = Guide(
-            tuple(reversed(kind.plans.values())),
+            [
+                k
+                for k in reversed(kind.plans.values())
+                if available_bytes is None or k.plan.prediction.peak_bytes <= most
+            ],
             recompute=kind.recompute,
-            room_bytes=room,
-            limit_bytes=self._limit(level_bytes),
+            room_bytes=room if limit is None else min(room, limit),
+            limit_bytes=limit,
             reserve_bytes=max(kind.inner_bytes.values(), default=0),
+            all_counts=self._limits.all_counts,
         )
         return guide, kind.wants_trace
-
-    def _limit(self, level_bytes: int) -> int | None:
-        wishes = self._wishes
-        limits = [self._agreed_limit]
-        if wishes.activation_budget is not None:
-            limits.append(wishes.activation_budget)
-        if wishes.memory_budget is not None:
-            # Nothing was traced yet: half of what is left is for gradients, temporaries and what we do not know.
-            other = self._other_bytes if self._other_bytes is not None else (wishes.memory_budget + level_bytes) // 2
-            limits.append(max(wishes.memory_budget - other, 0))
-        least = min(limits)
-        return None if math.isinf(least) else int(least)
 
     # -- after a pass --------------------------------------------------------------------------------------------
 
@@ -207,6 +187,12 @@ class Scheduler:
         kind = self._kinds.get(done.signature)
         if kind is None:
             return
+        if done.guide.ran_out and self._limits.ran_out():
+            _log.info(
+                "a pass has saved more than there is room for: memory is planned from now on as if it were a budget"
+            )
+            kind.wants_trace = True  # of a pass under that limit, in which memory returns
+            return
         known = done.guide.completed()
         self._is_following = known is not None and done.guide.recompute == kind.recompute
         if done.guide.keeps_all and not self._wishes.has_budget:
@@ -219,7 +205,8 @@ class Scheduler:
         if kind.wants_trace and done.recorder is not None and kind.future is None:
             kind.wants_trace = False
             self.trace = trace = done.recorder.trace(done.end, done.refused)
-            self._other_bytes = max(self._other_bytes or 0, trace.other_peak_bytes)
+            self._others = kind.others
+            self._others.peak_bytes, self._others.traced_level_bytes = trace.other_peak_bytes, done.level_bytes
             if trace.storages:
                 self._peak_bytes = done.peak_bytes
                 self._traced.append((kind, _Traced(done.sizes, trace, done.peak_bytes)))
@@ -245,14 +232,14 @@ class Scheduler:
         return reason is not None
 
     def _submit(self, kind: _Kind, traced: _Traced) -> None:
-        goal, machine = self._goal(traced.trace), self.machine
+        goal, machine = self._goal(traced.trace, kind.others), self.machine
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="lightning_ssd-plan")
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         kind.asked = traced, goal, machine
         kind.future = self._executor.submit(make_plan, traced.trace, machine, goal)
 
-    def _goal(self, trace: Trace) -> Goal:
-        limit, wear = self._limit(0), self._wishes.wear_bytes_per_day
+    def _goal(self, trace: Trace, others: Others) -> Goal:
+        limit, wear = self._limits.of(others), self._wishes.wear_bytes_per_day
         return Goal(
             max_slowdown=self._wishes.max_slowdown,
             min_relief=self._wishes.min_relief,
@@ -268,12 +255,13 @@ class Scheduler:
         return self._agreed or self._measure()
 
     def _agree_with_others(self, agree: Agree) -> None:
-        machine, limit = self._measure(), self._limit(0)
+        machine, limit = self._measure(), self._limits.of(self._others)
         ssd, host = machine.ssd or _NOTHING, machine.host
         floor = 0
-        if limit is not None and self._peak_bytes > limit and self.trace is not None and self.trace.storages:
-            floor = smallest_budget(self.trace, machine, self._goal(self.trace))
-        write, read, capacity, self._agreed_limit, negative_floor = agree(
+        is_asked = self._wishes.has_budget and limit is not None and self._peak_bytes > limit
+        if is_asked and self.trace is not None and self.trace.storages:
+            floor = smallest_budget(self.trace, machine, self._goal(self.trace, self._others))
+        write, read, capacity, self._limits.agreed, negative_floor = agree(
             [
                 ssd.write_bytes_per_s,
                 ssd.read_bytes_per_s,
@@ -286,8 +274,8 @@ class Scheduler:
             ssd=None if machine.ssd is None else replace(ssd, write_bytes_per_s=write, read_bytes_per_s=read),
             host=None if host is None or not capacity else replace(host, capacity_bytes=int(capacity)),
         )
-        if -negative_floor > self._agreed_limit:
-            raise self._impossible(int(-negative_floor))
+        if -negative_floor > self._limits.agreed:
+            raise self._limits.impossible(int(-negative_floor), self._others)
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
@@ -317,13 +305,14 @@ class Scheduler:
         try:
             plan = future.result()
         except BudgetTooSmall as error:
-            if goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes:
-                # The planner does not know of every way to make room (copies that a retained graph drops, say). What
-                # has just been done is possible: go on as this pass did.
-                _log.info("no plan is known for a pass that stays under the budget: %s", error)
+            is_kept = goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes
+            if is_kept or not self._wishes.has_budget:
+                # Nobody has asked for the limit of scarce memory; nor does the planner know of every way to make room
+                # (copies that a retained graph drops, say). This pass was possible: go on like it.
+                _log.info("no plan is known for a pass that was possible: %s", error)
                 kind.unplanned.append(sizes)
                 return
-            raise self._impossible(error.smallest_bytes) from error
+            raise self._limits.impossible(error.smallest_bytes, kind.others) from error
         if plan.recompute != trace.recomputed:
             # Another pass altogether: it is traced and planned again as it really is.
             kind.recompute, kind.wants_trace = plan.recompute, True
@@ -350,25 +339,6 @@ class Scheduler:
         if is_worth_switching(prediction, new.plan.prediction, limit_bytes=limit, max_step_s=max_step_s):
             return new
         return replace(new, plan=replace(old.plan, prediction=prediction, keep_step_s=new.plan.keep_step_s))
-
-    def _impossible(self, smallest_bytes: int) -> BudgetError:
-        wishes, other = self._wishes, self._other_bytes or 0
-        activations = math.inf if wishes.activation_budget is None else wishes.activation_budget
-        if wishes.memory_budget is not None and wishes.memory_budget - other < activations:
-            got = f"OffloadPolicy.memory_budget={wishes.memory_budget}"
-            # What else is in memory differs from run to run by a few MiB: named to the byte, it could fail again.
-            least = smallest_bytes + other
-            least += max(int(_MARGIN * least), _MIN_MARGIN_BYTES)
-            mib = math.ceil(least / 2**20)
-            smallest = f"about {least} bytes ({mib} MiB), of which {other} are not saved activations"
-        else:
-            got, smallest = f"OffloadPolicy.activation_budget={wishes.activation_budget}", f"{smallest_bytes} bytes"
-            smallest += f" ({smallest_bytes / 2**20:.1f} MiB)"
-        wear = "" if wishes.wear_bytes_per_day is None else "raise wear_budget (it limits what may be moved), "
-        return BudgetError(
-            f"{got} bytes cannot be kept by any plan for this model and batch; the smallest possible is {smallest}. "
-            f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes"
-        )
 
     def readings(self) -> PlanReadings | None:
         """Of the last pass; ``None`` if it followed no plan."""

@@ -60,7 +60,7 @@ class TensorCache:
         copies: the device's copy streams; ``None`` on CPU, where work is done when a call returns.
         scheduler: plans what goes where; ``None``: whatever is large enough goes to SSD.
         recompute: recompute every block, whatever is planned.
-        on_enter: told before each pass whether memory is to return while it runs.
+        on_move: told whether memory is to return while a pass runs: before each, and when one finds too little room.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TensorCache:
         copies: Copies | None = None,
         scheduler: Scheduler | None = None,
         recompute: bool = False,
-        on_enter: Callable[[bool], None] = lambda may_move: None,
+        on_move: Callable[[bool], None] = lambda may_move: None,
     ) -> None:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
         self.ledger = Ledger()
@@ -100,8 +100,9 @@ class TensorCache:
             level=partial(level_bytes, device),
             available=partial(available_bytes, device),
             scheduler=scheduler,
-            on_enter=on_enter,
+            on_enter=on_move,
         )
+        self._on_move = on_move
         self._fetcher = Fetcher(
             self.ledger,
             self._passes,
@@ -345,7 +346,10 @@ class TensorCache:
         if self._tiers.ssd is None:
             return Placement.KEEP, "policy"
         if current.guide is not None:
+            had_room = not current.guide.ran_out
             placement = current.guide.place(nbytes)
+            if had_room and current.guide.ran_out:
+                self._on_move(True)  # as this pass did not expect
             return placement, "no plan yet" if current.guide.followed is None else "plan"
         if current.expects_keep(self._passes.book, nbytes):
             return Placement.KEEP, "wanted at once"

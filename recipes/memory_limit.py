@@ -2,6 +2,7 @@
 
     python -m recipes.memory_limit --dir DIR
     python -m recipes.memory_limit --limit 1.5GiB       # of your own; default: half of what the activations take
+    python -m recipes.memory_limit --budget none        # ssd_offload without any option: it finds the limit itself
     python -m recipes.memory_limit --tiny               # a toy size, to try the recipe itself
 
 First plain Lightning trains without a limit; this gives the losses to compare with, and what the training takes. Then
@@ -60,7 +61,7 @@ class Job:
     vocabulary: int = 512
     threads: int = 2
     activation_budget: int | None = None
-    """Bytes of saved activations in memory, for ``mode="ssd"``."""
+    """Bytes of saved activations in memory, for ``mode="ssd"``; ``None``: the strategy without any option."""
 
 
 SIZES = {
@@ -234,6 +235,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.memory_limit", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")
     parser.add_argument("--limit", help="of the group, for example 1.5GiB; default: chosen after the first training")
+    parser.add_argument(
+        "--budget",
+        choices=("half", "none"),
+        default="half",
+        help="of saved activations: half of what the limit leaves, or none: the strategy finds what there is",
+    )
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="a toy size")
@@ -261,7 +268,7 @@ def _trials(args: argparse.Namespace, directory: Path) -> Iterator[Trial]:
     print(f"[2/3] plain Lightning in {limit / _MIB:,.0f} MiB ...", flush=True)
     yield run(job, limit, verbose=args.verbose)
     print(f'[3/3] strategy="ssd_offload" in {limit / _MIB:,.0f} MiB ...', flush=True)
-    budget = max(round(_BUDGET_SHARE * (limit - free.rest_bytes)), _MIB)
+    budget = max(round(_BUDGET_SHARE * (limit - free.rest_bytes)), _MIB) if args.budget == "half" else None
     yield run(replace(job, mode="ssd", activation_budget=budget), limit, verbose=args.verbose)
 
 

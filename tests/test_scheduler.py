@@ -15,11 +15,12 @@ from lightning_ssd.clock import Clock, HostClock
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.planning import worth
 from lightning_ssd.planning.guide import Guide
+from lightning_ssd.planning.limits import Wishes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
-from lightning_ssd.scheduler import Agree, FinishedPass, Scheduler, Wishes
+from lightning_ssd.scheduler import Agree, FinishedPass, Scheduler
 
 NBYTES = 1 << 20
 COUNT = 12
@@ -88,9 +89,10 @@ def run_pass(
     clock: type[Clock] = HostClock,
     stall_s: float = 0.0,
     available_bytes: int | None = None,
+    level_bytes: int = 0,
 ) -> tuple[Guide, bool]:
     """One pass that saves what the trace says."""
-    guide, wants_trace = made.guide(signature, level_bytes=0, available_bytes=available_bytes)
+    guide, wants_trace = made.guide(signature, level_bytes=level_bytes, available_bytes=available_bytes)
     sizes = tuple(storage.nbytes for storage in trace.storages)
     for nbytes in sizes:
         guide.place(nbytes)
@@ -105,6 +107,7 @@ def run_pass(
             clock=clock(),
             begin=0.0,
             end=predicted if step_s is None else step_s,
+            level_bytes=level_bytes,
             stall_s=stall_s,
             peak_bytes=max(sizes, default=0),
             written_bytes=NBYTES,
@@ -267,11 +270,14 @@ def test_an_error_of_the_planner_is_not_swallowed(monkeypatch: pytest.MonkeyPatc
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_budget_there_is_no_limit_and_half_of_the_memory_is_used() -> None:
+def test_without_a_budget_there_is_no_limit_until_two_fifths_of_the_memory_are_used() -> None:
     with opened() as made:
         guide, _ = made.guide("a", level_bytes=123, available_bytes=10 * NBYTES)
         assert guide.limit_bytes is None
-        assert [guide.place(NBYTES) for _ in range(7)] == [Placement.KEEP] * 5 + [Placement.SSD] * 2
+        assert [guide.place(NBYTES) for _ in range(4)] == [Placement.KEEP] * 4
+        assert guide.limit_bytes is None
+        assert [guide.place(NBYTES) for _ in range(2)] == [Placement.SSD] * 2
+        assert guide.limit_bytes == 5 * NBYTES, "the drive is waited for"
 
 
 def test_memory_that_nobody_can_tell_is_not_used() -> None:
@@ -379,6 +385,108 @@ def test_a_budget_that_only_wear_forbids_says_so() -> None:
             with pytest.raises(BudgetError) as raised:
                 made.wait()
         assert ("raise wear_budget" in str(raised.value)) is is_named
+
+
+# -- scarce memory ----------------------------------------------------------------------------------------------------
+
+
+def train_in(made: Scheduler, available: int, *, level: int = 0, other: int = 0, passes: int = 1) -> Guide:
+    """Passes in so much memory; the guide of the last one."""
+    for _ in range(passes):
+        trace = make_trace(other=other)
+        guide, _ = run_pass(made, trace, available_bytes=available, level_bytes=level)
+        made.wait()
+    return guide
+
+
+def test_where_not_everything_fits_memory_itself_is_the_budget() -> None:
+    available = 10 * NBYTES
+    with opened() as made:
+        first = train_in(made, available)
+        assert first.ran_out
+        assert made.num_plans == 0, "it was traced while memory did not return"
+        second = train_in(made, available)
+        assert second.limit_bytes == 4.5 * NBYTES, "of nine tenths half, as long as nobody knows what else comes"
+        assert second.may_move
+        third = train_in(made, available, other=2 * NBYTES)
+        known = third.completed()
+        assert known is not None, "it goes by a plan from now on"
+        assert third.limit_bytes == 9 * NBYTES
+        assert known.plan.prediction.peak_bytes <= 9 * NBYTES
+        assert 0 < known.plan.prediction.written_bytes < COUNT * NBYTES, "no more moves than has to"
+
+
+def test_without_room_nothing_is_given_up_however_slow_the_drive() -> None:
+    """Keeping everything is no choice then."""
+    with opened(machine=machine_of(SLOW)) as made:
+        last = train_in(made, 10 * NBYTES, passes=8)
+        known = last.completed()
+        assert known is not None
+        assert known.plan.moves
+        assert made.given_up_at is None
+
+
+def test_scarce_memory_never_raises() -> None:
+    with opened() as made:
+        for other in (0, 0, 9 * NBYTES, 40 * NBYTES):
+            guide = train_in(made, 10 * NBYTES, other=other, passes=2)
+        assert guide.limit_bytes is not None
+
+
+def test_a_kind_that_fits_in_scarce_memory_keeps_everything() -> None:
+    with opened() as made:
+        train_in(made, 10 * NBYTES, passes=3)
+        small = make_trace(2)
+        for _ in range(3):
+            run_pass(made, small, signature="small", available_bytes=10 * NBYTES)
+            made.wait()
+        known = run_pass(made, small, signature="small", available_bytes=10 * NBYTES)[0].completed()
+        assert known is not None
+        assert not known.plan.moves
+
+
+def test_plans_outlive_small_changes_of_what_is_available_and_not_large_ones() -> None:
+    with opened() as made:
+        assert train_in(made, 10 * NBYTES, passes=3).completed() is not None
+        assert train_in(made, int(9.8 * NBYTES)).completed() is not None
+        less = train_in(made, 5 * NBYTES)
+        assert less.completed() is None, "the plan needs more than there is now"
+        assert less.limit_bytes == int(4.5 * NBYTES)
+        train_in(made, 5 * NBYTES)
+        after = train_in(made, 5 * NBYTES).completed()
+        assert after is not None
+        assert after.plan.prediction.peak_bytes <= 4.5 * NBYTES
+
+
+def test_processes_that_share_the_memory_share_the_room() -> None:
+    made = Scheduler(Wishes(max_slowdown=1.02), machine_of(FAST), num_sharing=3)
+    guide, _ = made.guide("a", level_bytes=0, available_bytes=15 * NBYTES)
+    assert [guide.place(NBYTES) for _ in range(3)] == [Placement.KEEP] * 2 + [Placement.SSD]
+
+
+@pytest.mark.parametrize("clock", [HostClock, LateClock])
+def test_a_memory_budget_makes_room_for_optimizer_states_that_come_with_the_first_step(clock: type[Clock]) -> None:
+    """They are not there while the first pass is traced."""
+    mib, states = 64 * NBYTES, 20 * 64 * NBYTES
+    with opened(memory_budget=40 * mib) as made:
+        for level, other in ((4 * mib, 6 * mib), (4 * mib + states, 6 * mib + states)):
+            for _ in range(4):
+                guide, _ = run_pass(made, make_trace(other=other), level_bytes=level, clock=clock)
+                assert guide.limit_bytes is not None
+                if level > states:
+                    assert guide.limit_bytes <= 40 * mib - states - 6 * mib
+                made.wait()
+        assert guide.limit_bytes == 40 * mib - states - 6 * mib
+        assert guide.completed() is not None
+
+
+def test_a_small_batch_is_not_judged_by_what_a_large_one_needed() -> None:
+    with opened(memory_budget=100 * NBYTES) as made:
+        for signature, other in (("large", 95 * NBYTES), ("small", 5 * NBYTES)):
+            for _ in range(2):
+                guide, _ = run_pass(made, make_trace(3, other=other), signature=signature)
+                made.wait()
+        assert guide.limit_bytes == 95 * NBYTES
 
 
 # -- several processes ------------------------------------------------------------------------------------------------

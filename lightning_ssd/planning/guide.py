@@ -11,6 +11,9 @@ from lightning_ssd.planning.trace import Trace
 
 __all__ = ["Guide", "StoredPlan"]
 
+_FULL = 1.25
+"""Where the room was too small, so many times the room may be resident: the rest is on its way out."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPlan:
@@ -31,9 +34,11 @@ class Guide:
     Args:
         plans: of passes of the same signature, the latest first.
         recompute: blocks that this pass recomputes.
-        room_bytes: how much may be kept without a plan; what exceeds it is moved. 0 moves everything.
+        room_bytes: how much may be kept without a plan; what exceeds it is moved. From then on a little more may be
+            resident, and no more, so that the drive is waited for. 0 moves everything.
         limit_bytes: hard limit of resident saved activations; ``None``: there is none.
         reserve_bytes: of these, what looking ahead leaves for a block that is recomputed.
+        all_counts: the limit was made from all memory, so that freed memory has to return even where nothing moves.
     """
 
     def __init__(
@@ -44,14 +49,19 @@ class Guide:
         room_bytes: int = 0,
         limit_bytes: int | None = None,
         reserve_bytes: int = 0,
+        all_counts: bool = False,
     ) -> None:
         self.recompute = recompute
         self.limit_bytes = limit_bytes
         self.reserve_bytes = reserve_bytes
         self.keeps_all = not plans and room_bytes > 0 and limit_bytes is None
         """Whether nothing has moved so far, and there was no limit: what such a pass takes is what keeping takes."""
+        self.ran_out = False
+        """Whether something was moved for lack of room, without a plan."""
         self._candidates = list(plans)
+        self._all_counts = all_counts
         self._room_bytes = room_bytes
+        self._full_bytes = int(_FULL * room_bytes) or None
         self._num_placed = 0
 
     def place(self, nbytes: int) -> Placement:
@@ -67,15 +77,17 @@ class Guide:
         if nbytes <= self._room_bytes:
             self._room_bytes -= nbytes
             return Placement.KEEP
-        self.keeps_all = False
+        self.keeps_all, self.ran_out = False, True
+        if self.limit_bytes is None:
+            self.limit_bytes = self._full_bytes
         return Placement.SSD
 
     @property
     def may_move(self) -> bool:
         """Whether memory is to return while the pass runs; known before its first storage."""
-        if self._candidates:
+        if self._candidates and not self._all_counts:
             return any(known.plan.moves for known in self._candidates)
-        return self._room_bytes == 0
+        return self._room_bytes == 0 or self.limit_bytes is not None
 
     def block(self, index: int) -> bool:
         """Whether the block call with this number is recomputed."""

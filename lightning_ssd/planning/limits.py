@@ -1,0 +1,157 @@
+"""How much may be resident: what the user allows, what there is, and what needs memory besides saved activations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_ssd.errors import BudgetError
+
+__all__ = ["Limits", "Others", "Wishes"]
+
+_KEEP_SHARE = 0.4
+"""Of the available memory, what a pass without a plan may keep: gradients and optimizer states are still to come."""
+_USABLE_SHARE = 0.9
+"""Of all memory that there is, what plans may count on: allocators waste some, and other processes grow."""
+_BAND = (0.95, 1.25)
+"""Usable memory counts as the same as before while it stays between these multiples: plans outlive small changes."""
+_MARGIN = 0.02
+_MIN_MARGIN_BYTES = 16 << 20
+"""Added to the smallest memory budget that is named: the larger of the two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What the policy asks for, in bytes."""
+
+    max_slowdown: float
+    min_relief: float = 0.0
+    """Of the peak: without a budget, nothing is moved for less."""
+    activation_budget: int | None = None
+    memory_budget: int | None = None
+    wear_bytes_per_day: int | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether there is a hard limit."""
+        return self.activation_budget is not None or self.memory_budget is not None
+
+
+@dataclass(slots=True)
+class Others:
+    """Memory that passes of one kind need besides saved activations, in bytes."""
+
+    peak_bytes: int | None = None
+    """At its worst moment, as traced; ``None``: not traced yet."""
+    level_bytes: int = 0
+    """All memory in use when the latest pass began."""
+    traced_level_bytes: int = 0
+    """The same, of the pass that was traced."""
+
+    @property
+    def grown_bytes(self) -> int:
+        """What has been added since the traced pass: optimizer states come with the first step, after the first pass.
+
+        0 if it is little.
+        """
+        grown = self.level_bytes - self.traced_level_bytes
+        return grown if grown > max(_MIN_MARGIN_BYTES, _MARGIN * self.traced_level_bytes) else 0
+
+
+class Limits:
+    """The limit of resident saved activations, for one process.
+
+    A budget of the policy is one. Where there is none, memory itself becomes one as soon as a pass has found no room
+    for all that it saved (it is *scarce* from then on): what is there, less what everything else needs.
+
+    Args:
+        wishes: of the policy.
+        num_sharing: processes of this run that share the device's memory (on a CPU, all of the machine).
+    """
+
+    def __init__(self, wishes: Wishes, *, num_sharing: int = 1) -> None:
+        self.agreed = math.inf
+        """The smallest limit of all processes that train together."""
+        self._wishes = wishes
+        self._num_sharing = num_sharing
+        self._is_scarce = False
+        self._usable_bytes = 0
+
+    def look(self, level_bytes: int, available_bytes: int | None) -> int:
+        """A pass begins. Returns how much it may keep without a plan.
+
+        Args:
+            level_bytes: memory in use now.
+            available_bytes: memory that could still be had; ``None``: unknown, then nothing is kept without a plan.
+        """
+        if self._wishes.has_budget:
+            return 0
+        if available_bytes is None:
+            return 0
+        available = available_bytes // self._num_sharing
+        usable = int(_USABLE_SHARE * (level_bytes + available))
+        if not self._is_scarce or not _BAND[0] <= usable / max(self._usable_bytes, 1) <= _BAND[1]:
+            self._usable_bytes = usable
+        return int(_KEEP_SHARE * available)
+
+    def ran_out(self) -> bool:
+        """A pass without a plan has found no room for everything. Returns whether this makes memory scarce anew."""
+        if self._wishes.has_budget or self._is_scarce or not self._usable_bytes:
+            return False
+        self._is_scarce = True
+        return True
+
+    def of(self, others: Others) -> int | None:
+        """Resident saved activations that passes with such needs may reach; ``None``: there is no limit."""
+        limits = [self.agreed]
+        if self._wishes.activation_budget is not None:
+            limits.append(self._wishes.activation_budget)
+        total = self._wishes.memory_budget
+        if total is None and self._is_scarce:
+            total = self._usable_bytes
+        if total is not None:
+            limits.append(max(total - self._needed(others, total), 0))
+        least = min(limits)
+        return None if math.isinf(least) else int(least)
+
+    @staticmethod
+    def _needed(others: Others, total: int) -> int:
+        if others.peak_bytes is not None:
+            # What has come since may be part of the peak already, as gradients are: too strict until the next trace.
+            return others.peak_bytes + others.grown_bytes
+        # Half of what is left is for gradients, temporaries and what we do not know.
+        return (total + others.level_bytes) // 2
+
+    @property
+    def all_counts(self) -> bool:
+        """Whether the limit is one of all memory."""
+        return self._wishes.memory_budget is not None or self._is_scarce
+
+    def has_moved(self, others: Others) -> bool:
+        """Whether the limit is no longer the one that the traced pass was planned for."""
+        return self.all_counts and others.peak_bytes is not None and others.grown_bytes > 0
+
+    def impossible(self, smallest_bytes: int, others: Others) -> BudgetError:
+        """The error for a budget that no plan keeps.
+
+        Args:
+            smallest_bytes: of saved activations, for which a plan is known.
+            others: what else is in memory.
+        """
+        wishes, other = self._wishes, others.peak_bytes or 0
+        activations = math.inf if wishes.activation_budget is None else wishes.activation_budget
+        if wishes.memory_budget is not None and wishes.memory_budget - other < activations:
+            got = f"OffloadPolicy.memory_budget={wishes.memory_budget}"
+            # What else is in memory differs from run to run by a few MiB: named to the byte, it could fail again.
+            least = smallest_bytes + other
+            least += max(int(_MARGIN * least), _MIN_MARGIN_BYTES)
+            mib = math.ceil(least / 2**20)
+            smallest = f"about {least} bytes ({mib} MiB), of which {other} are not saved activations"
+        else:
+            got, smallest = f"OffloadPolicy.activation_budget={wishes.activation_budget}", f"{smallest_bytes} bytes"
+            smallest += f" ({smallest_bytes / 2**20:.1f} MiB)"
+        wear = "" if wishes.wear_bytes_per_day is None else "raise wear_budget (it limits what may be moved), "
+        return BudgetError(
+            f"{got} bytes cannot be kept by any plan for this model and batch; the smallest possible is {smallest}. "
+            f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes"
+        )
