@@ -2,8 +2,8 @@
 
 Note: Where a pass begins
     In Fabric the user calls the model and computes the loss himself. So a stand-in for ``forward`` of what
-    ``fabric.setup`` returns (``stand_in.py``) enters ``offloader.saved_tensors()``. What the loss saves outside of it
-    stays in memory, where backward wants it first. ``strategy.saved_tensors()`` covers more.
+    ``fabric.setup`` returns (``around_forward.py``) enters ``offloader.saved_tensors()``. What the loss saves outside
+    of it stays in memory, where backward wants it first. ``strategy.saved_tensors()`` covers more.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ssd.around_forward import AroundForward
 from lightning_ssd.checkpoint import StreamedCheckpointIO
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.one_device import become_one_device
 from lightning_ssd.signature import signature_of
-from lightning_ssd.stand_in import StandIn
 from lightning_ssd.stats import OffloadStats
 from lightning_ssd.wiring import register_name
 
@@ -129,7 +129,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         checked = Offloader(policy=policy, hardware=hardware)  # opens nothing
         self.policy, self.hardware = checked.policy, checked.hardware
         self._offloader: Offloader | None = None
-        self._stand_ins: list[StandIn] = []
+        self._stand_ins: list[AroundForward] = []
         self._is_closed = False
         self._is_setting_up = False
         self._has_seen_forward = False
@@ -245,7 +245,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         wrapped = super().setup_module(module) if self.is_distributed else module
         self._stand_ins = [stood for stood in self._stand_ins if stood.module is not None]
         if all(stood.module is not wrapped for stood in self._stand_ins):
-            self._stand_ins.append(StandIn(wrapped, self._around_forward))
+            self._stand_ins.append(AroundForward(wrapped, self._around_forward))
         if self._offloader is not None and self._offloader.is_open:
             self._offloader.register_module(wrapped)
         return wrapped

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "events", "shards", "stats", "tensors", "memory", "first_calls", "wording", "stand_in"),
     (
         "storage",
+        "around_forward",
         "planning",
         "metrics",
         "inplace",
