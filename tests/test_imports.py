@@ -48,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("optimizer",),
     ("assembly",),
     ("offloader",),
+    ("ddp_options",),
     ("parallel", "one_device"),
     ("checkpoint", "size_trial"),
     ("wiring",),
