@@ -19,6 +19,7 @@ from lightning_ssd.refusals import Refusals
 from lightning_ssd.slots import SlotMover, Slots
 from lightning_ssd.state_home import Copy, Home, Reader, Where, Writer, copied
 from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.mapped import PAGE_BYTES
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
 
@@ -49,7 +50,7 @@ class StateStore:
         device: torch.device,
         num_slots: int,
         mark: Callable[[], Mark | None] = lambda: None,
-        block_bytes: int = 4096,
+        block_bytes: int = PAGE_BYTES,
         host: HostTier | None = None,
         wait: Callable[[Mark], None] = lambda mark: mark.synchronize(),
     ) -> None:
@@ -120,12 +121,12 @@ class StateStore:
         begin_s = time.perf_counter()
         with self._changed:
             home.is_wanted = True
-            self._forget_error(home)
+            home.take_error()  # of a read ahead of time, when nobody wanted it: memory may have been short then
             while self._is_coming(index):
                 self._wait()
             home.is_wanted = False
             self.stall_s += time.perf_counter() - begin_s
-            error, home.error = home.error, None
+            error = home.take_error()
             if error is not None:
                 error.add_note(f"This was a read of the optimizer states of subgroup {index}.")
                 raise error
@@ -136,10 +137,6 @@ class StateStore:
                 self._wait_for(home.mark)
                 home.mark = None
             return home.storage
-
-    def _forget_error(self, home: Home) -> None:
-        """Of a read ahead of time, when nobody wanted it: memory may have been short then. It is tried again."""
-        home.error = None
 
     def _is_coming(self, index: int) -> bool:
         """Whether a subgroup that somebody waits for has still to move. Has its read begin if nobody has yet."""
