@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("inner_step", "slots"),
     ("master_weights",),
     ("state_layout", "slicing", "state_home"),
-    ("refusals",),
+    ("refusals", "state_destinations"),
     ("partition", "state_store", "state_files"),
     ("state_snapshot", "state_loading", "shard_checkpoint"),
     ("paged_states",),
