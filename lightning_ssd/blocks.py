@@ -7,16 +7,12 @@ as in every checkpoint.
 
 from __future__ import annotations
 
-import operator
 import sys
 import threading
-import types
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +20,7 @@ from torch import nn
 
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.recompute import CallInputs, device_of, is_plain, recompute, who_else_decides
+from lightning_ssd.stand_in import StandIn
 
 __all__ = ["BlockObserver", "Blocks", "find_blocks"]
 
@@ -204,9 +201,8 @@ class Blocks:
     """Stands in for the ``forward`` of each block, as long as it is installed.
 
     A context manager; so is :meth:`observe`, which is entered around one forward. Modules are held weakly. Copies of
-    a model (``copy.deepcopy``, ``pickle``, ``torch.save``) are copies of the model without us. A shallow copy
-    (``copy.copy``, ``nn.DataParallel``) still calls the module that it was copied from, as with every ``forward`` that
-    is set on an instance.
+    a model are copies without us, see :class:`StandIn`. The replicas of ``nn.DataParallel`` still call the module that
+    they were made of, as with every ``forward`` that is set on an instance.
 
     Args:
         modules: the blocks by name, as :func:`find_blocks` gives them.
@@ -235,7 +231,7 @@ class Blocks:
 
     def __contains__(self, module: object) -> bool:
         """Whether we stand in for this module."""
-        return any(wrapper.stands_for(module) for wrapper in self._wrappers)
+        return any(wrapper.module is module for wrapper in self._wrappers)
 
     @property
     def refused(self) -> dict[str, str]:
@@ -269,67 +265,22 @@ class Blocks:
         self._wrappers.clear()
 
 
-class _Wrapper:
-    """The ``forward`` of one block.
-
-    The module is held weakly: a module that holds itself would only be freed by the garbage collector, with all its
-    memory. What it had instead of the ``forward`` of its class (``earlier``) is called as we found it.
-    """
+class _Wrapper(StandIn):
+    """The ``forward`` of one block."""
 
     def __init__(self, name: str, module: nn.Module, active: _Active, warned: set[str]) -> None:
         self.name = name
         self._active = active
         self._warned = warned
-        self._module = weakref.ref(module)
-        self._earlier: Callable[..., Any] | None = module.__dict__.get("forward")
         self._refusal: str | None = None
         self._edited = False
         self._probes: list[tuple[torch.Tensor, int]] = []
-        module.__dict__["forward"] = self  # past setters that a module may have of its own
-
-    # -- a callable that looks like what it stands for -----------------------------------------------------------
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """What we stand for; this is how ``inspect`` finds the signature."""
-        if self._earlier is not None:
-            return self._earlier
-        module = self._module()
-        if module is None:
-            raise ReferenceError(f"block {self.name!r} is gone; keep the module as long as its forward is called")
-        # Looked up each time: FSDP gives modules another class after they are built.
-        return types.MethodType(type(module).forward, module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__wrapped__, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return deepcopy(self.__wrapped__, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as what we stand for, so that the copy needs neither us nor the original's weights."""
-        if self._earlier is not None:
-            return operator.getitem, ((self._earlier,), 0)
-        return getattr, (self._module(), "forward")
-
-    def stands_for(self, module: object) -> bool:
-        return self._module() is module
+        super().__init__(module, label=f"block {name!r}")
 
     def remove(self) -> None:
         self._active = _NOBODY
         self._probes.clear()
-        module = self._module()
-        if module is None or module.__dict__.get("forward") is not self:
-            return
-        earlier = self._earlier
-        while isinstance(earlier, _Wrapper) and earlier._active is _NOBODY:
-            earlier = earlier._earlier  # removed before us, while we stood in front of it
-        if earlier is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = earlier
-
-    # -- calls ---------------------------------------------------------------------------------------------------
+        super().remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self._active.observer is None or not torch.is_grad_enabled():

@@ -2,8 +2,8 @@
 
 Note: Where a pass begins
     In Fabric the user calls the model and computes the loss himself. So a stand-in for ``forward`` of what
-    ``fabric.setup`` returns (``stand_in.py``) enters ``offloader.saved_tensors()``. What the loss saves outside of it
-    stays in memory, where backward wants it first. ``strategy.saved_tensors()`` covers more.
+    ``fabric.setup`` returns (``around_forward.py``) enters ``offloader.saved_tensors()``. What the loss saves outside
+    of it stays in memory, where backward wants it first. ``strategy.saved_tensors()`` covers more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import Any, NoReturn, Self
 
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
@@ -31,19 +31,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ssd.around_forward import AroundForward
 from lightning_ssd.checkpoint import StreamedCheckpointIO
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.ddp_options import StartMethod, check_start_method, ddp_arguments
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.one_device import become_one_device
 from lightning_ssd.signature import signature_of
-from lightning_ssd.stand_in import StandIn
 from lightning_ssd.stats import OffloadStats
 from lightning_ssd.wiring import register_name
 
 __all__ = ["SSDOffloadFabricStrategy", "register"]
-
-_StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class SSDOffloadFabricStrategy(DDPStrategy):
@@ -97,24 +96,21 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
-        start_method: _StartMethod = "popen",
+        start_method: StartMethod = "popen",
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         broadcast_buffers: bool | None = None,
         bucket_cap_mb: float | None = None,
     ) -> None:
-        if start_method not in get_args(_StartMethod):
-            allowed = ", ".join(map(repr, get_args(_StartMethod)))
-            raise ConfigError(f"{type(self).__name__}.start_method={start_method!r}; allowed: {allowed}")
-        ddp: dict[str, Any] = {
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "bucket_cap_mb": bucket_cap_mb,
-        }
-        if broadcast_buffers is not None:  # PyTorch 2.13 warns whoever passes this one at all
-            ddp["broadcast_buffers"] = broadcast_buffers
+        check_start_method(self, start_method)
+        ddp = ddp_arguments(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+        )
         super().__init__(
             accelerator,
             parallel_devices,
@@ -129,7 +125,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         checked = Offloader(policy=policy, hardware=hardware)  # opens nothing
         self.policy, self.hardware = checked.policy, checked.hardware
         self._offloader: Offloader | None = None
-        self._stand_ins: list[StandIn] = []
+        self._stand_ins: list[AroundForward] = []
         self._is_closed = False
         self._is_setting_up = False
         self._has_seen_forward = False
@@ -245,7 +241,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         wrapped = super().setup_module(module) if self.is_distributed else module
         self._stand_ins = [stood for stood in self._stand_ins if stood.module is not None]
         if all(stood.module is not wrapped for stood in self._stand_ins):
-            self._stand_ins.append(StandIn(wrapped, self._around_forward))
+            self._stand_ins.append(AroundForward(wrapped, self._around_forward))
         if self._offloader is not None and self._offloader.is_open:
             self._offloader.register_module(wrapped)
         return wrapped

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
@@ -107,18 +106,6 @@ class SSDOffloadFSDPStrategy(Offloading, ModelParallelStrategy):
                 f"{type(self).__name__} got OffloadPolicy.master_weights=True; allowed: False. Parameters in float32 "
                 "with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) are such weights"
             )
-
-    @property
-    def module(self) -> pl.LightningModule:
-        """The LightningModule."""
-        if self.lightning_module is None:
-            raise RuntimeError(f"{type(self).__name__} has no LightningModule yet; it gets one from Trainer.fit")
-        return self.lightning_module
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there is more than one process."""
-        return self.num_nodes * self.num_processes > 1
 
     @override
     def _configure_launcher(self) -> None:

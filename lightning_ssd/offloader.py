@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -33,6 +30,7 @@ from lightning_ssd.stats import OffloadStats, OptimizerStats
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.streams import Copies, CudaCopies
 from lightning_ssd.tensor_cache import TensorCache
+from lightning_ssd.unclosed import close_in_any_case
 from lightning_ssd.wear_meter import WearMeter
 
 __all__ = ["Offloader"]
@@ -122,9 +120,7 @@ class Offloader:
             with ExitStack() as stack:
                 self._open(stack, self._device or device_of(modules))
                 self._resources = stack.pop_all()
-                self._finalizer = weakref.finalize(self, _close_elsewhere, self._resources, os.getpid())
-                self._finalizer.atexit = False  # no thread can be started then; see _close_all
-                _open_offloaders.add(self)
+                self._finalizer = close_in_any_case(self, self._resources)
         for module in modules:
             self.register_module(module)
         return self
@@ -396,24 +392,3 @@ def _typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:
         got = f"{name}={value!r} is a {type(value).__name__}"
         raise ConfigError(f"{got}; allowed: {cls.__name__}, for example {example}")
     return value
-
-
-_open_offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
-
-
-def _close_elsewhere(resources: ExitStack, pid: int) -> None:
-    """For an offloader that was dropped without being closed.
-
-    This runs wherever the garbage collector does: perhaps under a lock that a worker waits for, perhaps in a worker. So
-    nothing is joined here.
-    """
-    if os.getpid() == pid:
-        threading.Thread(target=resources.close, name="lightning_ssd-close").start()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Before the interpreter goes, so that no daemon thread touches a dying torch."""
-    for offloader in list(_open_offloaders):
-        offloader.abort()
-        offloader.close()

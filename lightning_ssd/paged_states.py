@@ -14,7 +14,8 @@ from lightning_ssd.events import EventLog, StallEvent
 from lightning_ssd.inner_step import GroupChanges, InnerStep, State
 from lightning_ssd.master_weights import lift, lower
 from lightning_ssd.partition import Partition
-from lightning_ssd.planning.subgroups import Part, half_duplex_rate, respread, spread, visit_order
+from lightning_ssd.planning.spreading import half_duplex_rate, respread, spread
+from lightning_ssd.planning.subgroups import Part, visit_order
 from lightning_ssd.shards import even_numel, is_shard
 from lightning_ssd.slicing import Trials
 from lightning_ssd.state_files import StateFiles

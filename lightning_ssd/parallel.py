@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -38,12 +38,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ssd.ddp_options import StartMethod, check_start_method
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["GroupOptions", "HookOptions", "OneOrManyDevices", "StartMethod"]
+__all__ = ["GroupOptions", "HookOptions", "OneOrManyDevices", "WithModule"]
 
 _T = TypeVar("_T")
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class GroupOptions(NamedTuple):
@@ -66,7 +66,30 @@ class HookOptions(NamedTuple):
     """Steps between averages of the parameters; with post-local SGD only."""
 
 
-class OneOrManyDevices(ParallelStrategy):
+class WithModule(ParallelStrategy):
+    """What strategies tell of their module and processes."""
+
+    num_nodes: int
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The LightningModule without wrappers."""
+        if self.lightning_module is None:
+            raise RuntimeError(f"{type(self).__name__} has no LightningModule yet; it gets one from Trainer.fit")
+        return self.lightning_module
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process. Lightning asks too."""
+        return self.num_nodes * self.num_processes > 1
+
+
+class OneOrManyDevices(WithModule):
     """Data parallel training with as little machinery as the number of processes needs.
 
     Args:
@@ -92,9 +115,7 @@ class OneOrManyDevices(ParallelStrategy):
         ddp_arguments: dict[str, Any],
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        if group.start_method not in get_args(StartMethod):
-            allowed = ", ".join(map(repr, get_args(StartMethod)))
-            raise ConfigError(f"{type(self).__name__}.start_method={group.start_method!r}; allowed: {allowed}")
+        check_start_method(self, group.start_method)
         self.num_nodes = 1
         self.process_group_backend = group.backend
         self._timeout = group.timeout
@@ -123,23 +144,6 @@ class OneOrManyDevices(ParallelStrategy):
         return {"period": period, "warmup_steps": state.start_localSGD_iter}
 
     # -- who and where -------------------------------------------------------------------------------------------
-
-    @property
-    def module(self) -> pl.LightningModule:
-        """The LightningModule without wrappers."""
-        if self.lightning_module is None:
-            raise RuntimeError(f"{type(self).__name__} has no LightningModule yet; it gets one from Trainer.fit")
-        return self.lightning_module
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices or ())
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there is more than one process. Lightning asks too."""
-        return self.num_nodes * self.num_processes > 1
 
     @property
     @override

@@ -28,7 +28,6 @@ class Slots:
         self._device = device
         self._spare: list[ctypes.Array[ctypes.c_char]] = []
         self._lent: dict[int, ctypes.Array[ctypes.c_char]] = {}
-        self.mapped_bytes = 0
         self.num_lent = self.lent_bytes = self.peak_bytes = 0
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
@@ -51,12 +50,9 @@ class Slots:
             array = min(fitting, key=len)
             self._spare.remove(array)
         else:
-            if self._spare:  # too small: a larger one takes its place
-                small = self._spare.pop()
-                self.mapped_bytes -= len(small)
-                del small
+            if self._spare:
+                self._spare.pop()  # too small: a larger one takes its place
             array = MappedBlock(-(-nbytes // PAGE_BYTES) * PAGE_BYTES).export()
-            self.mapped_bytes += len(array)
         self._lent[ctypes.addressof(array)] = array
         return torch.frombuffer(array, dtype=torch.uint8, count=nbytes).untyped_storage()
 
@@ -77,11 +73,10 @@ class Slots:
     def trim(self, num: int) -> None:
         """Free what is spare beyond ``num`` pieces, lent ones counted."""
         while self._spare and len(self._spare) + len(self._lent) > num:
-            self.mapped_bytes -= len(self._spare.pop())
+            self._spare.pop()
 
     def clear(self) -> None:
         """Free what is not lent."""
-        self.mapped_bytes -= sum(map(len, self._spare))
         self._spare.clear()
 
 

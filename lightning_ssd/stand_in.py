@@ -1,4 +1,4 @@
-"""Something of ours around the ``forward`` of one module, for those who do not call it themselves."""
+"""Something of ours in the place of one method of one module, which copies of the module do not take along."""
 
 from __future__ import annotations
 
@@ -6,89 +6,59 @@ import operator
 import types
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from copy import deepcopy
-from types import TracebackType
-from typing import Any, TypeVar, cast
+from copy import copy, deepcopy
+from typing import Any
 
-import torch
 from torch import nn
 
-__all__ = ["Around", "StandIn"]
-
-Around = Callable[[nn.Module, Any], AbstractContextManager[None] | None]
-"""Given a module and the arguments of a call: what to enter around it; ``None``: the call is left alone."""
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _uncompiled(function: _F) -> _F:
-    """The compiler does not look at the function, nor at what it calls."""
-    return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-
-
-def _stepped_over(function: _F) -> _F:
-    """The compiler does not look at the function, but at what it calls."""
-    return cast(_F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+__all__ = ["StandIn"]
 
 
 class StandIn:
-    """Stands in for the ``forward`` of a module until it is removed, or until nobody wants it any more.
+    """Stands in for a method of a module until it is removed. Who derives from it says what a call does.
 
-    Not hooks of the module: they are not told of a ``KeyboardInterrupt``, after which saved-tensor hooks would stay
-    installed, and copies of a module take its hooks with them. Copies of this module (``copy.deepcopy``, ``pickle``,
-    ``torch.save``) are copies without us.
+    Not hooks of the module: they are not told of a ``KeyboardInterrupt``, and copies of a module take its hooks with
+    them. Copies of this module (``copy.copy``, ``copy.deepcopy``, ``pickle``, ``torch.save``) are copies without us:
+    they have what stood there before, or the method of their class. Where a class copies the ``__dict__`` by a
+    ``__deepcopy__`` or ``__reduce__`` of its own, its copies get a bound method of theirs, which is a cycle.
 
-    Stays outside of compiled code: of a module that was compiled in place (``module.compile()``), which is called in
-    another way, and of one whose ``forward`` is compiled below us (``torch.compile(module)``).
+    The module is held weakly: a module that holds itself is only freed by the garbage collector, with all its memory.
 
     Args:
-        module: held weakly, since it holds us.
-        around: a bound method. Its object is held weakly; when it is gone, the module has its own forward again.
+        module: the module.
+        name: of the method.
+        label: what to call the module in an error.
     """
 
-    def __init__(self, module: nn.Module, around: Around) -> None:
-        self._around: Callable[[], Around | None] = weakref.WeakMethod(around)
+    def __init__(self, module: nn.Module, name: str = "forward", *, label: str = "the module") -> None:
         self._module = weakref.ref(module)
-        self._name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
-        self._earlier: Callable[..., Any] | None = module.__dict__.get(self._name)
-        module.__dict__[self._name] = self  # past setters that a module may have of its own
-
-    @_stepped_over
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward, context = self._look(args, kwargs)
-        if context is None:
-            return forward(*args, **kwargs)
-        with context:
-            return forward(*args, **kwargs)
-
-    @_uncompiled
-    def _look(self, args: Any, kwargs: Any) -> tuple[Callable[..., Any], _Uncompiled | None]:
-        around, module = self._around(), self._module()
-        if around is None:
-            self.remove()
-        context = None if around is None or module is None else around(module, (args, kwargs))
-        return self.__wrapped__, None if context is None else _Uncompiled(context)
-
-    def remove(self) -> None:
-        """Give the module its forward back. Idempotent. Where somebody has replaced it since, theirs stays."""
-        self._around = _nobody
-        module = self._module()
-        if module is None or module.__dict__.get(self._name) is not self:
-            return
-        earlier = self._earlier
-        while isinstance(earlier, StandIn) and earlier._around is _nobody:
-            earlier = earlier._earlier  # removed before us, while we stood in front of it
-        if earlier is None:
-            del module.__dict__[self._name]
-        else:
-            module.__dict__[self._name] = earlier
-
-    # -- a callable that looks like what it stands for -----------------------------------------------------------
+        self._name = name
+        self._label = label
+        self._earlier: Callable[..., Any] | None = module.__dict__.get(name)
+        self._is_removed = False
+        module.__dict__[name] = self  # past setters that a module may have of its own
+        if not isinstance(module.__dict__.get("__getstate__"), _StateWithoutUs):
+            _StateWithoutUs(module, "__getstate__", label=label)
 
     @property
     def module(self) -> nn.Module | None:
-        """Whose forward it is; ``None``: the module is gone."""
+        """Whose method it is; ``None``: the module is gone."""
         return self._module()
+
+    def remove(self) -> None:
+        """Give the module its method back. Idempotent. Where somebody has replaced it since, theirs stays."""
+        self._is_removed = True
+        module = self._module()
+        if module is None:
+            return
+        if module.__dict__.get(self._name) is self:
+            earlier = self._earlier
+            while isinstance(earlier, StandIn) and earlier._is_removed:
+                earlier = earlier._earlier  # removed before us, while we stood in front of it
+            _put(module.__dict__, self._name, earlier)
+        _StateWithoutUs.remove_last(module)
+
+    # -- a callable that looks like what it stands for -----------------------------------------------------------
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -97,8 +67,9 @@ class StandIn:
             return self._earlier
         module = self._module()
         if module is None:
-            raise ReferenceError("the module is gone; keep it as long as its forward is called")
-        return types.MethodType(type(module).forward, module)
+            raise ReferenceError(f"{self._label} is gone; keep the module as long as its {self._name} is called")
+        # Looked up each time: FSDP gives modules another class after they are built.
+        return types.MethodType(getattr(type(module), self._name), module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__wrapped__, name)
@@ -110,25 +81,38 @@ class StandIn:
         """Pickled as what we stand for, so that the copy needs neither us nor the original's weights."""
         if self._earlier is not None:
             return operator.getitem, ((self._earlier,), 0)
-        return getattr, (self._module(), "forward")
+        return getattr, (self._module(), self._name)
 
 
-def _nobody() -> None:
-    """Who wants something of a stand-in that is removed."""
+class _StateWithoutUs(StandIn):
+    """What copies of a module are made of, as its class gives it, without stand-ins.
+
+    One per module, as long as it has others. Only here can an entry be left out of the copy's ``__dict__``: whatever
+    the copy of a stand-in itself were, it would have to hold the copy of the module.
+    """
+
+    def __call__(self) -> Any:
+        state = self.__wrapped__()
+        if not isinstance(state, dict):
+            return state
+        state = copy(state)  # it may be the module's own
+        for name, value in list(state.items()):
+            while isinstance(value, StandIn):
+                value = value._earlier
+                _put(state, name, value)
+        return state
+
+    @staticmethod
+    def remove_last(module: nn.Module) -> None:
+        """Remove the module's one if nothing of ours stands in there any more."""
+        ours = [value for value in module.__dict__.values() if isinstance(value, StandIn) and not value._is_removed]
+        if len(ours) == 1 and isinstance(ours[0], _StateWithoutUs):
+            ours[0].remove()
 
 
-class _Uncompiled:
-    """A context whose own code is not looked at by the compiler, whatever it does with what runs inside."""
-
-    def __init__(self, context: AbstractContextManager[None]) -> None:
-        self._context = context
-
-    @_uncompiled
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    @_uncompiled
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._context.__exit__(exc_type, exc, traceback)
+def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
+    """Set an attribute; ``None``: there shall be none of this name."""
+    if value is None:
+        del attributes[name]
+    else:
+        attributes[name] = value

@@ -80,8 +80,14 @@ class Home:
     is_stuck: bool = False
     """Whether its last write failed: it has a piece of memory beyond the others' until it can be written."""
     error: BaseException | None = None
+    """Of its last read, until somebody takes it."""
     tried: set[int] = field(default_factory=set)
     """Paths that the write under way was refused by."""
+
+    def take_error(self) -> BaseException | None:
+        """What its last read failed with, once."""
+        error, self.error = self.error, None
+        return error
 
     def replace_copy(self, copy: Copy | None) -> None:
         """Another one, or none, is good now."""

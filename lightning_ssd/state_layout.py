@@ -11,13 +11,13 @@ import torch
 
 from lightning_ssd.inner_step import State
 from lightning_ssd.shards import local_of, spec_of, wrap
+from lightning_ssd.storage.mapped import PAGE_BYTES
 from lightning_ssd.tensors import PLAIN_TYPES
 
-__all__ = ["MIN_NBYTES", "MOVED", "PAGE_NBYTES", "Field", "Layout", "moves", "owned"]
+__all__ = ["MIN_NBYTES", "MOVED", "Field", "Layout", "moves", "owned"]
 
 MIN_NBYTES = 4096
 """Smaller states (step counts, biases) stay in memory."""
-PAGE_NBYTES = 4096
 _LINE_NBYTES = 64
 
 
@@ -73,7 +73,7 @@ class Layout:
         """
         fields, end = [], 0
         for part, state in enumerate(states):
-            unit = PAGE_NBYTES if paged[part] else _LINE_NBYTES
+            unit = PAGE_BYTES if paged[part] else _LINE_NBYTES
             for key, value in state.items():
                 if moves(value, device):
                     start = -(-end // unit) * unit

@@ -17,8 +17,10 @@ import torch
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.refusals import Refusals
 from lightning_ssd.slots import SlotMover, Slots
-from lightning_ssd.state_home import Copy, Home, Reader, Where, Writer, copied
+from lightning_ssd.state_destinations import Destinations
+from lightning_ssd.state_home import Copy, Home, Reader, Where, copied
 from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.mapped import PAGE_BYTES
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
 
@@ -49,7 +51,7 @@ class StateStore:
         device: torch.device,
         num_slots: int,
         mark: Callable[[], Mark | None] = lambda: None,
-        block_bytes: int = 4096,
+        block_bytes: int = PAGE_BYTES,
         host: HostTier | None = None,
         wait: Callable[[Mark], None] = lambda mark: mark.synchronize(),
     ) -> None:
@@ -61,7 +63,7 @@ class StateStore:
         self._mover = mover
         self.slots = Slots(device)
         self._mark, self._wait_for = mark, wait
-        self._host = host
+        self._destinations = Destinations(self.tiers, host, mark)
         self._homes: list[Home] = []
         self._queue: deque[int] = deque()
         self._num_allowed = num_slots
@@ -120,12 +122,12 @@ class StateStore:
         begin_s = time.perf_counter()
         with self._changed:
             home.is_wanted = True
-            self._forget_error(home)
+            home.take_error()  # of a read ahead of time, when nobody wanted it: memory may have been short then
             while self._is_coming(index):
                 self._wait()
             home.is_wanted = False
             self.stall_s += time.perf_counter() - begin_s
-            error, home.error = home.error, None
+            error = home.take_error()
             if error is not None:
                 error.add_note(f"This was a read of the optimizer states of subgroup {index}.")
                 raise error
@@ -136,10 +138,6 @@ class StateStore:
                 self._wait_for(home.mark)
                 home.mark = None
             return home.storage
-
-    def _forget_error(self, home: Home) -> None:
-        """Of a read ahead of time, when nobody wanted it: memory may have been short then. It is tried again."""
-        home.error = None
 
     def _is_coming(self, index: int) -> bool:
         """Whether a subgroup that somebody waits for has still to move. Has its read begin if nobody has yet."""
@@ -251,30 +249,8 @@ class StateStore:
         if not home.is_dirty:
             self._drop(home)
             return
-        if to_drive or not self._cached(index):
-            home.tried = {home.path}
-            self._submit(index)
+        self._destinations.write(index, home, self._written, to_drive=to_drive)
         home.where = Where.WRITING
-
-    def _cached(self, index: int) -> bool:
-        """Write to host memory, if there is room."""
-        home = self._homes[index]
-        if self._host is None or home.storage is None:
-            return False
-        if home.copy is not None and home.copy.is_cached:
-            home.replace_copy(None)  # memory is ahead of it and stays until the write has ended: its room serves
-        home.tried = set()
-        owner = Writer(home.storage, partial(self._written, index, self._host))
-        return self._host.write(owner, home.storage.nbytes(), self._mark(), label=_label(index))
-
-    def _submit(self, index: int) -> None:
-        home = self._homes[index]
-        storage = home.storage
-        if storage is None:
-            raise RuntimeError("a subgroup without memory was to be written")
-        tier = self.tiers[home.path]
-        owner = Writer(storage, partial(self._written, index, tier))
-        tier.write(owner, storage.nbytes(), self._mark(), label=_label(index))
 
     def _written(
         self, index: int, tier: SsdTier | HostTier, stored: StoredBytes | None, error: BaseException | None
@@ -289,26 +265,11 @@ class StateStore:
                 # beyond the others', and is no more.
                 if not home.is_wanted or self.slots.num_lent > self.num_slots:
                     self._drop(home)
-            elif not self._goes_elsewhere(index):
+            elif self._is_closed or not self._destinations.write_elsewhere(index, home, self._written):
                 home.where = Where.HERE
                 self._refusals.note(home, error, quietly=self._is_closed)
             self._changed.notify_all()
             self._pump()
-
-    def _goes_elsewhere(self, index: int) -> bool:
-        """Write to a directory that has not refused it yet, if there is one."""
-        home = self._homes[index]
-        nearest_first = sorted(range(len(self.tiers)), key=lambda path: path != home.path)
-        other = next((path for path in nearest_first if path not in home.tried), None)
-        if other is None or self._is_closed:
-            return False
-        home.path = other
-        home.tried.add(other)
-        try:
-            self._submit(index)
-        except OffloaderClosedError:  # it has closed before the one that refused
-            return False
-        return True
 
     def take_warning(self) -> str | None:
         """What the user should know, once."""
@@ -431,7 +392,3 @@ class StateStore:
                 self._drop(home)
             self.slots.clear()
             self._changed.notify_all()
-
-
-def _label(index: int) -> str:
-    return f"optimizer states of subgroup {index}"

@@ -14,9 +14,10 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.ddp_options import StartMethod, ddp_arguments
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.fsdp import SSDOffloadFSDPStrategy
-from lightning_ssd.parallel import GroupOptions, HookOptions, OneOrManyDevices, StartMethod
+from lightning_ssd.parallel import GroupOptions, HookOptions, OneOrManyDevices
 from lightning_ssd.wiring import Offloading, register_name
 
 __all__ = ["SSDOffloadStrategy", "register"]
@@ -86,14 +87,13 @@ class SSDOffloadStrategy(Offloading, OneOrManyDevices):
     ) -> None:
         group = GroupOptions(process_group_backend, timeout, start_method)
         hook = HookOptions(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
-        ddp: dict[str, Any] = {
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "bucket_cap_mb": bucket_cap_mb,
-        }
-        if broadcast_buffers is not None:  # PyTorch 2.13 warns whoever passes this one at all
-            ddp["broadcast_buffers"] = broadcast_buffers
+        ddp = ddp_arguments(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+        )
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, group, hook, ddp
         )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -25,6 +24,7 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.optimizer import OffloadedOptimizer
+from lightning_ssd.parallel import WithModule
 from lightning_ssd.signature import signature_of
 from lightning_ssd.size_trial import SizeTrial
 from lightning_ssd.stall_watch import StallWatch
@@ -33,7 +33,7 @@ from lightning_ssd.stats import OffloadStats
 __all__ = ["Offloading", "register_name"]
 
 
-class Offloading(ParallelStrategy):
+class Offloading(WithModule):
     """Stands before one of Lightning's strategies among the bases of a class: files and threads live from ``setup`` to
     ``teardown`` of ``fit``; forwards run inside ``saved_tensors``, backwards end with ``end_backward``.
     """
@@ -57,16 +57,6 @@ class Offloading(ParallelStrategy):
         """Check and keep what the user wants; to be called by the constructor."""
         checked = Offloader(policy=policy, hardware=hardware)  # opens nothing
         self.policy, self.hardware = checked.policy, checked.hardware
-
-    if TYPE_CHECKING:  # what the other base offers
-
-        @property
-        def module(self) -> pl.LightningModule:
-            """The LightningModule without wrappers."""
-
-        @property
-        def is_distributed(self) -> bool:
-            """Whether there is more than one process. Lightning asks too."""
 
     @property
     def offloader(self) -> Offloader | None:
@@ -101,7 +91,7 @@ class Offloading(ParallelStrategy):
             default_directory=None if "://" in default_directory else default_directory,
             subdirectory=f"lightning_ssd-rank-{self.global_rank}",
             agree=self._smallest if self.is_distributed else None,
-            num_local_processes=len(self.parallel_devices or ()) or None,
+            num_local_processes=self.num_processes or None,
         )
         self._stall_watch = StallWatch(self._from_all) if self.is_distributed and self.compares_stalls else None
         self._size_trial = SizeTrial(trainer)

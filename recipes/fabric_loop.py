@@ -13,26 +13,22 @@ in the output directory.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
 from omegaconf import DictConfig
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadStats, SSDOffloadFabricStrategy
 from lightning_ssd.assembly import PATHS_VARIABLE
-from lightning_ssd.errors import BackendUnavailableError, BudgetError, UnsuitablePathError
 from recipes.meter import StepMeter, num_warmup, weights_digest
 from recipes.models import LanguageModel, build_network, compute_loss
-from recipes.schema import SCHEMA, ConfigMistake
+from recipes.own_loop import endless, run_command
 from recipes.summary import RunSummary
 
 __all__ = ["main", "train"]
@@ -55,7 +51,7 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     optimizer = torch.optim.AdamW(raw.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     network, optimizer = fabric.setup(raw, optimizer)
     meter = StepMeter(fabric.device, num_warmup=num_warmup(config.trainer.max_steps))
-    batches, losses, before = _endless(loader), [], OffloadStats()
+    batches, losses, before = endless(loader), [], OffloadStats()
     for step in range(config.trainer.max_steps):
         meter.start_step()
         loss = compute_loss(network, next(batches), recipe.objective, mask_seed=step)
@@ -125,27 +121,13 @@ def _fabric(config: DictConfig) -> Fabric:
     )
 
 
-def _endless(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
-    while True:
-        yield from loader
-
-
 def main(arguments: Sequence[str] | None = None) -> RunSummary:
     """Entry point.
 
     Args:
         arguments: overrides; default: those of ``sys.argv``.
     """
-    overrides = list(sys.argv[1:] if arguments is None else arguments)
-    # There is no Hydra application here that could make an output directory; the user's own comes later and wins.
-    overrides.insert(0, "output_dir=outputs/fabric_loop")
-    try:
-        config, choices = SCHEMA.compose(overrides)
-        summary = train(config, model=choices["model"], offload=choices["offload"])
-    except (ConfigMistake, HydraException, UnsuitablePathError, BackendUnavailableError, BudgetError) as mistake:
-        sys.exit(str(mistake))
-    print(summary.line(), flush=True)
-    return summary
+    return run_command(train, arguments, output_dir="outputs/fabric_loop")
 
 
 if __name__ == "__main__":

@@ -9,23 +9,18 @@ the same ones, the weights at the end are bit for bit those of the Lightning run
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 import lightning_ssd
 from lightning_ssd import OffloadStats
-from lightning_ssd.errors import BackendUnavailableError, BudgetError, UnsuitablePathError
 from recipes.meter import StepMeter, num_warmup, weights_digest
 from recipes.models import LanguageModel, build_network, compute_loss
-from recipes.schema import SCHEMA, ConfigMistake
+from recipes.own_loop import endless, run_command
 from recipes.summary import RunSummary
 
 __all__ = ["main", "train"]
@@ -41,7 +36,7 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     """
     torch.manual_seed(config.seed)
     recipe: LanguageModel = instantiate(config.model, _convert_="all")
-    batches = _endless(instantiate(config.data).train_dataloader())
+    batches = endless(instantiate(config.data).train_dataloader())
     device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
     network = build_network(recipe.config, recipe.objective).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
@@ -91,27 +86,13 @@ def _offloader(config: DictConfig) -> AbstractContextManager[lightning_ssd.Offlo
     )
 
 
-def _endless(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
-    while True:
-        yield from loader
-
-
 def main(arguments: Sequence[str] | None = None) -> RunSummary:
     """Entry point.
 
     Args:
         arguments: overrides; default: those of ``sys.argv``.
     """
-    overrides = list(sys.argv[1:] if arguments is None else arguments)
-    # There is no Hydra application here that could make an output directory; the user's own comes later and wins.
-    overrides.insert(0, "output_dir=outputs/plain_loop")
-    try:
-        config, choices = SCHEMA.compose(overrides)
-        summary = train(config, model=choices["model"], offload=choices["offload"])
-    except (ConfigMistake, HydraException, UnsuitablePathError, BackendUnavailableError, BudgetError) as mistake:
-        sys.exit(str(mistake))
-    print(summary.line(), flush=True)
-    return summary
+    return run_command(train, arguments, output_dir="outputs/plain_loop")
 
 
 if __name__ == "__main__":

@@ -485,6 +485,7 @@ def test_copies_are_copies_without_us(tmp_path):
     names = set(net.__dict__)
     model, _ = fabric.setup(net, torch.optim.AdamW(net.parameters()))
     for average in (copy.deepcopy(model), copy.deepcopy(net)):
+        assert not any({"forward", "__getstate__"} & set(vars(module)) for module in average.modules())
         assert average(batches(1)[0]).requires_grad
         assert fabric.strategy._num_passes == 0
     assert copy.deepcopy(fabric.strategy) is fabric.strategy

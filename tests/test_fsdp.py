@@ -1,8 +1,5 @@
 """Sharded models: two processes for what they do together, one for what each of them does alone."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning as L
@@ -17,8 +14,8 @@ from lightning_ssd.shard_checkpoint import saved_in_full
 from lightning_ssd.shard_hooks import shards_unwrapped
 from lightning_ssd.shards import as_piece, even_numel, local_of
 from lightning_ssd.stall_watch import StallWatch
+from tests.processes import run_script
 
-ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 170
 SCENARIOS = ("training", "optimizers", "activations", "tensor_parallel", "planned", "checkpoints")
 
@@ -28,27 +25,11 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 # -- two processes ---------------------------------------------------------------------------------------------------
 
 
-def run_script(directory: Path, *scenarios: str) -> str:
-    """Run ``fsdp_script`` as a user's script is run; a process that waits for another for ever fails the test."""
-    outside = ("MASTER_", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fsdp_script", str(directory), *scenarios],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith(outside)}
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 10)
 @pytest.mark.parametrize("scenarios", [SCENARIOS[:3], SCENARIOS[3:]], ids=" ".join)
 def test_two_processes(tmp_path, scenarios):
-    output = run_script(tmp_path, *scenarios)
+    output = run_script("tests.fsdp_script", str(tmp_path), *scenarios, timeout_s=TIMEOUT_S).stdout
     for scenario in scenarios:
         for rank in (0, 1):
             assert f"rank {rank}: {scenario} ok" in output

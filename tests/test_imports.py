@@ -17,9 +17,10 @@ PACKAGE = Path(lightning_ssd.__file__).parent
 # A new module is a new word here; a new edge upwards is a design change.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "events", "shards", "stats", "tensors", "memory", "first_calls", "wording", "stand_in"),
+    ("config", "events", "shards", "stats", "tensors", "memory", "first_calls", "wording", "stand_in", "unclosed"),
     (
         "storage",
+        "around_forward",
         "planning",
         "metrics",
         "inplace",
@@ -40,13 +41,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("inner_step", "slots"),
     ("master_weights",),
     ("state_layout", "slicing", "state_home"),
-    ("refusals",),
+    ("refusals", "state_destinations"),
     ("partition", "state_store", "state_files"),
     ("state_snapshot", "state_loading", "shard_checkpoint"),
     ("paged_states",),
     ("optimizer",),
     ("assembly",),
     ("offloader",),
+    ("ddp_options",),
     ("parallel", "one_device"),
     ("checkpoint", "size_trial"),
     ("wiring",),

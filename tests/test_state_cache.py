@@ -229,8 +229,8 @@ def test_memory_is_not_lent_again_while_a_copy_runs(spill_dir: Path) -> None:
 def test_what_has_no_room_goes_to_the_drive(spill_dir: Path) -> None:
     copies = HeldCopies(held=False)
     with store_with(copies, spill_dir) as store:
-        assert store._host is not None
-        kept = store._host.arena.allocate(store._host.capacity_bytes - NBYTES)
+        assert store._destinations._host is not None
+        kept = store._destinations._host.arena.allocate(store._destinations._host.capacity_bytes - NBYTES)
         for index in range(4):
             put(store, index, index)
         store.wait_for_writes()
@@ -241,5 +241,5 @@ def test_what_has_no_room_goes_to_the_drive(spill_dir: Path) -> None:
             assert int(torch.empty(0, dtype=torch.uint8).set_(storage)[0]) == index
             store.give(index, storage, is_dirty=False, keep=False)
         store.flush()
-        assert store._host.used_bytes == store._host.capacity_bytes - NBYTES
+        assert store._destinations._host.used_bytes == store._destinations._host.capacity_bytes - NBYTES
         assert kept is not None

@@ -1,10 +1,8 @@
-"""Optimizer states in subgroups of bounded bytes: how parameters are cut, on which path each one lies, who comes first.
+"""Optimizer states in subgroups of bounded bytes: how parameters are cut, and who comes first.
 
-A *subgroup* is what is brought up, updated and written back at once; a *path* is a directory, best one per drive. The
-ideas are those of MLP-Offload (arXiv 2509.02480, sections on design principles and on the performance model):
-subgroups as the unit of placement, counts per path in proportion to bandwidth, and an order that turns round with each
-step. Done in another way here: any number of paths and any ratio of rates (its published code has two paths and an
-integer), even subgroups instead of full ones and a rest, and bounded moves when rates change.
+A *subgroup* is what is brought up, updated and written back at once; where each one lies, ``spreading.py`` says. The
+idea is that of MLP-Offload (arXiv 2509.02480, section on design principles): subgroups as the unit of placement, and
+an order that turns round with each step. Done in another way here: even subgroups instead of full ones and a rest.
 
 Arithmetic is exact (fractions), so that a bound is a bound, and all processes with equal numbers decide alike.
 """
@@ -21,8 +19,7 @@ from typing import NamedTuple
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["GRANULE", "ParameterSize", "Part"]
-__all__ += ["half_duplex_rate", "make_subgroups", "respread", "spread", "visit_order"]
+__all__ = ["GRANULE", "ParameterSize", "Part", "make_subgroups", "visit_order"]
 
 GRANULE = 65_536
 """Cuts inside a parameter lie at multiples of so many elements: aligned for direct I/O and for vector units."""
@@ -223,179 +220,3 @@ def visit_order(num: int, step: int, first: int = 0) -> list[int]:
     """
     order = [(first + index) % num for index in range(num)]
     return order if step % 2 == 0 else order[::-1]
-
-
-# -- paths -------------------------------------------------------------------------------------------------------------
-
-
-def half_duplex_rate(write_bytes_per_s: float, read_bytes_per_s: float) -> float:
-    """Bytes of state per second that a path reads *and* writes back, both taking turns: ``1 / (1/R + 1/W)``.
-
-    Each byte of a subgroup goes both ways once per step, so that this is the bandwidth by which to spread them
-    (MLP-Offload, arXiv 2509.02480, section on the performance model).
-
-    Args:
-        write_bytes_per_s: 0 if unknown.
-        read_bytes_per_s: likewise.
-
-    Returns:
-        0 if one of them is 0.
-
-    Raises:
-        ConfigError: if one is negative or not finite.
-    """
-    rates = write_bytes_per_s, read_bytes_per_s
-    if any(not 0 <= rate < math.inf for rate in rates):
-        raise ConfigError(f"half_duplex_rate{rates}; allowed: bytes per second, 0 or more")
-    return 1 / (1 / read_bytes_per_s + 1 / write_bytes_per_s) if all(rates) else 0.0
-
-
-def spread(num: int, rates: Sequence[float], caps: Sequence[int | None] | None = None) -> tuple[int, ...]:
-    """On which path each subgroup lies: counts by rate, and neighbours on different paths.
-
-    Counts are in proportion to rates (MLP-Offload, arXiv 2509.02480, section on the performance model), whole by the
-    largest remainder. In their order paths alternate by stride scheduling (Waldspurger and Weihl 1995, "Stride
-    Scheduling", section 2): in each slot a path earns its share, and the one with most credit pays 1 for the slot. So
-    all paths are busy all the time, whatever the direction of the visit.
-
-    Args:
-        num: of subgroups.
-        rates: bytes per second of each path; all 0 (nothing known) means equal.
-        caps: most subgroups per path, ``None``: no limit. What is too much for one goes to the others by their rates.
-
-    Returns:
-        Index of the path, per subgroup.
-
-    Raises:
-        ConfigError: a ``ValueError``; if there is no path, a rate or cap is impossible, or caps hold less than ``num``.
-    """
-    counts = _counts(num, rates, caps)
-    credit = [0] * len(counts)
-    order = []
-    for _ in range(num):
-        credit = [have + count for have, count in zip(credit, counts, strict=True)]
-        path = max(range(len(credit)), key=lambda j: (credit[j], -j))
-        credit[path] -= num
-        order.append(path)
-    return tuple(order)
-
-
-def respread(
-    current: Sequence[int],
-    rates: Sequence[float],
-    caps: Sequence[int | None] | None = None,
-    *,
-    max_moves: int,
-    hysteresis: float = 0.05,
-) -> tuple[int, ...]:
-    """Move a few subgroups towards the counts of :func:`spread`, if that is worth it.
-
-    MLP-Offload revises its counts by observed bandwidth too (arXiv 2509.02480, section on the performance model). Here
-    it happens a few at a time, and not for noise. Of the paths with too many the one that takes longest gives to
-    the one that would be done first of those with too few: none becomes slower than the slowest of the wanted counts.
-
-    Args:
-        current: path of each subgroup.
-        rates: as for :func:`spread`, as known now.
-        caps: likewise. Where more than that lie on a path, moves are worth it whatever the time.
-        max_moves: most subgroups that change their path.
-        hysteresis: nothing moves unless the wanted counts take less than ``1 - hysteresis`` times as long as those now.
-
-    Returns:
-        New path of each subgroup.
-
-    Raises:
-        ConfigError: as :func:`spread`, and if ``current`` names no path or the others are out of bounds.
-    """
-    if max_moves < 0 or not 0 <= hysteresis < 1:
-        raise ConfigError(f"respread({max_moves=!r}, {hysteresis=!r}); allowed: 0 or more moves, 0 <= hysteresis < 1")
-    ideal = _counts(len(current), rates, caps)
-    unknown = {path for path in current if not 0 <= path < len(rates)}
-    if unknown:
-        raise ConfigError(f"respread(current=...) names paths {sorted(unknown)}; allowed: 0 to {len(rates) - 1}")
-    paths = list(current)
-    counts = [paths.count(path) for path in range(len(rates))]
-    speeds = _speeds(rates)
-    limits = [None] * len(rates) if caps is None else caps
-    fits = all(cap is None or count <= cap for count, cap in zip(counts, limits, strict=True))
-    if fits and not _time(ideal, speeds) < (1 - Fraction(hysteresis)) * _time(counts, speeds):
-        return tuple(paths)
-    for _ in range(max_moves):
-        if counts == ideal:
-            break
-        source, target = _next_move(counts, ideal, speeds)
-        paths[_loneliest(paths, source, target)] = target
-        counts[source] -= 1
-        counts[target] += 1
-    return tuple(paths)
-
-
-def _counts(num: int, rates: Sequence[float], caps: Sequence[int | None] | None) -> list[int]:
-    """How many of ``num`` subgroups each path gets."""
-    if num < 0 or not rates or any(not 0 <= rate < math.inf for rate in rates):
-        raise ConfigError(f"{num} subgroups, {rates=!r}; allowed: 0 or more, one finite rate of at least 0 per path")
-    limits = [None] * len(rates) if caps is None else list(caps)
-    if len(limits) != len(rates) or any(cap is not None and cap < 0 for cap in limits):
-        raise ConfigError(f"{caps=!r}; allowed: None or 0 and more, one for each of the {len(rates)} paths")
-    known = [cap for cap in limits if cap is not None]
-    if len(known) == len(limits) and sum(known) < num:
-        raise ConfigError(f"{caps=!r} hold {sum(known)} subgroups, {num} are needed; free space, or name more paths")
-    counts = [0] * len(rates)
-    open_paths, left = list(range(len(rates))), num
-    while open_paths:
-        shares = _largest_remainder(left, [rates[j] for j in open_paths])
-        for j, share in zip(open_paths, shares, strict=True):
-            cap = limits[j]
-            counts[j] = share if cap is None else min(share, cap)
-        full = [j for j, share in zip(open_paths, shares, strict=True) if counts[j] < share]
-        if not full:
-            break
-        left -= sum(counts[j] for j in full)
-        open_paths = [j for j in open_paths if j not in full]
-    return counts
-
-
-def _largest_remainder(num: int, rates: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to ``rates`` that add up to ``num``, each less than 1 off."""
-    weights = _speeds(rates)
-    quotas = [num * weight / sum(weights) for weight in weights]
-    counts = [math.floor(quota) for quota in quotas]
-    by_remainder = sorted(range(len(quotas)), key=lambda j: (counts[j] - quotas[j], j))
-    for j in by_remainder[: num - sum(counts)]:
-        counts[j] += 1
-    return counts
-
-
-def _speeds(rates: Sequence[float]) -> list[Fraction]:
-    """The rates; all 1 where nothing is known."""
-    return [Fraction(rate) for rate in rates] if any(rates) else [Fraction(1)] * len(rates)
-
-
-def _time(counts: Sequence[int], speeds: Sequence[Fraction]) -> Fraction | float:
-    """How long the slowest path takes, in units of one subgroup's bytes."""
-    return max(_path_time(count, speed) for count, speed in zip(counts, speeds, strict=True))
-
-
-def _path_time(count: int, speed: Fraction) -> Fraction | float:
-    if count == 0:
-        return 0.0
-    return count / speed if speed else math.inf
-
-
-def _next_move(counts: Sequence[int], ideal: Sequence[int], speeds: Sequence[Fraction]) -> tuple[int, int]:
-    """From which path one subgroup goes, and to which."""
-    over = [j for j in range(len(counts)) if counts[j] > ideal[j]]
-    under = [j for j in range(len(counts)) if counts[j] < ideal[j]]
-    source = max(over, key=lambda j: (_path_time(counts[j], speeds[j]), -j))
-    return source, min(under, key=lambda j: (_path_time(counts[j] + 1, speeds[j]), j))
-
-
-def _loneliest(paths: Sequence[int], source: int, target: int) -> int:
-    """The subgroup on ``source`` that is furthest from those on ``target``, so that these stay interleaved."""
-    distance = [len(paths)] * len(paths)
-    for indices in (range(len(paths)), range(len(paths) - 1, -1, -1)):
-        gap = len(paths)
-        for i in indices:
-            gap = 0 if paths[i] == target else gap + 1
-            distance[i] = min(distance[i], gap)
-    return max((i for i, path in enumerate(paths) if path == source), key=lambda i: (distance[i], -i))

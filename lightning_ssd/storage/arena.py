@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_ssd.errors import OffloaderClosedError, OutOfSpaceError, StorageError
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
-from lightning_ssd.storage.private_directory import open_private
+from lightning_ssd.storage.private_directory import MAX_VANISHED, open_private
 from lightning_ssd.tensors import Region
 
 __all__ = ["Arena", "Extent", "ExtentAllocator", "as_storage_error"]
@@ -29,7 +29,6 @@ __all__ = ["Arena", "Extent", "ExtentAllocator", "as_storage_error"]
 _FIRST_GROWTH_BYTES = 64 << 20
 _MAX_GROWTH_BYTES = 4 << 30
 _RETRY_AFTER_S = 5.0
-_MAX_VANISHED = 100
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
@@ -326,7 +325,7 @@ def _open_anonymous(directory: Path, name: str, *, direct: bool) -> int:
 
 def _create_in_private(parent: int, path: Path, flags: int) -> int:
     """Create in the private directory; again where another process, closing its last arena, has just removed it."""
-    for _ in range(_MAX_VANISHED):
+    for _ in range(MAX_VANISHED):
         try:
             folder = open_private(parent, path)
         except FileNotFoundError:

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_ssd.errors import StorageError
-from lightning_ssd.storage.private_directory import open_private
+from lightning_ssd.storage.private_directory import MAX_VANISHED, open_private
 from lightning_ssd.storage.probe import cannot_be_made, make_directory
 
 __all__ = ["HeldDirectory"]
 
-_MAX_VANISHED = 100
 _NO_FLOCK = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """On a file system without locks the last one to write there may find its directory gone; then it says so."""
 _NOT_REMOVED = frozenset(
@@ -66,7 +65,7 @@ class HeldDirectory:
 
 
 def _open_held(path: Path) -> int:
-    for left in reversed(range(_MAX_VANISHED)):
+    for left in reversed(range(MAX_VANISHED)):
         make_directory(path.parent)
         try:
             parent = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -16,8 +16,9 @@ from lightning_ssd.storage.extents import Extent
 from lightning_ssd.storage.host_arena import HostArena
 from lightning_ssd.storage.movers import host_bytes, storage_bytes
 from lightning_ssd.storage.streams import Copies, Mark
-from lightning_ssd.storage.tiers import Progress, ReadOwner, StoredBytes, WriteOwner, check_size, moved_meanwhile
+from lightning_ssd.storage.tiers import Progress, ReadOwner, StoredBytes, WriteOwner
 from lightning_ssd.storage.transfer import Chunk, Transfer, TransferQueue
+from lightning_ssd.storage.written_memory import check_size, moved_meanwhile
 from lightning_ssd.tensors import Region
 
 __all__ = ["HostTier"]

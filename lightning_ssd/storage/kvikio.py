@@ -11,11 +11,11 @@ from typing import Any
 from lightning_ssd.errors import BackendUnavailableError, ShortTransferError, StorageError
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
+from lightning_ssd.storage.mapped import PAGE_BYTES
 from lightning_ssd.tensors import Region
 
 __all__ = ["KvikioBackend"]
 
-_PAGE = 4096
 # What kvikio raises: its C++ errors arrive as one of these, by their C++ type.
 _KVIKIO_ERRORS = (RuntimeError, OSError, ValueError, IndexError)
 
@@ -35,7 +35,7 @@ class KvikioBackend:
     """
 
     memory_alignment = 1
-    block_bytes = _PAGE
+    block_bytes = PAGE_BYTES
 
     def __init__(self, *, device_type: str = "cuda", gds: bool = True) -> None:
         self._kvikio = _import_kvikio()
@@ -94,7 +94,7 @@ class _KvikioArena(Arena):
     """An arena whose file kvikio has opened too: by descriptor, since it has no name."""
 
     def __init__(self, directory: Path, kvikio: Any) -> None:
-        super().__init__(directory, block_bytes=_PAGE, direct=False)
+        super().__init__(directory, block_bytes=PAGE_BYTES, direct=False)
         try:
             self.file = kvikio.CuFile(f"/proc/{os.getpid()}/fd/{self.fd}", "r+")
         except _KVIKIO_ERRORS as error:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from lightning_ssd.errors import ShortTransferError, StorageError
 from lightning_ssd.storage.arena import Arena, as_storage_error
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
+from lightning_ssd.storage.mapped import PAGE_BYTES
 from lightning_ssd.storage.probe import DirectAlignment, direct_alignment
 from lightning_ssd.storage.staging import StagingPool
 from lightning_ssd.tensors import Region
@@ -24,7 +25,6 @@ __all__ = ["PosixBackend"]
 
 _log = logging.getLogger(__name__)
 
-_PAGE = 4096
 _MAX_IDLE_CALLS = 3
 _SYNC_RANGE_FULLY = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | WRITE | WAIT_AFTER of linux/fs.h
 _NO_SYNC_RANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP})
@@ -61,13 +61,13 @@ class PosixBackend:
         self._lock = threading.Lock()
         self._distrusted: weakref.WeakSet[Arena] = weakref.WeakSet()
         self.memory_alignment = 1
-        self.block_bytes = _PAGE
+        self.block_bytes = PAGE_BYTES
         self._direct = direct
         refusals = [text for directory in directories if (text := self._try_direct(Path(directory)))] if direct else []
         if refusals or not direct:
             self._direct = False
             self.memory_alignment = 1
-            self.block_bytes = _PAGE
+            self.block_bytes = PAGE_BYTES
         self.name = "posix O_DIRECT" if self._direct else "posix page cache"
         self.why = "; ".join(refusals) or (
             f"memory aligned to {self.memory_alignment}, blocks of {self.block_bytes} bytes"
@@ -97,7 +97,7 @@ class PosixBackend:
     def _try_direct(self, directory: Path) -> str | None:
         """Find the directory's alignment and prove it; say what is wrong where direct I/O does not work."""
         try:
-            arena = Arena(directory, block_bytes=_PAGE, direct=True)
+            arena = Arena(directory, block_bytes=PAGE_BYTES, direct=True)
         except StorageError as error:
             if error.errno == errno.EINVAL:
                 return f"{directory}: the file system refuses O_DIRECT"
@@ -107,8 +107,8 @@ class PosixBackend:
                 told = direct_alignment(fd)
                 if told is None:
                     return f"{directory}: the file system has no direct I/O"
-                for wanted in (told, DirectAlignment(_PAGE, max(_PAGE, told.offset))):
-                    block = max(wanted.offset, _PAGE)
+                for wanted in (told, DirectAlignment(PAGE_BYTES, max(PAGE_BYTES, told.offset))):
+                    block = max(wanted.offset, PAGE_BYTES)
                     if self._proves(fd, directory, wanted.memory, block):
                         self.memory_alignment = max(self.memory_alignment, wanted.memory)
                         self.block_bytes = max(self.block_bytes, block)
@@ -119,9 +119,9 @@ class PosixBackend:
 
     def _proves(self, fd: int, directory: Path, alignment: int, block: int) -> bool:
         """Whether a block goes to the file and back at an address that has no more than this alignment."""
-        with self._staging.lease(3 * block + 2 * _PAGE) as region:
-            written = Region(region.address + alignment % _PAGE, block)
-            read = Region(written.address + 2 * block + _PAGE, block)
+        with self._staging.lease(3 * block + 2 * PAGE_BYTES) as region:
+            written = Region(region.address + alignment % PAGE_BYTES, block)
+            read = Region(written.address + 2 * block + PAGE_BYTES, block)
             pattern = os.urandom(block)
             ctypes.memmove(written.address, pattern, block)
             try:
@@ -138,7 +138,7 @@ class PosixBackend:
     def _learn(self, address: int) -> bool:
         """After EINVAL: whether the address can be the reason. If so, never use one so badly aligned again."""
         has = address & -address
-        if has >= _PAGE:
+        if has >= PAGE_BYTES:
             return False
         with self._lock:
             if self.memory_alignment <= has:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from lightning_ssd.errors import StorageError
 
-__all__ = ["open_private"]
+__all__ = ["MAX_VANISHED", "open_private"]
+
+MAX_VANISHED = 100
+"""How often a directory is made again that another process of ours, which ends, has removed in between."""
 
 _SPILL_ADVICE = "because spill files hold training data. Remove it or take another path"
 

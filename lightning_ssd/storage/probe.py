@@ -18,6 +18,7 @@ import torch
 from lightning_ssd.errors import UnsuitablePathError
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
+from lightning_ssd.storage.mapped import PAGE_BYTES
 from lightning_ssd.tensors import Region
 
 __all__ = [
@@ -167,7 +168,7 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
     device = os.fstat(fd).st_dev
     mask_bits, sector = _read_queue(device, "dma_alignment"), _read_queue(device, "logical_block_size")
     if mask_bits is None or sector is None:
-        return DirectAlignment(4096, 4096)
+        return DirectAlignment(PAGE_BYTES, PAGE_BYTES)
     return DirectAlignment(max(mask_bits + 1, 4), sector)
 
 
@@ -214,8 +215,8 @@ def measure_rates(
     num_workers: int = DEFAULT_WORKERS,
 ) -> Rates:
     """A short measurement: writes ``nbytes`` and reads them back, after one round that preallocates and warms up."""
-    memory = torch.empty(nbytes + 4096, dtype=torch.uint8).fill_(1)
-    base = memory.data_ptr() + -memory.data_ptr() % 4096
+    memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8).fill_(1)
+    base = memory.data_ptr() + -memory.data_ptr() % PAGE_BYTES
     arena = backend.open_arena(directory)
     try:
         extent = arena.allocate(nbytes)

@@ -26,6 +26,7 @@ from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import Edges, Mover, Piece
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.transfer import Chunk, Transfer, TransferQueue
+from lightning_ssd.storage.written_memory import check_size, moved_meanwhile
 from lightning_ssd.tensors import Region
 
 __all__ = ["Progress", "ReadOwner", "SsdTier", "StoredBytes", "Tier", "WriteOwner"]
@@ -65,33 +66,6 @@ class Progress(NamedTuple):
     write_busy_s: float
     read_bytes: int
     read_busy_s: float
-
-
-def check_size(storage: torch.UntypedStorage, nbytes: int, label: str) -> Region:
-    """Where the memory of a storage is, when its write begins.
-
-    Raises:
-        StorageError: it has not the size any more with which its write was queued. It stays with its owner then.
-    """
-    if storage.nbytes() != nbytes:
-        raise StorageError(
-            f"{label} has {storage.nbytes():,} bytes, and had {nbytes:,} when its write was queued; saved storages "
-            "must not be resized"
-        )
-    return Region.of(storage)
-
-
-def moved_meanwhile(storage: torch.UntypedStorage | None, memory: Region | None, label: str) -> StorageError | None:
-    """What is wrong with the bytes that were read from ``memory`` while it was written.
-
-    ``untyped_storage().resize_()`` and ``share_memory_()`` give a storage other memory and free what it had, with no
-    sign in its version. What was written may be anything then; what the storage has now is its owner's.
-    """
-    if storage is None or memory is None or Region.of(storage) == memory:
-        return None
-    return StorageError(
-        f"{label} was given other memory while it was written (resize_ or share_memory_); it stays in memory"
-    )
 
 
 class Tier(Protocol):

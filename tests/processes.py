@@ -1,0 +1,27 @@
+"""Starting a script that trains in several processes, as a user's script is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# What a cluster, Lightning or Fabric around the tests would tell the script.
+_OUTSIDE = ("MASTER_", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_", "LT_")
+
+
+def run_script(module: str, *arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+    """Run a module that has to succeed; a process that waits for another for ever fails the test."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith(_OUTSIDE)}
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done
