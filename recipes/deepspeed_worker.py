@@ -30,6 +30,7 @@ __all__ = ["MODES", "RivalJob"]
 MODES = {
     "torch": "AdamW in memory",
     "ours": "AdamW through lightning_ssd, states on the drive",
+    "ours_cached": "the same, with memory for half of the states",
     "deepspeed": "ZeRO stage 3, optimizer on NVMe",
 }
 LEARNING_RATE = 1e-4
@@ -82,15 +83,21 @@ class InPyTorch:
         model: what is trained.
         directory: for the states; ``None``: they stay in memory.
         stack: closes what is opened.
+        cached_share: of the states, so many may stay in memory.
     """
 
-    def __init__(self, model: torch.nn.Module, directory: Path | None, stack: ExitStack) -> None:
+    def __init__(
+        self, model: torch.nn.Module, directory: Path | None, stack: ExitStack, *, cached_share: float = 0.0
+    ) -> None:
         self._model = model
         self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         if directory is not None:
+            nbytes = sum(2 * parameter.nbytes for parameter in model.parameters())  # AdamW's two moments
             offloader = lightning_ssd.Offloader(
                 policy=lightning_ssd.OffloadPolicy(activations="keep", optimizer_states="offload"),
-                hardware=lightning_ssd.HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
+                hardware=lightning_ssd.HardwareProfile(
+                    paths=[directory], allow_unsuitable_paths=True, host_memory=int(cached_share * nbytes)
+                ),
             )
             stack.enter_context(offloader)
             offloader.open(model)
@@ -170,7 +177,8 @@ class RivalTrainer:
         if job.mode == "deepspeed":
             self._contender = InDeepSpeed(model, directory, job.shape.batch)
         else:
-            self._contender = InPyTorch(model, directory if job.mode == "ours" else None, stack)
+            share = 0.5 if job.mode == "ours_cached" else 0.0
+            self._contender = InPyTorch(model, None if job.mode == "torch" else directory, stack, cached_share=share)
         trim()
 
     def step(self) -> dict[str, Any]:

@@ -19,11 +19,21 @@ def row(mode: str, loss: float, weights: str | None) -> dict[str, Any]:
 
 def test_ours_and_torch_at_a_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
-    arguments = ["--tiny", "--modes", "torch,ours", "--steps", "1", "--dir", str(tmp_path), "--json", str(report)]
+    arguments = [
+        "--tiny",
+        "--modes",
+        "torch,ours,ours_cached",
+        "--steps",
+        "1",
+        "--dir",
+        str(tmp_path),
+        "--json",
+        str(report),
+    ]
     assert bench_deepspeed.main(arguments) == 0
-    assert "equal to torch's, bit for bit" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("weights equal to torch's, bit for bit") == 2
     (table,) = json.loads(report.read_text())["tables"]
-    assert [found["mode"] for found in table["rows"]] == ["torch", "ours"]
+    assert [found["mode"] for found in table["rows"]] == ["torch", "ours", "ours_cached"]
     assert len(table["rows"][0]["losses"]) == 2, "the warm-up is compared too"
     assert str(tmp_path) not in report.read_text()
 
@@ -42,7 +52,7 @@ def test_wrong_bits_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--modes", "torch,deepsped"], "deepsped; allowed: torch, ours, deepspeed"),
+        (["--modes", "torch,deepsped"], "deepsped; allowed: torch, ours, ours_cached, deepspeed"),
         (["--modes", ","], "nothing; allowed"),
         (["--steps", "0", "--modes", "torch"], "at least one step"),
         (["--modes", "deepspeed"], "pip install deepspeed"),
