@@ -227,7 +227,7 @@ class HardwareProfile:
     encrypt: bool = False
     """Encrypt what goes to the drives, with a key that is drawn anew for each run and kept in memory only. Takes the
     posix backend, a pass over the bytes in either direction, and the library ``cryptography``
-    (``pip install lightning_ssd[encrypt]``)."""
+    (``pip install '.[encrypt]'`` in the checkout)."""
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
