@@ -5,6 +5,7 @@ Lightning starts its processes without ``LOCAL_WORLD_SIZE``, so that each strate
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def test_a_strategy_tells_how_many_are_on_this_machine(
         begin(name, tmp_path)
     assert told["num_local_processes"] == NUM
     assert told["agree"] is not None
+    assert told["subdirectory"] == f"lightning_ssd-{os.geteuid()}-rank-0"
 
 
 @pytest.mark.parametrize(("variable", "argument", "expected"), [(None, None, 1), ("4", None, 4), ("4", NUM, NUM)])

@@ -17,7 +17,7 @@ from lightning_ssd.errors import StorageError
 from lightning_ssd.storage.private_directory import open_private
 from lightning_ssd.storage.probe import cannot_be_made, make_directory
 
-__all__ = ["HeldDirectory"]
+__all__ = ["HeldDirectory", "rank_directory"]
 
 _MAX_VANISHED = 100
 _NO_FLOCK = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -26,6 +26,13 @@ _NOT_REMOVED = frozenset(
     {errno.EWOULDBLOCK, errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOTDIR}
     | {errno.EACCES, errno.EPERM, errno.EROFS}
 )
+
+
+def rank_directory(rank: int) -> str:
+    """Name for the directory of one process of a run. With this user's number in it, so that users who share a drive
+    never ask for the same one; runs of one user may.
+    """
+    return f"lightning_ssd-{os.geteuid()}-rank-{rank}"
 
 
 class HeldDirectory:
