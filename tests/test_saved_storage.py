@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
 import torch
 
+from lightning_ssd.events import EventLog
 from lightning_ssd.inplace import VersionProbe
 from lightning_ssd.ledger import Ledger
 from lightning_ssd.saved_storage import SavedStorage, State
+from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.integrity import Sampler
+from lightning_ssd.storage.movers import HostMover
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.storage.staging import ReloadPool
+from lightning_ssd.storage.tiers import SsdTier
 from lightning_ssd.tensors import StorageKey
 
 
@@ -39,3 +52,60 @@ def test_memory_that_is_handed_out_again_still_has_its_mark() -> None:
     assert record.storage is not None
     assert record.storage.data_ptr() == reloaded.data_ptr()
     assert record.mark is mark
+
+
+# -- a device that fails before a write begins -------------------------------------------------------------------------
+
+
+class _LostDevice:
+    """A mark that is waited for until the test says so, and then raises."""
+
+    def __init__(self) -> None:
+        self.asked, self.lost = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.asked.set()
+        assert self.lost.wait(20)
+        raise RuntimeError("injected: the device is lost")
+
+
+@pytest.fixture(params=["ssd", "host"])
+def tier(request: pytest.FixtureRequest, spill_dir: Path) -> Iterator[SsdTier | HostTier]:
+    if request.param == "host":
+        with closing(HostTier(1 << 20, None, pin=False, events=EventLog())) as host:
+            yield host
+        return
+    with closing(PosixBackend([spill_dir])) as backend:
+        mover = HostMover(backend, ReloadPool(0))
+        with closing(SsdTier(backend, mover, [spill_dir], events=EventLog(), sampler=Sampler("off"))) as ssd:
+            yield ssd
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "forwarded", "freed"])
+def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: SsdTier | HostTier) -> None:
+    """By whoever takes it back, or by the worker; twice, and a budget would not wait for the next write."""
+    tensor, mark = torch.arange(4096.0), _LostDevice()
+    record = record_of(tensor)
+    ledger = record.ledger
+    with ledger.lock:
+        assert record.queue_write(tier, mark)
+        assert ledger.num_writes == 1
+    assert mark.asked.wait(20)
+    with ledger.lock:
+        if meanwhile == "forwarded":
+            assert record.forward()
+        elif meanwhile == "freed":
+            record.free()
+        assert ledger.num_writes == (meanwhile == "nothing")
+    mark.lost.set()
+    tier.flush()
+    with ledger.lock:
+        assert ledger.num_writes == 0
+        assert ledger.counters.failures == 1
+        assert record.state is (State.FREED if meanwhile == "freed" else State.READY)
+        if meanwhile != "freed":
+            assert record.forward()
+            assert record.storage is not None
+            assert record.storage.data_ptr() == tensor.data_ptr()
+            record.free()
+        assert ledger.num_writes == 0
