@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -32,9 +32,9 @@ class _Stored:
     body_nbytes = 64
 
 
-def record_of(tensor: torch.Tensor) -> SavedStorage:
+def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
     storage = tensor.untyped_storage()
-    record = SavedStorage(Ledger(), storage, storage.nbytes(), VersionProbe(tensor), index=0)
+    record = cls(Ledger(), storage, storage.nbytes(), VersionProbe(tensor), index=0)
     record.ledger.opened(record)
     return record
 
@@ -52,6 +52,71 @@ def test_memory_that_is_handed_out_again_still_has_its_mark() -> None:
     assert record.storage is not None
     assert record.storage.data_ptr() == reloaded.data_ptr()
     assert record.mark is mark
+
+
+# -- somebody else comes in the middle of a step ----------------------------------------------------------------------
+
+
+class _Interrupted(SavedStorage):
+    """Once, right after its state was looked at, another thread does ``meanwhile`` if the ledger's lock lets it.
+
+    This thread plays the other one, so that it comes at this very moment on every machine.
+    """
+
+    __slots__ = ("meanwhile",)
+
+    meanwhile: Callable[[], object] | None
+
+    @property
+    def state(self) -> State:  # type: ignore[override]
+        value: State = SavedStorage.state.__get__(self)  # type: ignore[attr-defined]
+        meanwhile = getattr(self, "meanwhile", None)
+        if meanwhile is not None and self.ledger.lock.acquire(blocking=False):
+            self.meanwhile = None
+            try:
+                meanwhile()
+            finally:
+                self.ledger.lock.release()
+        return value
+
+    @state.setter
+    def state(self, value: State) -> None:
+        SavedStorage.state.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class _Roomy:
+    """A tier that takes every write, and whose worker is the test."""
+
+    name = "ssd"
+    freed = 0
+
+    def write(self, *args: object, **kwargs: object) -> bool:
+        return True
+
+    def free(self, stored: object) -> None:
+        self.freed += 1
+
+
+def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
+    """Else the worker would take the memory from whoever has just been given it."""
+    tensor, tier = torch.arange(16.0), _Roomy()
+    record = record_of(tensor, _Interrupted)
+    with record.ledger.lock:
+        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+    taken: list[bool] = []
+    record.meanwhile = lambda: taken.append(record.forward())  # type: ignore[attr-defined]
+    storage = record.write_begins()
+    record.meanwhile = None  # type: ignore[attr-defined]
+    assert storage is not None
+    assert record.state is State.WRITING
+    if not taken:  # it had to wait for the lock, and comes now
+        with record.ledger.lock:
+            taken.append(record.forward())
+    record.write_ended(_Stored(), None)
+    assert taken == [True]
+    assert record.state is State.READY
+    assert record.storage is not None, "what was handed out has gone"
+    assert (tier.freed, record.ledger.num_writes) == (1, 0)
 
 
 # -- a device that fails before a write begins -------------------------------------------------------------------------
