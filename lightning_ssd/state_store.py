@@ -81,6 +81,11 @@ class StateStore:
         """Pieces of memory at most, now."""
         return self._num_allowed + self._refusals.num_stuck
 
+    def add_slots(self, num: int) -> None:
+        """Allow so many more pieces of memory, or fewer: then what is too much leaves as memory is needed."""
+        with self._changed:
+            self._num_allowed += num
+
     def __len__(self) -> int:
         return len(self._homes)
 

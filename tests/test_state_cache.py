@@ -118,6 +118,33 @@ def test_a_checkpoint_finds_everything_on_the_drive(share: float, spill_dir: Pat
     pair.check_states(optimizer.state_dict())  # after close
 
 
+def test_optimizers_and_activations_have_one_host_memory(spill_dir: Path) -> None:
+    """Twice as much as there is would be of use to the two optimizers alone; and the activations come first."""
+    total = STATE_BYTES
+    policy = OffloadPolicy(activations="auto", optimizer_states="offload", verify="full")
+    hardware = HardwareProfile(paths=spill_dir, host_memory=total)
+    pairs = [Pair(), Pair()]
+    with Offloader(policy=policy, hardware=hardware).open() as offloader:
+        optimizers = [offloader.offload_optimizer(torch.optim.AdamW(pair.mine, lr=1e-3)) for pair in pairs]
+        activations = offloader._parts.tiers.host
+        assert activations is not None
+        hosts = [activations, *(optimizer._states.files.host for optimizer in optimizers)]  # type: ignore[attr-defined]
+        for host in hosts:
+            host.arena._growth_bytes = 1 << 20
+        kept = activations.arena.allocate(total // 4)
+        for _ in range(3):
+            for pair, optimizer in zip(pairs, optimizers, strict=True):
+                pair.step(optimizer)
+                assert sum(host.memory_bytes for host in hosts) <= total
+        assert activations.memory_bytes >= total // 4
+        assert sum(host.memory_bytes for host in hosts) > 0.95 * total, "much is left that one could use"
+        for pair, optimizer in zip(pairs, optimizers, strict=True):
+            pair.check_states(optimizer.state_dict())
+        assert kept is not None
+        purse = activations.arena._share.purse
+    assert purse.left_bytes == purse.total_bytes
+
+
 def test_loaded_states_may_go_to_the_cache(spill_dir: Path) -> None:
     pair = Pair()
     with offloaded(pair, spill_dir, STATE_BYTES) as optimizer:
