@@ -13,8 +13,9 @@ depends on steps, modules or stack traces.
 
 Note: What a dying lease may do
     A lease can die anywhere: in autograd's thread, in a worker, or inside the garbage collector while the same
-    thread holds any lock of ours. So it takes no lock: it drops the memory and leaves a note in a queue, which
-    the :class:`~lightning_ssd.ledger.Ledger` works off at the next regular operation.
+    thread holds any lock of ours. So it takes no lock: it drops the memory, and a note gets into a queue, which the
+    :class:`~lightning_ssd.ledger.Ledger` works off at the next regular operation. No code of ours writes the note:
+    Ctrl-C may come before the first line of any, and then memory goes with the note, but nothing is lost.
 """
 
 from __future__ import annotations
@@ -309,11 +310,10 @@ class Lease:
 
     def __init__(self, record: SavedStorage) -> None:
         self.record = record
+        record.ledger.watch(self, record)
 
     def __del__(self) -> None:
-        record = self.record
-        record.storage = None  # a write under way holds the memory itself
-        record.ledger.note_death(record)
+        self.record.storage = None  # a write under way holds the memory itself
 
 
 class SavedTensor(NamedTuple):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from lightning_ssd.events import EventLog
 from lightning_ssd.inplace import VersionProbe
 from lightning_ssd.ledger import Ledger
-from lightning_ssd.saved_storage import SavedStorage, State
+from lightning_ssd.saved_storage import Lease, SavedStorage, State
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import HostMover
@@ -117,6 +119,40 @@ def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
     assert record.state is State.READY
     assert record.storage is not None, "what was handed out has gone"
     assert (tier.freed, record.ledger.num_writes) == (1, 0)
+
+
+# -- Ctrl-C while a lease dies -----------------------------------------------------------------------------------------
+
+
+def test_a_death_that_is_interrupted_is_noted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes before the first line of ``__del__``, from where nothing raises."""
+    tier = _Roomy()
+    record = record_of(torch.arange(16.0))
+    with record.ledger.lock:
+        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+    assert record.write_begins() is not None
+    record.write_ended(_Stored(), None)
+    assert record.state is State.ON_DISK
+    lease = Lease(record)
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: ignored.append(told.exc_type))
+
+    def interrupt(frame: FrameType, event: str, arg: object) -> None:
+        if frame.f_code is Lease.__del__.__code__:
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        del lease
+    finally:
+        sys.settrace(before)
+    assert ignored == [KeyboardInterrupt]
+    with record.ledger.lock:
+        record.ledger.settle()
+    assert record.state is State.FREED
+    assert (tier.freed, record.ledger.num_live, record.ledger.saved_bytes) == (1, 0, 0)
+    assert not record.ledger._watched
 
 
 # -- a device that fails before a write begins -------------------------------------------------------------------------
