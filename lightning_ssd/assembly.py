@@ -28,6 +28,7 @@ from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import DeviceMover, Edges, HostMover, Mover, StagedMover
 from lightning_ssd.storage.probe import measure_rates
+from lightning_ssd.storage.purse import Purse
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.storage.streams import Copies, Mark
 from lightning_ssd.storage.tiers import SsdTier
@@ -37,7 +38,8 @@ from lightning_ssd.tier_meter import TierMeter, measure_copies
 from lightning_ssd.wear_meter import WearMeter
 from lightning_ssd.wording import printable
 
-__all__ = ["NOTHING", "PATHS_VARIABLE", "Parts", "assemble", "open_state_files", "open_wear_meter"]
+__all__ = ["NOTHING", "PATHS_VARIABLE", "HostMemory", "Parts", "assemble", "open_state_files", "open_wear_meter"]
+
 
 PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
 _STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
@@ -65,6 +67,30 @@ class Parts:
 NOTHING = Parts(description="closed")
 
 
+class HostMemory:
+    """What an offloader's activations and optimizers take of the host's memory, together.
+
+    Args:
+        hardware: says how much.
+        num_processes: of this run on this machine.
+    """
+
+    def __init__(self, hardware: HardwareProfile, num_processes: int) -> None:
+        self._hardware = hardware
+        self._num_processes = num_processes
+        self._purse = Purse(0)
+
+    def purse(self, device: torch.device) -> Purse:
+        """The one for all, measured for the first device that makes it more than nothing: "auto" is that for a CPU."""
+        if not self._purse.total_bytes:
+            nbytes = self._hardware.host_memory_nbytes
+            if nbytes is None:
+                available = host_available_bytes() or 0 if _has_own_memory(device) else 0
+                nbytes = available // (_HOST_SHARE * self._num_processes)
+            self._purse = Purse(nbytes)
+        return self._purse
+
+
 def assemble(
     stack: ExitStack,
     policy: OffloadPolicy,
@@ -77,6 +103,7 @@ def assemble(
     subdirectory: str,
     agree: Agree | None,
     num_local_processes: int,
+    host_memory: HostMemory,
     wrap_backend: Callable[[Backend], Backend] | None,
 ) -> Parts:
     """Open what the policy needs; ``stack`` closes it. The arguments are those of :class:`Offloader`.
@@ -99,7 +126,7 @@ def assemble(
     mover, reload = _open_mover(stack, policy, backend, copies)
     ssd = SsdTier(backend, mover, directories, events=events, sampler=Sampler(policy.verify))
     stack.callback(ssd.close)
-    host = _open_host(stack, policy, hardware, device, copies, events, num_local_processes)
+    host = _open_host(stack, policy, host_memory, device, copies, events)
     wear = open_wear_meter(hardware, default_directory, subdirectory, num_local_processes)
     scheduler = None
     if policy.activations == "auto":
@@ -131,6 +158,7 @@ def open_state_files(
     subdirectory: str,
     agree: Agree | None,
     num_local_processes: int,
+    host_memory: HostMemory,
     wrap_backend: Callable[[Backend], Backend] | None,
 ) -> StateFiles:
     """Files of their own for the states of one optimizer. The arguments are those of :class:`Offloader`.
@@ -153,9 +181,12 @@ def open_state_files(
         for directory in directories:
             tiers.append(SsdTier(backend, mover, [directory], events=events, sampler=sampler))
             stack.callback(tiers[-1].close)
-        host = None
+        host = share = None
         if _has_own_memory(device):
-            host = _open_cache(stack, hardware, device, copies, events, mover, num_local_processes)
+            host = _open_cache(stack, host_memory.purse(device), device, copies, events, mover)
+        else:
+            share = host_memory.purse(device).share()
+            stack.callback(share.close)
         return StateFiles(
             tiers,
             mover,
@@ -164,6 +195,7 @@ def open_state_files(
             mark=copies.mark if copies is not None else lambda: None,
             block_bytes=backend.block_bytes,
             host=host,
+            share=share,
             wait=(lambda mark: mark.synchronize()) if copies is None else copies.wait_on_current_stream,
             first=int(os.environ.get("LOCAL_RANK", "0")),
             resources=stack.pop_all(),
@@ -236,16 +268,15 @@ def _open_mover(
 def _open_host(
     stack: ExitStack,
     policy: OffloadPolicy,
-    hardware: HardwareProfile,
+    host_memory: HostMemory,
     device: torch.device,
     copies: Copies | None,
     events: EventLog,
-    num_processes: int,
 ) -> HostTier | None:
-    nbytes = _host_bytes(hardware, device, num_processes)
-    if not nbytes or policy.activations != "auto":
+    purse = host_memory.purse(device) if policy.activations == "auto" else None
+    if purse is None or not purse.total_bytes:
         return None
-    host = HostTier(nbytes, copies, pin=device.type == "cuda", events=events)
+    host = HostTier(purse, copies, pin=device.type == "cuda", events=events)
     stack.callback(host.close)
     return host
 
@@ -255,32 +286,22 @@ def _has_own_memory(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _host_bytes(hardware: HardwareProfile, device: torch.device, num_processes: int) -> int:
-    nbytes = hardware.host_memory_nbytes
-    if nbytes is None:
-        available = host_available_bytes() or 0 if _has_own_memory(device) else 0
-        nbytes = available // (_HOST_SHARE * num_processes)
-    return nbytes
-
-
 def _open_cache(
     stack: ExitStack,
-    hardware: HardwareProfile,
+    purse: Purse,
     device: torch.device,
     copies: Copies | None,
     events: EventLog,
     mover: SlotMover,
-    num_processes: int,
 ) -> HostTier | None:
     """Host memory for optimizer states."""
-    nbytes = _host_bytes(hardware, device, num_processes)
-    if not nbytes:
+    if not purse.total_bytes:
         return None
 
     def allocate(nbytes: int, device: torch.device) -> tuple[torch.UntypedStorage, Mark | None]:
         return mover.allocate(nbytes, Edges(b"", b""), device)
 
-    host = HostTier(nbytes, copies, pin=device.type == "cuda", events=events, allocate=allocate)
+    host = HostTier(purse, copies, pin=device.type == "cuda", events=events, allocate=allocate)
     stack.callback(host.close)
     return host
 

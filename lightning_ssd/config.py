@@ -213,9 +213,9 @@ class HardwareProfile:
     """How bytes reach a file: "auto" takes kvikio where GPU and kvikio work, else posix."""
 
     host_memory: Size | Literal["auto"] = "auto"
-    """Cap of the host tier, whose memory takes what the drives cannot take in time; 0 switches it off. "auto": on CUDA
-    a quarter of what is available, shared by the machine's processes, pinned; on CPU 0, because it would save
-    nothing."""
+    """Cap of what activations and the states of all optimizers of a process take of the host's memory in place of the
+    drives', together; 0: nothing. On a CPU these are states that stay where they are updated. "auto": on CUDA a quarter
+    of what is available, shared by the machine's processes, pinned; on CPU 0, because it would save nothing."""
 
     drive_endurance: Size | None = None
     """Bytes that each drive is rated to be written over its life (its "TBW", for example "600TB"); ``None``: unknown,
@@ -227,7 +227,7 @@ class HardwareProfile:
     encrypt: bool = False
     """Encrypt what goes to the drives, with a key that is drawn anew for each run and kept in memory only. Takes the
     posix backend, a pass over the bytes in either direction, and the library ``cryptography``
-    (``pip install lightning_ssd[encrypt]``)."""
+    (``pip install '.[encrypt]'`` in the checkout)."""
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

@@ -40,6 +40,7 @@ from lightning_ssd.offloader import Offloader
 from lightning_ssd.one_device import become_one_device
 from lightning_ssd.signature import signature_of
 from lightning_ssd.stats import OffloadStats
+from lightning_ssd.storage.held_directory import rank_directory
 from lightning_ssd.wiring import register_name
 
 __all__ = ["SSDOffloadFabricStrategy", "register"]
@@ -151,7 +152,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
                 hardware=self.hardware,
                 device=self.root_device,
                 default_directory=Path.cwd(),
-                subdirectory=f"lightning_ssd-rank-{self.global_rank}",
+                subdirectory=rank_directory(self.global_rank),
                 agree=self._smallest if self.is_distributed else None,
                 num_local_processes=self.num_processes,
             )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
 from lightning_ssd.stats import Counters
 
 if TYPE_CHECKING:
-    from lightning_ssd.saved_storage import SavedStorage
+    from lightning_ssd.saved_storage import Lease, SavedStorage
 
 __all__ = ["Ledger"]
 
@@ -34,7 +35,8 @@ class Ledger:
         self.num_writes = 0  # queued or under way
         self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
         self._leaving: deque[SavedStorage] = deque()
-        self._released: deque[SavedStorage] = deque()
+        self._watched: dict[int, _Death] = {}
+        self._deaths: deque[_Death] = deque()
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
 
@@ -103,13 +105,25 @@ class Ledger:
 
     def settle(self) -> None:
         """Work off the notes of dead leases: free extents, correct the sums."""
-        while self._released:
-            record = self._released.popleft()
+        while self._deaths:
+            death = self._deaths.popleft()
+            del self._watched[id(death)]
+            record = death.record
             self.num_live -= 1
             self.saved_bytes -= record.nbytes
             record.free()
         self.sweep()
 
-    def note_death(self, record: SavedStorage) -> None:
-        """From a dying lease: see "What a dying lease may do" in ``saved_storage.py``."""
-        self._released.append(record)
+    def watch(self, lease: Lease, record: SavedStorage) -> None:
+        """Get a note when the lease dies: see "What a dying lease may do" in ``saved_storage.py``."""
+        death = _Death(lease, self._deaths.append)
+        death.record = record
+        self._watched[id(death)] = death
+
+
+class _Death(weakref.ref["Lease"]):
+    """Of a lease. Held by us: one that dies together with its lease tells nobody."""
+
+    __slots__ = ("record",)
+
+    record: SavedStorage

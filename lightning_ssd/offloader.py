@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd import metrics
-from lightning_ssd.assembly import NOTHING, Parts, assemble, open_state_files, open_wear_meter
+from lightning_ssd.assembly import NOTHING, HostMemory, Parts, assemble, open_state_files, open_wear_meter
 from lightning_ssd.blocks import Blocks, find_blocks
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
@@ -97,6 +97,7 @@ class Offloader:
         self._cache: TensorCache | None = None
         self._parts: Parts = NOTHING
         self._wear: WearMeter | None = None
+        self._host_memory = HostMemory(self.hardware, self._num_local)
         self._optimizers: list[OffloadedOptimizer] = []
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
         self._last_stats = self._sampled = OffloadStats()
@@ -129,6 +130,7 @@ class Offloader:
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         settle_first_calls()
+        self._host_memory = HostMemory(self.hardware, self._num_local)
         copies = self._copies or (CudaCopies(device) if device.type == "cuda" else None)
         parts = self._parts = assemble(
             stack,
@@ -141,6 +143,7 @@ class Offloader:
             subdirectory=self._subdirectory,
             agree=self._agree,
             num_local_processes=self._num_local,
+            host_memory=self._host_memory,
             wrap_backend=self._wrap_backend,
         )
         self.description, self._wear, self._last_optimizer_stats = parts.description, parts.wear, ()
@@ -255,12 +258,12 @@ class Offloader:
             subdirectory=self._subdirectory,
             agree=self._agree,
             num_local_processes=self._num_local,
+            host_memory=self._host_memory,
             wrap_backend=self._wrap_backend,
         )
-        cache = (self.hardware.host_memory_nbytes or 0) if files.host is None else 0
         try:
             offloaded = OffloadedOptimizer(
-                optimizer, files, cache_bytes=cache, master_weights=self.policy.master_weights, events=self._events
+                optimizer, files, master_weights=self.policy.master_weights, events=self._events
             )
         except BaseException:
             files.close()

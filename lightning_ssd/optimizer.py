@@ -40,7 +40,6 @@ class OffloadedOptimizer(Optimizer):
     Args:
         optimizer: any that treats each parameter by itself. States that it has already are taken over.
         files: where to; closed by :meth:`close`.
-        cache_bytes: more states to keep in memory between steps.
         master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
         events: where waiting is noted.
 
@@ -54,7 +53,6 @@ class OffloadedOptimizer(Optimizer):
         optimizer: Optimizer,
         files: StateFiles,
         *,
-        cache_bytes: int = 0,
         master_weights: bool = False,
         events: EventLog | None = None,
     ) -> None:
@@ -69,7 +67,6 @@ class OffloadedOptimizer(Optimizer):
             self._inner_step,
             optimizer,
             files,
-            cache_bytes=cache_bytes,
             master_weights=master_weights,
             events=events,
         )

@@ -53,7 +53,6 @@ class PagedStates:
         inner_step: calls the optimizer.
         optimizer: the user's, with all its groups.
         files: where states wait.
-        cache_bytes: more states to keep in memory between steps.
         master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
         events: where waiting is noted.
     """
@@ -64,7 +63,6 @@ class PagedStates:
         optimizer: Optimizer,
         files: StateFiles,
         *,
-        cache_bytes: int,
         master_weights: bool,
         events: EventLog | None,
     ) -> None:
@@ -77,13 +75,15 @@ class PagedStates:
             files.tiers,
             files.mover,
             device=files.device,
-            num_slots=_NUM_SLOTS * len(files.tiers) + cache_bytes // self.partition.max_bytes,
+            num_slots=_NUM_SLOTS * len(files.tiers),
             mark=files.mark,
             block_bytes=files.block_bytes,
             host=files.host,
             wait=files.wait,
         )
         self.update_s = 0.0
+        self._slot_bytes = self.partition.max_bytes
+        self._num_cached = 0
         self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]
 
     def _subgroup_bytes(self, groups: Groups) -> int:
@@ -111,7 +111,21 @@ class PagedStates:
                 lambda p: self.trials.may_slice(p, numbers[id(p)]),
             )
             self.store.add(spread(num_made, self._rates))
+            self._fit_cache(max(subgroup.expected_bytes for subgroup in self.partition.subgroups))
             self._reserve()
+
+    def _fit_cache(self, largest_bytes: int) -> None:
+        """More slots, each as large as the largest subgroup, where others have left host memory for them.
+
+        No more than there are subgroups, so that others get what is of no use here.
+        """
+        share = self.files.share
+        self._slot_bytes = max(self._slot_bytes, largest_bytes)
+        if share is not None:
+            wanted = len(self.partition.subgroups) - _NUM_SLOTS * len(self.files.tiers)
+            num = share.fit(max(wanted, 0), self._slot_bytes)
+            self.store.add_slots(num - self._num_cached)
+            self._num_cached = num
 
     def _reserve(self) -> None:
         """Room for all states, and for the extents that a step's writes go to before the old ones are given back."""
@@ -200,6 +214,8 @@ class PagedStates:
         subgroup = self.partition.subgroups[index]
         paged = [not self.partition.is_whole(part) for part in subgroup.parts]
         layout = Layout.of(states, self.files.device, self.store.block_bytes, paged)
+        if layout.nbytes > self._slot_bytes:  # more than a trial has told
+            self._fit_cache(layout.nbytes)
         if layout != subgroup.layout or storage is None:
             storage = self.store.allocate(layout.nbytes) if layout.nbytes else None
         if storage is not None:

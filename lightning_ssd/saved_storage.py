@@ -13,8 +13,9 @@ depends on steps, modules or stack traces.
 
 Note: What a dying lease may do
     A lease can die anywhere: in autograd's thread, in a worker, or inside the garbage collector while the same
-    thread holds any lock of ours. So it takes no lock: it drops the memory and leaves a note in a queue, which
-    the :class:`~lightning_ssd.ledger.Ledger` works off at the next regular operation.
+    thread holds any lock of ours. So it takes no lock: it drops the memory, and a note gets into a queue, which the
+    :class:`~lightning_ssd.ledger.Ledger` works off at the next regular operation. No code of ours writes the note:
+    Ctrl-C may come before the first line of any, and then memory goes with the note, but nothing is lost.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class SavedStorage:
         "home",
         "identity",
         "index",
+        "is_counted",
         "key",
         "lease",
         "leaving",
@@ -93,6 +95,7 @@ class SavedStorage:
         self.index = index
         self.state = State.READY
         self.tier: Tier | None = None  # where it goes; None: it stays
+        self.is_counted = False  # among the ledger's writes
         self.stored: StoredBytes | None = None
         self.read: Transfer | None = None
         self.mark: Mark | None = None  # the reloaded bytes are there once this has passed
@@ -130,20 +133,27 @@ class SavedStorage:
         queued = False
         try:
             self.state = State.QUEUED
+            self.is_counted = True
             self.ledger.num_writes += 1
             queued = tier.write(self, self.nbytes, after, label=f"saved storage {self.index}")
         finally:
             if not queued:
                 self.tier, self.state = None, State.READY
-                self.ledger.write_gone()
+                self._write_gone()
         return queued
+
+    def _write_gone(self) -> None:
+        """Our write has ended or is no longer wanted; a worker may tell of the end of one that was taken back."""
+        if self.is_counted:
+            self.is_counted = False
+            self.ledger.write_gone()
 
     def forward(self) -> bool:
         """Hand the bytes over without a read, if they are in memory in any way. Afterwards the state is READY."""
         if self.state is State.QUEUED or self.state is State.WRITING:
             if self.state is State.QUEUED:
                 self.ledger.counters.writes_cancelled_bytes += self.nbytes
-                self.ledger.write_gone()
+                self._write_gone()
         elif self.state is State.ON_DISK:
             storage = self.key.resolve()
             if storage is None or storage.nbytes() != self.nbytes:
@@ -202,7 +212,7 @@ class SavedStorage:
         ledger, state = self.ledger, self.state
         self.asked_for()
         if state is State.QUEUED:
-            ledger.write_gone()
+            self._write_gone()
         if self.home is not None and self.home.recorder is not None:
             self.home.recorder.freed(self.index)
         self.state = State.FREED
@@ -231,11 +241,15 @@ class SavedStorage:
             return storage
 
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        """WRITING -> ON_DISK, where memory returns; or, after a failure, back to READY: kept, with nothing lost."""
+        """WRITING -> ON_DISK, where memory returns; or, after a failure, back to READY: kept, with nothing lost.
+
+        A failure may come before the write has begun (a device that is lost while its stream is waited for): from
+        QUEUED, or after somebody has taken it back.
+        """
         storage = None
         with self.ledger.lock:
             self.ledger.settle()
-            self.ledger.write_gone()
+            self._write_gone()
             if stored is not None:
                 self._count_written(stored.body_nbytes)
             if error is not None:
@@ -243,7 +257,7 @@ class SavedStorage:
                 self.ledger.counters.fallbacks += 1
                 self.ledger.counters.bytes_kept += self.nbytes
                 self.ledger.write_failure = self.ledger.write_failure or error
-                if self.state is State.WRITING:
+                if self.state in (State.QUEUED, State.WRITING):
                     self.state = State.READY
             elif self.state is State.WRITING and self.storage is not None:
                 self.state, self.stored = State.ON_DISK, stored
@@ -296,11 +310,10 @@ class Lease:
 
     def __init__(self, record: SavedStorage) -> None:
         self.record = record
+        record.ledger.watch(self, record)
 
     def __del__(self) -> None:
-        record = self.record
-        record.storage = None  # a write under way holds the memory itself
-        record.ledger.note_death(record)
+        self.record.storage = None  # a write under way holds the memory itself
 
 
 class SavedTensor(NamedTuple):

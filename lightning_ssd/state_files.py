@@ -11,6 +11,7 @@ from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.slots import SlotMover
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.probe import Rates
+from lightning_ssd.storage.purse import Share
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import Progress, SsdTier
 from lightning_ssd.tier_meter import TierMeter
@@ -30,6 +31,7 @@ class StateFiles:
         block_bytes: granularity of what moves.
         first: subgroup that the first step begins with.
         host: a cache in host memory, where the device has memory of its own; moves bytes by ``mover``, too.
+        share: elsewhere: of the host memory in which more states may stay than a step needs there.
         wait: lets the current stream wait for a mark.
         resources: closes the tiers and what they stand on.
     """
@@ -45,6 +47,7 @@ class StateFiles:
         block_bytes: int,
         first: int = 0,
         host: HostTier | None = None,
+        share: Share | None = None,
         wait: Callable[[Mark], None],
         resources: ExitStack,
     ) -> None:
@@ -55,6 +58,7 @@ class StateFiles:
         self.block_bytes = block_bytes
         self.first = first
         self.host = host
+        self.share = share
         self.wait = wait
         self._meters = [TierMeter(tier, probe) for tier, probe in zip(tiers, probes, strict=True)]
         self._resources = resources

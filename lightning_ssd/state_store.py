@@ -71,6 +71,7 @@ class StateStore:
         self._refusals = Refusals()
         self._allocated: torch.UntypedStorage | None = None
         self._returned: deque[Copy] = deque()
+        self._returned_cached: deque[Copy] = deque()
         self._is_closed = False
         # Guards everything above; told of every end of a move. Tiers' locks are taken under it, never it under theirs.
         self._changed = threading.Condition(threading.RLock())
@@ -81,6 +82,11 @@ class StateStore:
     def num_slots(self) -> int:
         """Pieces of memory at most, now."""
         return self._num_allowed + self._refusals.num_stuck
+
+    def add_slots(self, num: int) -> None:
+        """Allow so many more pieces of memory, or fewer: then what is too much leaves as memory is needed."""
+        with self._changed:
+            self._num_allowed += num
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -289,6 +295,8 @@ class StateStore:
     def _pump(self) -> None:
         """Begin reads while there is memory for them."""
         self._take_back()
+        while self._returned_cached:
+            self._returned_cached.popleft().release()
         while self._queue and self.slots.num_lent + self._num_awaited < self.num_slots and not self._is_closed:
             index = self._queue.popleft()
             home = self._homes[index]
@@ -356,8 +364,12 @@ class StateStore:
             return home.copy
 
     def release(self, copies: Iterable[Copy]) -> None:
-        """Let go of held copies. Waits for no lock: their holder may die in the garbage collector, under any lock."""
-        self._returned.extend(copies)
+        """Let go of held copies. Waits for no lock: their holder may die in the garbage collector, under any lock.
+
+        Files take an extent back without one. Host memory does not: what lay there is given back with the next move.
+        """
+        for copy in copies:
+            (self._returned_cached if copy.is_cached else self._returned).append(copy)
         if self._changed.acquire(blocking=False):
             try:
                 self._take_back()

@@ -27,9 +27,9 @@ class SSDOffloadStrategy(Offloading, OneOrManyDevices):
     """Trains with saved activations on SSD: bit for bit the same results, with less memory.
 
     One device needs no process group and no wrapper, and works in notebooks. Several devices or nodes train with
-    ``DistributedDataParallel``; each process has its own files, in a sub-directory ``lightning_ssd-rank-<n>``. Files
-    and threads live from ``setup`` to ``teardown`` of ``fit``; validation, test and prediction open nothing, because
-    they save nothing.
+    ``DistributedDataParallel``; each process has its own files, in a sub-directory ``lightning_ssd-<uid>-rank-<n>``.
+    Files and threads live from ``setup`` to ``teardown`` of ``fit``; validation, test and prediction open nothing,
+    because they save nothing.
 
     Example::
 

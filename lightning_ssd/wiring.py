@@ -29,6 +29,7 @@ from lightning_ssd.signature import signature_of
 from lightning_ssd.size_trial import SizeTrial
 from lightning_ssd.stall_watch import StallWatch
 from lightning_ssd.stats import OffloadStats
+from lightning_ssd.storage.held_directory import rank_directory
 
 __all__ = ["Offloading", "register_name"]
 
@@ -89,7 +90,7 @@ class Offloading(WithModule):
             hardware=self.hardware,
             device=self.root_device,
             default_directory=None if "://" in default_directory else default_directory,
-            subdirectory=f"lightning_ssd-rank-{self.global_rank}",
+            subdirectory=rank_directory(self.global_rank),
             agree=self._smallest if self.is_distributed else None,
             num_local_processes=self.num_processes or None,
         )

@@ -10,6 +10,7 @@ import xxhash
 from torch import nn
 
 from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak, trim
+from lightning_ssd.shards import is_shard
 
 __all__ = ["NUM_WARMUP", "StepMeter", "num_warmup", "weights_digest"]
 
@@ -79,9 +80,13 @@ class StepMeter:
 
 
 def weights_digest(network: nn.Module) -> str:
-    """Hash of the names, shapes, types and bytes of all parameters and buffers: equal means bitwise equal."""
+    """Hash of the names, shapes, types and bytes of all parameters and buffers: equal means bitwise equal.
+
+    Of a sharded network too, tensor by tensor; then every process has to call this, on the device of the shards.
+    """
     digest = xxhash.xxh3_128()
     for name, tensor in network.state_dict().items():
+        tensor = tensor.full_tensor() if is_shard(tensor) else tensor
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

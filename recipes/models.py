@@ -10,9 +10,12 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
+from lightning_ssd.blocks import find_blocks
 from lightning_ssd.first_calls import settle_first_calls
 from recipes.data import MASK_TOKEN, PAD_TOKEN
 
@@ -102,9 +105,14 @@ class LanguageModel(pl.LightningModule):
         self.network: nn.Module | None = None
 
     def configure_model(self) -> None:
-        """Make the weights once; Lightning calls this again for every fit, validate or test."""
+        """Make the weights once; Lightning calls this again for every fit, validate or test.
+
+        Where the strategy has a mesh of devices, each gets its shards (FSDP2), block by block.
+        """
         if self.network is None:
             self.network = build_network(self.config, self.objective)
+            if self.device_mesh is not None:
+                _shard(self.network, self.device_mesh["data_parallel"])
 
     def forward(self, tokens: Tensor, *, mask_seed: int = 0) -> Tensor:
         """Loss of one batch of token windows."""
@@ -125,3 +133,9 @@ class LanguageModel(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW over all parameters."""
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
+
+
+def _shard(network: nn.Module, mesh: DeviceMesh) -> None:
+    """Spread parameters over the mesh. The equal blocks are groups of their own, so that few are gathered at a time."""
+    for block in (*find_blocks(network).values(), network):
+        fully_shard(block, mesh=mesh)

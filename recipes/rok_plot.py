@@ -52,7 +52,7 @@ def draw(content: dict[str, Any], file: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise SystemExit("drawing needs matplotlib; install the extra: pip install 'lightning_ssd[recipes]'") from error
+        raise SystemExit("drawing needs matplotlib; in the checkout: pip install '.[recipes]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -28,7 +28,7 @@ class MeterCallback(pl.Callback):
         self.losses: list[float] = []
         self.stats: OffloadStats | None = None
         self.stats_before = OffloadStats()
-        self.backend = self.plan = ""
+        self.backend = self.plan = self.weights_digest = ""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The device is known from here on."""
@@ -48,7 +48,8 @@ class MeterCallback(pl.Callback):
             self.stats_before = offloader.stats
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The offloader is still open; Lightning's own strategies have none."""
+        """Shards are still on their device, and the offloader is still open; Lightning's own strategies have none."""
+        self.weights_digest = weights_digest(pl_module.network)
         offloader: Offloader | None = getattr(trainer.strategy, "offloader", None)
         if offloader is not None:
             self.stats, self.backend = offloader.stats, offloader.description
@@ -89,7 +90,7 @@ def run(config: DictConfig, *, model: str, offload: str) -> RunSummary:
         model=model,
         offload=offload,
         losses=callback.losses,
-        weights_digest=weights_digest(module.network),
+        weights_digest=callback.weights_digest,
         stats=callback.stats,
         stats_before=callback.stats_before,
         backend=callback.backend,

@@ -63,7 +63,7 @@ class Gathers(Net):
         assert strategy.reduce_boolean_decision(rank == 0, all=False)
         assert not strategy.reduce_boolean_decision(rank == 0, all=True)
         if isinstance(strategy, SSDOffloadStrategy):
-            assert strategy.offloader.description.endswith(f"lightning_ssd-rank-{rank}")
+            assert strategy.offloader.description.endswith(f"lightning_ssd-{os.geteuid()}-rank-{rank}")
 
 
 class LocalSGD(Net):

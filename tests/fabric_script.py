@@ -9,6 +9,7 @@ Ends without closing anything.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def compare(loop: Loop, directory: Path) -> None:
     stats = fabric.strategy.stats
     assert stats.bytes_written > 0
     assert stats.bytes_read > 0
-    assert fabric.strategy.offloader.description.endswith(f"lightning_ssd-rank-{rank}")
+    assert fabric.strategy.offloader.description.endswith(f"lightning_ssd-{os.geteuid()}-rank-{rank}")
     assert fabric.strategy.offloader.optimizer_stats[0].num_steps == loop.num_steps
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_ssd
@@ -71,7 +72,8 @@ def test_every_option_is_composed_and_built(group: str, option: str, tmp_path: P
             build()
         return
     trainer = build()
-    assert isinstance(trainer.strategy, lightning_ssd.SSDOffloadStrategy) == (option != "none" or group != "offload")
+    expected = {("offload", "none"): SingleDeviceStrategy, ("offload", "fsdp"): lightning_ssd.SSDOffloadFSDPStrategy}
+    assert type(trainer.strategy) is expected.get((group, option), lightning_ssd.SSDOffloadStrategy)
     assert trainer.loggers == loggers
     assert set(callbacks) <= set(trainer.callbacks)
 
@@ -87,10 +89,11 @@ def test_a_policy_names_every_field_with_its_default(path: Path, tmp_path: Path)
     assert set(config.offload) == {"_target_", *defaults}
     policy = instantiate(config.offload)
     changed = {name for name, default in defaults.items() if getattr(policy, name) != default}
-    more = {"auto": set(), "budget": {"activation_budget"}, "states": {"optimizer_states"}}
+    more = {"auto": set(), "fsdp": set(), "budget": {"activation_budget"}, "states": {"optimizer_states"}}
     expected = more.get(path.stem, {"activations"})
     assert changed == expected
-    assert policy.activations == {"ssd": "offload", "budget": "auto", "states": "auto"}.get(path.stem, path.stem)
+    names = {"ssd": "offload", "budget": "auto", "states": "auto", "fsdp": "auto"}
+    assert policy.activations == names.get(path.stem, path.stem)
     assert policy.optimizer_states == ("offload" if path.stem == "states" else "keep")
     assert policy.recompute_modules == ()
 
@@ -137,7 +140,7 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
         (["modle=gpt"], "modle", "model", "callbacks, data, experiment"),
         (["model=bart"], "model=bart", "model=bert", "bert, bert_base"),
         (["model=gpt,bertt"], "model=bertt", "model=bert", "bert, bert_base"),
-        (["offload=sdd"], "offload=sdd", "offload=ssd", "auto, budget, keep, none, recompute"),
+        (["offload=sdd"], "offload=sdd", "offload=ssd", "auto, budget, fsdp, keep, none, recompute"),
         (
             ["experiment=smok"],
             "experiment=smok",
@@ -164,7 +167,7 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
         (["offload.verify=off,ful"], "offload.verify=ful", "offload.verify=full", "off, sampled, full"),
         (["hardware.backend=possix"], "hardware.backend=possix", "hardware.backend=posix", "auto, kvikio, posix"),
         (["model.objective=cusal"], "model.objective=cusal", "model.objective=causal", "causal, masked, seq2seq"),
-        (["offload=none", "offload.verify=full"], "offload.verify", None, "auto, budget, keep, none, recompute"),
+        (["offload=none", "offload.verify=full"], "offload.verify", None, "auto, budget, fsdp, keep, none, recompute"),
         (["+local=machine"], "local", None, "callbacks, data"),
         (["seed=1", "+sed=1"], "sed", "seed", "callbacks, data"),
     ],

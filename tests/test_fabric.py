@@ -95,7 +95,7 @@ def test_by_name_with_all_defaults(spill_dir, monkeypatch, name):
     fabric = make_fabric(name)
     assert_identical(Loop()(fabric), expected)
     assert fabric.strategy.policy == OffloadPolicy()
-    assert str(spill_dir / "lightning_ssd-rank-0") in fabric.strategy.offloader.description
+    assert str(spill_dir / f"lightning_ssd-{os.geteuid()}-rank-0") in fabric.strategy.offloader.description
     fabric.strategy.close()
     assert_nothing_left(spill_dir)
 

@@ -19,6 +19,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd import paged_states as module_under_test
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.optimizer import OffloadedOptimizer
+from lightning_ssd.slicing import Trials
 
 SHAPES = ((300, 40), (1000,), (64, 64), (7,), (2000, 100), (0, 4), (8, 3, 5, 5), (), *[(128, 150)] * 6)
 """Small ones stay in memory, (2000, 100) is cut, one is empty, one has no dimension."""
@@ -173,6 +174,73 @@ def test_a_cache_saves_its_share_of_the_moves(share: float, spill_dir: Path) -> 
         expected = max(1 - slots, 0) * state_bytes
         assert now.read_bytes - before.read_bytes == pytest.approx(expected, rel=0.01)
         assert now.written_bytes - before.written_bytes == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("share", [0.25, 1.5, 4.0])
+def test_optimizers_share_host_memory(share: float, spill_dir: Path) -> None:
+    """The first one takes what it can use, the second one what is left; the activations' tier the rest."""
+    groups = [[nn.Parameter(torch.randn(64, 1024)) for _ in range(40)] for _ in range(2)]
+    state_bytes = 2 * 4 * 64 * 1024 * 40
+    total = round(share * state_bytes)
+    policy = OffloadPolicy(optimizer_states="offload")
+    hardware = HardwareProfile(paths=str(spill_dir), host_memory=total)
+    with Offloader(policy=policy, hardware=hardware).open() as offloader:
+        optimizers = [offloader.offload_optimizer(torch.optim.AdamW(group)) for group in groups]
+        for step in range(3):
+            for group, optimizer in zip(groups, optimizers, strict=True):
+                set_gradients(group, step)
+                optimizer.step()
+        host = offloader._parts.tiers.host
+        assert host is not None
+        num_own, mapped = 0, 0
+        for optimizer in optimizers:
+            assert isinstance(optimizer, OffloadedOptimizer)
+            store, subgroup = optimizer._states.store, optimizer.stats.subgroup_bytes
+            store.wait_for_writes()
+            num_own += module_under_test._NUM_SLOTS
+            mapped += store.slots.mapped_bytes
+            assert store.num_slots <= optimizer.stats.num_subgroups
+        assert mapped <= total + num_own * subgroup
+        assert mapped >= min(total, 2 * state_bytes) - 2 * subgroup, "host memory was there and is not used"
+        first, second = (optimizer.stats.kept_bytes for optimizer in optimizers)
+        assert first >= second
+        taken = sum(optimizer._states.files.share.nbytes for optimizer in optimizers)  # type: ignore[attr-defined]
+        assert host.capacity_bytes == total // 4096 * 4096 - taken
+        purse = host.arena._share.purse
+    assert purse.left_bytes == purse.total_bytes
+
+
+def test_parameters_that_come_later_may_stay_in_host_memory_too(spill_dir: Path) -> None:
+    parameters = [nn.Parameter(torch.randn(64, 1024)) for _ in range(40)]
+    with offloaded(torch.optim.AdamW(parameters[:10]), spill_dir, host_memory="1GiB") as optimizer:
+        before = optimizer._states.store.num_slots
+        optimizer.add_param_group({"params": parameters[10:]})
+        assert optimizer._states.store.num_slots > before
+        for step in range(3):
+            set_gradients(parameters, step)
+            optimizer.step()
+        assert optimizer.stats.read_bytes == 0, "there was room for all"
+
+
+def test_slots_that_turn_out_larger_are_fewer(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial may tell less than what an optimizer then remembers."""
+    monkeypatch.setattr(Trials, "element_bytes", lambda *_: 2)
+    parameters = [nn.Parameter(torch.randn(64, 1024)) for _ in range(40)]
+    twins = [nn.Parameter(p.detach().clone()) for p in parameters]
+    plain = torch.optim.AdamW(twins)
+    with offloaded(torch.optim.AdamW(parameters), spill_dir, host_memory="2MiB") as optimizer:
+        before = optimizer._states.store.num_slots
+        for step in range(3):
+            set_gradients(parameters, step)
+            set_gradients(twins, step)
+            optimizer.step()
+            plain.step()
+        store = optimizer._states.store
+        store.wait_for_writes()
+        assert store.num_slots < before
+        largest = max(s.layout.nbytes for s in optimizer._states.partition.subgroups if s.layout is not None)
+        assert store.slots.mapped_bytes <= (2 << 20) + module_under_test._NUM_SLOTS * largest
+        assert_same(parameters, twins)
 
 
 def test_two_directories_share_the_states(spill_dir: Path) -> None:

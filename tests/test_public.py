@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import inspect
 import pkgutil
+import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -50,3 +52,31 @@ def test_every_module_lists_what_it_offers(name: str) -> None:
 
 def test_the_package_is_typed() -> None:
     assert Path(lightning_ssd.__file__).with_name("py.typed").is_file()
+
+
+ROOT = Path(lightning_ssd.__file__).parent.parent
+TEXTS = sorted(
+    path
+    for pattern in ("*.md", "lightning_ssd/**/*.py", "recipes/**/*.py", "conf/**/*.yaml", "notebooks/*.ipynb")
+    for path in ROOT.glob(pattern)
+)
+
+
+def wrong_installs(text: str, extras: set[str]) -> list[str]:
+    """Advice to install us from an index, where we are not, or with an extra that does not exist."""
+    named = re.findall(r"'\.\[(\w+)\]'", text)
+    return re.findall(r"pip install \S*lightning_ssd\S*", text) + [name for name in named if name not in extras]
+
+
+def test_installing_is_told_of_as_it_works() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    found = {str(path): wrong_installs(path.read_text(encoding="utf-8"), extras) for path in TEXTS}
+    assert len(found) > 100
+    assert {path: words for path, words in found.items() if words} == {}
+
+
+def test_the_search_for_wrong_installs_can_fail() -> None:
+    for words in ("pip install lightning_ssd[encrypt]", "pip install 'lightning_ssd[encrypt]'"):
+        assert wrong_installs(words, {"encrypt"}) == [words]
+    assert wrong_installs("`pip install '.[encrypt]'` or '.[other]'", {"encrypt"}) == ["other"]

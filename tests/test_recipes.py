@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.utils import instantiate
 
-from recipes import demo, plain_loop
+from recipes import demo, models, plain_loop
 from recipes.data import EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SyntheticData, TextData, python_text, tokenize
 from recipes.meter import StepMeter, weights_digest
 from recipes.models import LanguageModel, make_inputs
@@ -318,6 +319,44 @@ def test_a_sweep_from_the_command_line(spill_dir: Path) -> None:
         assert by_name[model, "keep"].losses == by_name[model, "ssd"].losses
         assert by_name[model, "keep"].weights_digest == by_name[model, "ssd"].weights_digest
     assert sum(line.startswith("model=") for line in done.stdout.splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_two_processes_train_one_sharded_model(spill_dir: Path) -> None:
+    """As Lightning's own strategy does, bit for bit."""
+    lightnings = [
+        "trainer.strategy._target_=lightning.pytorch.strategies.ModelParallelStrategy",
+        *("~trainer.strategy.policy", "~trainer.strategy.hardware", "callbacks=none"),
+        *("+trainer.strategy.data_parallel_size=2", "+trainer.strategy.tensor_parallel_size=1"),
+    ]
+    ours = ["offload.activations=offload", "offload.min_tensor_bytes=0", "offload.optimizer_states=offload"]
+    found = []
+    for name, more in (("plain", lightnings), ("ours", ours)):
+        where = [f"output_dir={spill_dir / name}", f"hydra.run.dir={spill_dir / name}", "logger=none"]
+        done = run_module("recipes.train", *TINY, "offload=fsdp", "trainer.devices=2", *where, *more, cwd=spill_dir)
+        assert done.returncode == 0, done.stderr
+        found.append(RunSummary.read(spill_dir / name / "summary.json"))
+    plain, offloaded = found
+    assert offloaded.losses == plain.losses
+    assert offloaded.weights_digest == plain.weights_digest != ""
+    assert offloaded.written_bytes_per_step > 0
+    assert not plain.counted, "Lightning was to train alone"
+
+
+def test_a_model_is_sharded_block_by_block_over_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = SCHEMA.compose([*TINY, "offload=fsdp"])
+    module = instantiate(config.model, _convert_="all")
+    sharded: list[tuple[type, object]] = []
+    monkeypatch.setattr(models, "fully_shard", lambda part, mesh: sharded.append((type(part), mesh)))
+    module._device_mesh = {"data_parallel": "half", "tensor_parallel": "other"}
+    module.configure_model()
+    *blocks, root = sharded
+    assert root == (type(module.network), "half")
+    assert [name.__name__ for name, _ in blocks] == ["GPT2Block"] * config.model.config.n_layer
+    module.configure_model()
+    assert len(sharded) == len(blocks) + 1, "sharded twice"
 
 
 @pytest.mark.slow

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+
+import pytest
 import torch
 
+from lightning_ssd.events import EventLog
 from lightning_ssd.inplace import VersionProbe
 from lightning_ssd.ledger import Ledger
-from lightning_ssd.saved_storage import SavedStorage, State
+from lightning_ssd.saved_storage import Lease, SavedStorage, State
+from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.integrity import Sampler
+from lightning_ssd.storage.movers import HostMover
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.storage.staging import ReloadPool
+from lightning_ssd.storage.tiers import SsdTier
 from lightning_ssd.tensors import StorageKey
 
 
@@ -19,9 +34,9 @@ class _Stored:
     body_nbytes = 64
 
 
-def record_of(tensor: torch.Tensor) -> SavedStorage:
+def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
     storage = tensor.untyped_storage()
-    record = SavedStorage(Ledger(), storage, storage.nbytes(), VersionProbe(tensor), index=0)
+    record = cls(Ledger(), storage, storage.nbytes(), VersionProbe(tensor), index=0)
     record.ledger.opened(record)
     return record
 
@@ -39,3 +54,159 @@ def test_memory_that_is_handed_out_again_still_has_its_mark() -> None:
     assert record.storage is not None
     assert record.storage.data_ptr() == reloaded.data_ptr()
     assert record.mark is mark
+
+
+# -- somebody else comes in the middle of a step ----------------------------------------------------------------------
+
+
+class _Interrupted(SavedStorage):
+    """Once, right after its state was looked at, another thread does ``meanwhile`` if the ledger's lock lets it.
+
+    This thread plays the other one, so that it comes at this very moment on every machine.
+    """
+
+    __slots__ = ("meanwhile",)
+
+    meanwhile: Callable[[], object] | None
+
+    @property
+    def state(self) -> State:  # type: ignore[override]
+        value: State = SavedStorage.state.__get__(self)  # type: ignore[attr-defined]
+        meanwhile = getattr(self, "meanwhile", None)
+        if meanwhile is not None and self.ledger.lock.acquire(blocking=False):
+            self.meanwhile = None
+            try:
+                meanwhile()
+            finally:
+                self.ledger.lock.release()
+        return value
+
+    @state.setter
+    def state(self, value: State) -> None:
+        SavedStorage.state.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class _Roomy:
+    """A tier that takes every write, and whose worker is the test."""
+
+    name = "ssd"
+    freed = 0
+
+    def write(self, *args: object, **kwargs: object) -> bool:
+        return True
+
+    def free(self, stored: object) -> None:
+        self.freed += 1
+
+
+def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
+    """Else the worker would take the memory from whoever has just been given it."""
+    tensor, tier = torch.arange(16.0), _Roomy()
+    record = record_of(tensor, _Interrupted)
+    with record.ledger.lock:
+        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+    taken: list[bool] = []
+    record.meanwhile = lambda: taken.append(record.forward())  # type: ignore[attr-defined]
+    storage = record.write_begins()
+    record.meanwhile = None  # type: ignore[attr-defined]
+    assert storage is not None
+    assert record.state is State.WRITING
+    if not taken:  # it had to wait for the lock, and comes now
+        with record.ledger.lock:
+            taken.append(record.forward())
+    record.write_ended(_Stored(), None)
+    assert taken == [True]
+    assert record.state is State.READY
+    assert record.storage is not None, "what was handed out has gone"
+    assert (tier.freed, record.ledger.num_writes) == (1, 0)
+
+
+# -- Ctrl-C while a lease dies -----------------------------------------------------------------------------------------
+
+
+def test_a_death_that_is_interrupted_is_noted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes before the first line of ``__del__``, from where nothing raises."""
+    tier = _Roomy()
+    record = record_of(torch.arange(16.0))
+    with record.ledger.lock:
+        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+    assert record.write_begins() is not None
+    record.write_ended(_Stored(), None)
+    assert record.state is State.ON_DISK
+    lease = Lease(record)
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: ignored.append(told.exc_type))
+
+    def interrupt(frame: FrameType, event: str, arg: object) -> None:
+        if frame.f_code is Lease.__del__.__code__:
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        del lease
+    finally:
+        sys.settrace(before)
+    assert ignored == [KeyboardInterrupt]
+    with record.ledger.lock:
+        record.ledger.settle()
+    assert record.state is State.FREED
+    assert (tier.freed, record.ledger.num_live, record.ledger.saved_bytes) == (1, 0, 0)
+    assert not record.ledger._watched
+
+
+# -- a device that fails before a write begins -------------------------------------------------------------------------
+
+
+class _LostDevice:
+    """A mark that is waited for until the test says so, and then raises."""
+
+    def __init__(self) -> None:
+        self.asked, self.lost = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.asked.set()
+        assert self.lost.wait(20)
+        raise RuntimeError("injected: the device is lost")
+
+
+@pytest.fixture(params=["ssd", "host"])
+def tier(request: pytest.FixtureRequest, spill_dir: Path) -> Iterator[SsdTier | HostTier]:
+    if request.param == "host":
+        with closing(HostTier(1 << 20, None, pin=False, events=EventLog())) as host:
+            yield host
+        return
+    with closing(PosixBackend([spill_dir])) as backend:
+        mover = HostMover(backend, ReloadPool(0))
+        with closing(SsdTier(backend, mover, [spill_dir], events=EventLog(), sampler=Sampler("off"))) as ssd:
+            yield ssd
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "forwarded", "freed"])
+def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: SsdTier | HostTier) -> None:
+    """By whoever takes it back, or by the worker; twice, and a budget would not wait for the next write."""
+    tensor, mark = torch.arange(4096.0), _LostDevice()
+    record = record_of(tensor)
+    ledger = record.ledger
+    with ledger.lock:
+        assert record.queue_write(tier, mark)
+        assert ledger.num_writes == 1
+    assert mark.asked.wait(20)
+    with ledger.lock:
+        if meanwhile == "forwarded":
+            assert record.forward()
+        elif meanwhile == "freed":
+            record.free()
+        assert ledger.num_writes == (meanwhile == "nothing")
+    mark.lost.set()
+    tier.flush()
+    with ledger.lock:
+        assert ledger.num_writes == 0
+        assert ledger.counters.failures == 1
+        assert record.state is (State.FREED if meanwhile == "freed" else State.READY)
+        if meanwhile != "freed":
+            assert record.forward()
+            assert record.storage is not None
+            assert record.storage.data_ptr() == tensor.data_ptr()
+            record.free()
+        assert ledger.num_writes == 0

@@ -16,6 +16,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.events import EventLog
 from lightning_ssd.optimizer import OffloadedOptimizer
 from lightning_ssd.slots import SlotMover
+from lightning_ssd.state_home import Copy
 from lightning_ssd.state_store import StateStore
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
@@ -115,6 +116,33 @@ def test_a_checkpoint_finds_everything_on_the_drive(share: float, spill_dir: Pat
         pair.check_states(optimizer.state_dict())
         pair.step(optimizer)
     pair.check_states(optimizer.state_dict())  # after close
+
+
+def test_optimizers_and_activations_have_one_host_memory(spill_dir: Path) -> None:
+    """Twice as much as there is would be of use to the two optimizers alone; and the activations come first."""
+    total = STATE_BYTES
+    policy = OffloadPolicy(activations="auto", optimizer_states="offload", verify="full")
+    hardware = HardwareProfile(paths=spill_dir, host_memory=total)
+    pairs = [Pair(), Pair()]
+    with Offloader(policy=policy, hardware=hardware).open() as offloader:
+        optimizers = [offloader.offload_optimizer(torch.optim.AdamW(pair.mine, lr=1e-3)) for pair in pairs]
+        activations = offloader._parts.tiers.host
+        assert activations is not None
+        hosts = [activations, *(optimizer._states.files.host for optimizer in optimizers)]  # type: ignore[attr-defined]
+        for host in hosts:
+            host.arena._growth_bytes = 1 << 20
+        kept = activations.arena.allocate(total // 4)
+        for _ in range(3):
+            for pair, optimizer in zip(pairs, optimizers, strict=True):
+                pair.step(optimizer)
+                assert sum(host.memory_bytes for host in hosts) <= total
+        assert activations.memory_bytes >= total // 4
+        assert sum(host.memory_bytes for host in hosts) > 0.95 * total, "much is left that one could use"
+        for pair, optimizer in zip(pairs, optimizers, strict=True):
+            pair.check_states(optimizer.state_dict())
+        assert kept is not None
+        purse = activations.arena._share.purse
+    assert purse.left_bytes == purse.total_bytes
 
 
 def test_loaded_states_may_go_to_the_cache(spill_dir: Path) -> None:
@@ -224,6 +252,28 @@ def test_memory_is_not_lent_again_while_a_copy_runs(spill_dir: Path) -> None:
         assert evicted.wait(20)
         thread.join()
         assert store.in_memory() == []
+
+
+def test_a_held_copy_may_die_under_the_lock_of_host_memory(spill_dir: Path) -> None:
+    """The garbage collector may run while the very thread that it runs in holds that lock."""
+    with store_with(HeldCopies(held=False), spill_dir) as store:
+        assert store._host is not None
+        put(store, 0, 7)
+        store.wait_for_writes()
+        held = store.hold(0)
+        assert isinstance(held, Copy)
+        assert held.is_cached
+        put(store, 0, 8)
+        store.wait_for_writes()
+        assert store._host.used_bytes == 2 * NBYTES
+        with store._host._lock, store._host.arena._lock:
+            thread = threading.Thread(target=store.release, args=([held],), daemon=True)
+            thread.start()
+            thread.join(5)
+            assert not thread.is_alive(), "it waits for a lock"
+        put(store, 1, 9)
+        store.wait_for_writes()
+        assert store._host.used_bytes == 2 * NBYTES, "what was held is lost"
 
 
 def test_what_has_no_room_goes_to_the_drive(spill_dir: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
 from dataclasses import dataclass
 
 from lightning_ssd.planning.guide import StoredPlan
@@ -88,27 +87,28 @@ class Comparison:
 
     def __init__(self, *, wear_bytes_per_day: int | None = None) -> None:
         self._wear_bytes_per_day = wear_bytes_per_day
-        self._known: StoredPlan | None = None
-        self._measured: deque[Measured] = deque(maxlen=_WINDOW)
+        # Replaced as a whole: other threads than the one that trains may ask for numbers meanwhile.
+        self._followed: tuple[StoredPlan, tuple[Measured, ...]] | None = None
 
     def add(self, known: StoredPlan, measured: Measured) -> None:
         """A pass followed ``known`` to its end."""
-        if known is not self._known:
-            self._known = known
-            self._measured.clear()
-        self._measured.append(measured)
+        followed = self._followed
+        before = followed[1] if followed is not None and followed[0] is known else ()
+        self._followed = known, (*before, measured)[-_WINDOW:]
 
     @property
     def latest(self) -> tuple[StoredPlan, Measured] | None:
         """The last pass that followed a plan."""
-        return None if self._known is None else (self._known, self._measured[-1])
+        followed = self._followed
+        return None if followed is None else (followed[0], followed[1][-1])
 
     def report(self, num_plans: int, given_up_at: float | None = None) -> PlanReport | None:
         """``None`` before the first pass that followed a plan."""
-        if self._known is None:
+        if self._followed is None:
             return None
-        prediction, measured = self._known.plan.prediction, self._measured
-        passes_per_day = _DAY_S / max(self._known.trace.end_s, 1e-9)
+        known, measured = self._followed
+        prediction = known.plan.prediction
+        passes_per_day = _DAY_S / max(known.trace.end_s, 1e-9)
         return PlanReport(
             predicted_step_s=prediction.step_s,
             measured_step_s=statistics.median(one.step_s for one in measured),
@@ -118,10 +118,10 @@ class Comparison:
             measured_peak_bytes=max(one.peak_bytes for one in measured),
             predicted_written_bytes=prediction.written_bytes,
             measured_written_bytes=round(statistics.median(one.written_bytes for one in measured)),
-            keep_step_s=self._known.plan.keep_step_s,
+            keep_step_s=known.plan.keep_step_s,
             num_passes=len(measured),
             num_plans=num_plans,
             given_up_at=given_up_at,
             allowed_bytes_per_day=self._wear_bytes_per_day,
-            refused_bytes_per_day=self._known.plan.refused_bytes * passes_per_day,
+            refused_bytes_per_day=known.plan.refused_bytes * passes_per_day,
         )

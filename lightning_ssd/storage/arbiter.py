@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import stat
 import tempfile
@@ -24,6 +25,11 @@ from lightning_ssd.storage.private_directory import open_private
 
 __all__ = ["Arbiter"]
 
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 60.0
+"""Seconds to wait for other processes. Eight that move a GiB each through a drive of 250 MB/s are through in half of
+that; who holds a turn for longer has been stopped (Ctrl-Z), and may hold it for ever."""
 _ADVICE = "so that nobody else can hold our locks. Remove it or set XDG_RUNTIME_DIR"
 
 
@@ -34,7 +40,8 @@ class Arbiter:
     processes, the last one out lets them go on. A process whose threads overlap without a pause keeps its turn, so hold
     it for one subgroup or one burst, not for a whole run. The lock is an ``flock``: the kernel frees it however the
     process ends, and nothing is cleaned up. It is about speed only; nothing is wrong where it excludes nobody (other
-    users, other machines, another ``TMPDIR``).
+    users, other machines, another ``TMPDIR``). So nobody waits for ever for a process that was stopped inside: after a
+    minute we go in beside it, with one warning, and at once from then on until it has left.
 
     Note [never two at once]: a thread inside :meth:`reading` must not enter :meth:`writing`, of whatever drive, nor the
     other way round. Of two processes that do so in different orders each would wait for the other for ever.
@@ -69,7 +76,7 @@ class Arbiter:
             raise
 
     def reading(self) -> AbstractContextManager[None]:
-        """Inside, no other process that asks too reads from the drive. Waits for those that do.
+        """Inside, no other process that asks too reads from the drive. Waits a minute at most for those that do.
 
         Raises:
             OffloaderClosedError: after :meth:`close`.
@@ -106,7 +113,9 @@ class _SharedLock:
         self._num_inside = 0
         self._retired = False
         self._fd: int | None = _open(path)
-        # Guards the three above. Held while waiting for other processes: then nobody is inside who would want it to
+        self._waiting: _Waiting | None = None
+        self._has_warned = False
+        # Guards the five above. Held while waiting for other processes: then nobody is inside who would want it to
         # leave, and all others wait for the same. Nothing is locked under it.
         self._mutex = threading.Lock()
 
@@ -127,10 +136,51 @@ class _SharedLock:
                 if self._fd is None:
                     self._fd = _open(self.path)
                 try:
-                    fcntl.flock(self._fd, fcntl.LOCK_EX)
+                    self._take_turn(self._fd)
                 except OSError as error:
                     raise as_storage_error(error, f"cannot lock {self.path}") from error
             self._num_inside += 1
+
+    def _take_turn(self, fd: int) -> None:
+        """Wait for the turn, but for no process that was stopped while it had it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        if self._waiting is not None:  # for the same process still, in vain so far
+            return
+        # A lock of the kernel is waited for without an end: not here.
+        self._waiting = waiting = _Waiting()
+        threading.Thread(target=self._wait, args=(fd, waiting), name="lightning_ssd-turn", daemon=True).start()
+        if not waiting.over.wait(_PATIENCE_S):
+            self._warn()
+        elif waiting.error is not None:
+            raise waiting.error
+
+    def _wait(self, fd: int, waiting: _Waiting) -> None:
+        """Runs in a thread of its own, whoever waits for it or no longer does."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            waiting.error = error
+        waiting.over.set()
+        with self._mutex:
+            self._waiting = None
+            if self._num_inside == 0:  # it came too late; else whoever is inside has it now, and gives it back
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            self._close_if_unused()
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "another process of yours has had the turn on a drive for %.0f s (%s); was it stopped (Ctrl-Z)? "
+                "This one goes on without turns, which changes no result but may be slower. `lslocks` names that "
+                "process: let it go on (`fg`, `kill -CONT`), or end it",
+                _PATIENCE_S,
+                self.path,
+            )
 
     def _leave(self) -> None:
         with self._mutex:
@@ -146,7 +196,8 @@ class _SharedLock:
             self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if self._retired and self._num_inside == 0 and self._fd is not None:
+        # Not under a thread that waits for it: the number may be another file's by the time that it asks.
+        if self._retired and self._num_inside == 0 and self._waiting is None and self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
@@ -159,8 +210,17 @@ class _SharedLock:
             os.close(self._fd)
             self._fd = None
         self._num_inside = 0
+        self._waiting = None  # its thread is the parent's
         # The old one may be held by a thread that the child does not have. Order: as that of the old one.
         self._mutex = threading.Lock()
+
+
+class _Waiting:
+    """For one lock, by a thread of its own."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.error: OSError | None = None
 
 
 # All locks that this process has open, by the path of their file.

@@ -188,6 +188,6 @@ def _import_ciphers() -> Any:
     except (ImportError, OSError) as error:
         raise BackendUnavailableError(
             f"HardwareProfile(encrypt=True) needs the library cryptography, which does not load ({error}); install it "
-            "with `pip install lightning_ssd[encrypt]`"
+            "with `pip install '.[encrypt]'` in the checkout of lightning_ssd"
         ) from error
     return ciphers

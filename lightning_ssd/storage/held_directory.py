@@ -17,7 +17,7 @@ from lightning_ssd.errors import StorageError
 from lightning_ssd.storage.private_directory import MAX_VANISHED, open_private
 from lightning_ssd.storage.probe import cannot_be_made, make_directory
 
-__all__ = ["HeldDirectory"]
+__all__ = ["HeldDirectory", "rank_directory"]
 
 _NO_FLOCK = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """On a file system without locks the last one to write there may find its directory gone; then it says so."""
@@ -25,6 +25,13 @@ _NOT_REMOVED = frozenset(
     {errno.EWOULDBLOCK, errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOTDIR}
     | {errno.EACCES, errno.EPERM, errno.EROFS}
 )
+
+
+def rank_directory(rank: int) -> str:
+    """Name for the directory of one process of a run. With this user's number in it, so that users who share a drive
+    never ask for the same one; runs of one user may.
+    """
+    return f"lightning_ssd-{os.geteuid()}-rank-{rank}"
 
 
 class HeldDirectory:

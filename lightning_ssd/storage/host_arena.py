@@ -13,6 +13,7 @@ import torch
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
 from lightning_ssd.storage.mapped import HUGE_PAGE_BYTES, PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
+from lightning_ssd.storage.purse import Purse
 
 __all__ = ["HostArena"]
 
@@ -30,7 +31,7 @@ class HostArena:
     may lie across slabs; no size is rounded up to more than a page.
 
     Args:
-        capacity_bytes: most memory to take.
+        room: most memory to take, in bytes; or a purse that others take from, too, each as it grows.
         pin: lock slabs for CUDA. Where that fails it goes on without, with one warning.
         growth_bytes: first and smallest slab; later ones are a quarter of the size, at most 256 MiB.
 
@@ -38,12 +39,15 @@ class HostArena:
         MemoryError: there are not that many addresses (``ulimit -v``).
     """
 
-    def __init__(self, capacity_bytes: int, *, pin: bool, growth_bytes: int = _FIRST_GROWTH_BYTES) -> None:
-        self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
+    def __init__(self, room: int | Purse, *, pin: bool, growth_bytes: int = _FIRST_GROWTH_BYTES) -> None:
+        purse = Purse(room) if isinstance(room, int) else room
+        self._share = purse.share()
+        self._limit_bytes = purse.total_bytes
         self._growth_bytes = growth_bytes
         self._pid = os.getpid()
         self._extents = ExtentAllocator(PAGE_BYTES)
-        # Guards extents, slabs, capacity and block. A leaf lock, held for arithmetic and one quick system call.
+        # Guards extents, slabs, limit and block. Held for arithmetic and one quick system call. Order: the purse's may
+        # be taken under it, nothing else.
         self._lock = threading.Lock()
         self._slab_ends: list[int] = []
         # Guards the two below, and is held while slabs are locked, which takes long: reads never need it. Order: the
@@ -52,12 +56,17 @@ class HostArena:
         self._pin = pin
         self._num_pinned = 0
         self._pinned_starts: list[int] = []
-        self._block: MappedBlock | None = MappedBlock(max(self.capacity_bytes, PAGE_BYTES), usable=False)
+        self._block: MappedBlock | None = MappedBlock(max(purse.total_bytes, PAGE_BYTES), usable=False)
 
     @property
     def is_foreign(self) -> bool:
         """Whether this is a forked child, which has not got the memory, and in which locks may be held for ever."""
         return os.getpid() != self._pid
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Most memory that it may have: what it has, and what others and the system leave."""
+        return min(self._limit_bytes, self._share.nbytes + self._share.purse.left_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -133,6 +142,7 @@ class HostArena:
             if block is not None:
                 for start in starts:
                     unlock_memory(block.address + start)
+                self._share.close()
 
     def _opened(self) -> MappedBlock:
         if self.is_foreign:
@@ -146,14 +156,17 @@ class HostArena:
 
     def _grow(self, nbytes: int) -> bool:
         """Take one more slab in which, with what is free at the end, ``nbytes`` bytes fit."""
-        size, left = self.size_bytes, self.capacity_bytes - self.size_bytes
+        size, left = self.size_bytes, self._limit_bytes - self.size_bytes
         need = self._extents.round_up(nbytes) - self._extents.tail_free_bytes
         if need > left:
             return False
         slab = min(max(self._growth_bytes, size // 4), _MAX_GROWTH_BYTES)
-        slab = min(-(-max(slab, need) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, left)
+        slab = self._share.grow(need, min(-(-max(slab, need) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, left))
+        if not slab:
+            return False
         if not self._opened().make_usable(size, slab):
-            self.capacity_bytes = size
+            self._share.give_back(slab)
+            self._limit_bytes = size
             _log.warning("the system gives no more than %s bytes to the host tier; it stays at that", f"{size:,}")
             return False
         self._extents.grow(slab)

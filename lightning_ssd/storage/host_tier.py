@@ -15,6 +15,7 @@ from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.extents import Extent
 from lightning_ssd.storage.host_arena import HostArena
 from lightning_ssd.storage.movers import host_bytes, storage_bytes
+from lightning_ssd.storage.purse import Purse
 from lightning_ssd.storage.streams import Copies, Mark
 from lightning_ssd.storage.tiers import Progress, ReadOwner, StoredBytes, WriteOwner
 from lightning_ssd.storage.transfer import Chunk, Transfer, TransferQueue
@@ -42,7 +43,8 @@ class HostTier:
     There are no checksums here (``verify``): this is memory, as that of the tensors which are kept.
 
     Args:
-        capacity_bytes: most memory to take. It is taken as it is needed and given back at :meth:`close`.
+        room: most memory to take, in bytes; or a purse that others take from, too. It is taken as it is needed and
+            given back at :meth:`close`.
         copies: the device's copy streams; ``None`` copies on the CPU.
         pin: lock the memory for CUDA; each part once, when it is first used.
         events: gets one event per move.
@@ -58,7 +60,7 @@ class HostTier:
 
     def __init__(
         self,
-        capacity_bytes: int,
+        room: int | Purse,
         copies: Copies | None,
         *,
         pin: bool,
@@ -70,7 +72,7 @@ class HostTier:
         self.copies = copies
         self._allocate = allocate or self._fresh
         self.chunk_bytes = chunk_bytes
-        self.arena = HostArena(capacity_bytes, pin=pin)
+        self.arena = HostArena(room, pin=pin)
         # Guards what is freed while it is read. Taken before the arena's lock, and under the locks of layers above.
         self._lock = threading.Lock()
         self._late_error: BaseException | None = None
@@ -81,7 +83,7 @@ class HostTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """Most memory that it may take. Falls to ``memory_bytes`` where the system gives no more."""
+        """Most memory that it may have. Falls as others take from its purse, and where the system gives no more."""
         return self.arena.capacity_bytes
 
     @property

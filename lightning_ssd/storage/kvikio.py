@@ -135,8 +135,8 @@ def _import_kvikio() -> Any:
         import kvikio.defaults
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendUnavailableError(
-            f"kvikio does not load ({error}); install it with `pip install lightning_ssd[cu13]` (or [cu12]), "
-            'or use HardwareProfile(backend="posix")'
+            f"kvikio does not load ({error}); install it with `pip install '.[cu13]'` (or '.[cu12]') in the checkout "
+            'of lightning_ssd, or use HardwareProfile(backend="posix")'
         ) from error
     try:
         # Even for host memory kvikio asks the CUDA driver what an address is.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 from lightning_ssd.planning.comparison import Comparison
 from lightning_ssd.planning.guide import StoredPlan
@@ -51,6 +55,30 @@ def test_medians_and_the_largest_peak() -> None:
         "Plan: 1 s per pass predicted, 1.2 s measured (+20 %); stall 0.02 s predicted, 0.1 s measured; "
         "peak of resident activations 2.00 GiB predicted, 3.00 GiB measured (+50 %); 3 passes, 2 plans."
     )
+
+
+def test_numbers_may_be_asked_for_at_any_moment() -> None:
+    """Another thread may come between any two lines; this one plays it."""
+    comparison, seen = Comparison(), []
+
+    def ask(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        if frame.f_code is not Comparison.add.__code__:
+            return None
+        sys.settrace(None)
+        report, latest = comparison.report(1), comparison.latest
+        seen.append((latest is None) == (report is None))
+        sys.settrace(ask)
+        return ask
+
+    before = sys.gettrace()
+    for plan in (PLAN, PLAN, known(PLAN.plan.prediction)):
+        sys.settrace(ask)
+        try:
+            comparison.add(plan, ONE)
+        finally:
+            sys.settrace(before)
+    assert len(seen) > 6
+    assert all(seen)
 
 
 def test_another_plan_begins_anew_and_so_does_one_with_a_new_prediction() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -122,6 +124,12 @@ def is_taken(path: Path) -> bool:
         except BlockingIOError:
             return True
         return False
+
+
+def late_turn_over() -> None:
+    """Wait for the thread that waits for a turn, and does with it what is right."""
+    while any(thread.name == "lightning_ssd-turn" for thread in threading.enumerate()):
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -252,6 +260,66 @@ class TestSeveralProcesses:
         other.wait()
         with arbiter.writing():
             pass
+
+    def test_a_stopped_process_is_not_waited_for_for_ever(
+        self,
+        arbiter: Arbiter,
+        start: Start,
+        runtime: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr(arbiter_module, "_PATIENCE_S", 0.05)
+        other = start(HOLD)
+        assert heard(other) == "inside"
+        other.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+        with arbiter.writing():
+            assert is_taken(locks(runtime)["write"]), "the other one was to hold it"
+        assert "let it go on" in caplog.text
+        monkeypatch.setattr(arbiter_module, "_PATIENCE_S", 1e6)
+        for _ in range(3):  # once is enough: each chunk of a step would wait as long
+            with arbiter.writing():
+                pass
+        assert len(caplog.records) == 1
+        other.send_signal(signal.SIGCONT)
+        tell(other)
+        assert heard(other) == "left"
+        late_turn_over()
+        assert not is_taken(locks(runtime)["write"]), "it came too late, and was kept"
+        with arbiter.writing():
+            assert is_taken(locks(runtime)["write"]), "there are no turns any more"
+        assert not is_taken(locks(runtime)["write"])
+
+    def test_a_turn_that_comes_late_is_kept_until_the_end(
+        self, arbiter: Arbiter, start: Start, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(arbiter_module, "_PATIENCE_S", 0.01)
+        other, third = start(HOLD), start("sys.stdin.readline()\n" + HOLD)
+        assert heard(other) == "inside"
+        with arbiter.writing():
+            tell(other)
+            assert heard(other) == "left"
+            late_turn_over()
+            tell(third)
+            assert is_silent(third), "let in beside us"
+        assert heard(third) == "inside"
+
+    def test_closing_does_not_wait_for_a_stopped_process(
+        self, tmp_path: Path, start: Start, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(arbiter_module, "_PATIENCE_S", 0.01)
+        other = start(HOLD)
+        assert heard(other) == "inside"
+        before, one = len(os.listdir("/proc/self/fd")), Arbiter(tmp_path)
+        with one.writing():
+            pass
+        one.close()
+        tell(other)
+        assert heard(other) == "left"
+        late_turn_over()
+        assert not is_taken(locks(runtime)["write"]), "the waiting thread has kept what it got"
+        assert len(os.listdir("/proc/self/fd")) == before
 
     def test_a_forked_child_takes_its_own_turns(self, start: Start) -> None:
         parent = start(FORK)

@@ -16,6 +16,7 @@ from lightning_ssd.storage import mapped
 from lightning_ssd.storage.extents import Extent
 from lightning_ssd.storage.host_arena import HostArena
 from lightning_ssd.storage.mapped import MappedBlock
+from lightning_ssd.storage.purse import Purse
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -68,6 +69,27 @@ class TestRoom:
         assert resident_bytes() - before < 16 * MIB
         assert arena.size_bytes == 0
         arena.close()
+
+    def test_several_have_no_more_than_their_purse_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        purse = Purse(32 * MIB)
+        one, other = (HostArena(purse, pin=False, growth_bytes=2 * MIB) for _ in range(2))
+        assert one.capacity_bytes == other.capacity_bytes == 32 * MIB
+        assert one.allocate(20 * MIB) is not None
+        assert (one.capacity_bytes, other.capacity_bytes) == (32 * MIB, 12 * MIB)
+        assert other.allocate(13 * MIB) is None
+        assert other.size_bytes == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(MappedBlock, "make_usable", lambda *_: False)
+            assert one.allocate(4 * MIB) is None
+        assert purse.left_bytes == 12 * MIB, "what the system refused is taken"
+        assert other.allocate(12 * MIB) is not None
+        assert purse.left_bytes == 0
+        for _ in range(2):
+            one.close()
+        assert purse.left_bytes == 20 * MIB
+        assert other.allocate(20 * MIB) is not None
+        other.close()
+        assert purse.left_bytes == 32 * MIB
 
     def test_capacities_are_whole_pages(self) -> None:
         arena = HostArena(2 * MIB + 4095, pin=False)

@@ -109,7 +109,7 @@ def test_without_a_driver_it_says_so() -> None:
 
 @pytest.mark.skipif(HAS_KVIKIO, reason="kvikio is installed")
 def test_without_kvikio_it_names_the_extra() -> None:
-    with pytest.raises(BackendUnavailableError, match=r"pip install lightning_ssd\[cu13\]"):
+    with pytest.raises(BackendUnavailableError, match=r"pip install '\.\[cu13\]'.* in the checkout"):
         KvikioBackend()
 
 

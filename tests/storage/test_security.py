@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,10 @@ from lightning_ssd.storage import arena as arena_module
 from lightning_ssd.storage import private_directory as private_directory_module
 from lightning_ssd.storage.arbiter import Arbiter
 from lightning_ssd.storage.arena import Arena
-from lightning_ssd.storage.held_directory import HeldDirectory
+from lightning_ssd.storage.held_directory import HeldDirectory, rank_directory
 
 STRANGER = 54321
-RANK = "lightning_ssd-rank-0"
+RANK = rank_directory(0)
 PRIVATE = f".lightning_ssd-{os.geteuid()}"
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to play another user")
@@ -46,7 +47,7 @@ def open_offloader(directory: Path) -> Offloader:
     """As the strategy opens one, with a name that anybody can foresee."""
     policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
     hardware = HardwareProfile(paths=directory, allow_unsuitable_paths=True)
-    return Offloader(policy=policy, hardware=hardware, subdirectory=RANK).open()
+    return Offloader(policy=policy, hardware=hardware, subdirectory=rank_directory(0)).open()
 
 
 def arena_of(offloader: Offloader) -> Arena:
@@ -132,6 +133,33 @@ def test_another_user_sees_nothing(world: Path) -> None:
         offloader.end_backward()
     finally:
         offloader.close()
+
+
+@contextmanager
+def as_another_user() -> Iterator[None]:
+    os.seteuid(STRANGER)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@needs_root
+def test_two_users_train_in_one_directory(world: Path) -> None:
+    """Each with a rank 0, at the same time; and what a killed run of one of them has left is not in the other's way."""
+    (world / RANK).mkdir(mode=0o700)
+    with open_offloader(world) as mine, as_another_user(), open_offloader(world) as other:
+        for offloader in (mine, other):
+            leaf = torch.rand(50_000, requires_grad=True)
+            with offloader.saved_tensors():
+                loss = leaf.exp().sum()
+            loss.backward()
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad, leaf.detach().exp())
+        assert sorted(os.listdir(world)) == sorted([rank_directory(0), RANK])
+        assert (world / rank_directory(0)).stat().st_uid == STRANGER
+        assert (world / RANK).stat().st_uid == 0
+    assert os.listdir(world) == []
 
 
 # -- what others put in our way ------------------------------------------------------------------------------------

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.storage import staging
+from lightning_ssd.storage.mapped import MappedBlock
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.tensors import Region, TensorSpec
 
@@ -301,6 +303,40 @@ class TestReloadPool:
         assert failures == []
         assert pool.lent_bytes == 0
         assert pool.spare_bytes <= pool.max_spare_bytes
+
+    def test_nobody_is_given_what_another_one_is_about_to_take(
+        self, pool: ReloadPool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """This thread plays the other one too, so that it comes at the very moment when a block has been found."""
+        best_fit, taken = staging._best_fit, []
+
+        def find(spare: list[MappedBlock], *need: int) -> MappedBlock | None:
+            found = best_fit(spare, *need)
+            monkeypatch.setattr(staging, "_best_fit", best_fit)
+            if pool._lock.acquire(blocking=False):
+                pool._lock.release()
+                taken.append(pool.take(MIB, 0, 64))
+            return found
+
+        spare = pool.take(MIB, 0, 64)
+        address = spare.data_ptr()
+        del spare
+        monkeypatch.setattr(staging, "_best_fit", find)
+        taken.append(pool.take(MIB, 0, 64))
+        taken.append(pool.take(MIB, 0, 64))
+        assert [storage.data_ptr() == address for storage in taken] == [True, False]
+
+    def test_what_is_lent_is_noted_under_the_lock(self, pool: ReloadPool) -> None:
+        """Else a close in between would clear the notes before the last one is made."""
+
+        class Watched(dict[int, Any]):
+            def __setitem__(self, key: int, loan: Any) -> None:
+                assert pool._lock.locked()
+                super().__setitem__(key, loan)
+
+        pool._lent = Watched()
+        storage = pool.take(MIB, 0, 64)
+        assert pool.lent_bytes == storage.nbytes() == MIB
 
     def test_let_go_in_another_thread_and_inside_garbage_collection(self, pool: ReloadPool) -> None:
         class Cycle:

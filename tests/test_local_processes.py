@@ -1,0 +1,133 @@
+"""Processes of a run on one machine share its memory, its drives and their wear: who says how many, and what follows.
+
+Lightning starts its processes without ``LOCAL_WORLD_SIZE``, so that each strategy has to tell the offloader.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFabricStrategy, assembly
+from lightning_ssd.storage.backend import Backend
+
+NUM = 3
+MIB, TB = 1 << 20, 10**12
+
+
+@pytest.fixture(autouse=True)
+def without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+# -- who says it -----------------------------------------------------------------------------------------------------
+
+
+class Told(Exception):
+    """Instead of an offloader."""
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the next offloader that a strategy builds for itself was given."""
+    seen: dict[str, Any] = {}
+
+    class Listens:
+        def __init__(self, *, policy: Any = None, hardware: Any = None, **more: Any) -> None:
+            self.policy, self.hardware = policy or OffloadPolicy(), hardware or HardwareProfile()
+            if more:  # not the one that only checks
+                seen.update(more)
+                raise Told
+
+    for module in ("wiring", "fabric"):
+        monkeypatch.setattr(f"lightning_ssd.{module}.Offloader", Listens)
+    return seen
+
+
+def begin_trainer(name: str, directory: Path) -> None:
+    trainer = L.Trainer(
+        strategy=name, accelerator="cpu", devices=NUM, num_nodes=2, logger=False, default_root_dir=directory
+    )
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.strategy.setup(trainer)
+
+
+def begin_fabric(name: str, directory: Path) -> None:
+    fabric = Fabric(strategy=name, accelerator="cpu", devices=NUM, num_nodes=2)
+    assert isinstance(fabric.strategy, SSDOffloadFabricStrategy)
+    fabric.strategy._opened()
+
+
+@pytest.mark.parametrize(
+    ("begin", "name"),
+    [(begin_trainer, "ssd_offload"), (begin_trainer, "ssd_offload_fsdp"), (begin_fabric, "ssd_offload")],
+    ids=["strategy", "fsdp", "fabric"],
+)
+def test_a_strategy_tells_how_many_are_on_this_machine(
+    begin: Callable[[str, Path], None], name: str, told: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(Told):
+        begin(name, tmp_path)
+    assert told["num_local_processes"] == NUM
+    assert told["agree"] is not None
+    assert told["subdirectory"] == f"lightning_ssd-{os.geteuid()}-rank-0"
+
+
+@pytest.mark.parametrize(("variable", "argument", "expected"), [(None, None, 1), ("4", None, 4), ("4", NUM, NUM)])
+def test_a_strategys_word_is_above_torchruns(
+    variable: str | None, argument: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
+    assert Offloader(num_local_processes=argument)._num_local == expected
+
+
+# -- what follows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offloader(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Offloader:
+    """Of one of three processes, on a device that has memory of its own: the CPU plays it."""
+    monkeypatch.setattr(assembly, "_has_own_memory", lambda device: True)
+    monkeypatch.setattr(assembly, "host_available_bytes", lambda: NUM * 4 * 6 * MIB)
+    policy = OffloadPolicy(optimizer_states="offload", wear_budget="3TB")
+    hardware = HardwareProfile(paths=spill_dir, drive_endurance="600TB")
+    return Offloader(policy=policy, hardware=hardware, num_local_processes=NUM, agree=lambda values: list(values))
+
+
+def test_each_takes_its_part_of_memory_and_wear(offloader: Offloader) -> None:
+    with offloader:
+        parts = offloader._parts
+        assert parts.tiers.host is not None
+        assert parts.tiers.host.capacity_bytes == 6 * MIB
+        assert parts.scheduler is not None
+        assert parts.scheduler._wishes.wear_bytes_per_day == TB
+        assert parts.wear is not None
+        assert parts.wear._num_processes == NUM
+
+
+@pytest.mark.parametrize("num", [1, NUM])
+def test_turns_are_tried_where_others_are_on_the_machine(
+    num: int, offloader: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def try_turns(stack: Any, backend: Backend, directories: Sequence[Path], agree: Any) -> Backend:
+        tried.append(directories)
+        return backend
+
+    monkeypatch.setattr(assembly, "open_in_turns", try_turns)
+    monkeypatch.setattr(offloader, "_num_local", num)
+    with offloader:
+        optimizer = offloader.offload_optimizer(torch.optim.AdamW([nn.Parameter(torch.zeros(10))]))
+        assert optimizer._states.files.host is not None  # type: ignore[attr-defined]
+    assert len(tried) == (num > 1)
