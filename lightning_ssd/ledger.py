@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightning_ssd.stats import Counters
@@ -19,9 +20,14 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory."""
+    """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory.
 
-    def __init__(self) -> None:
+    Args:
+        look: told often how many bytes saved storages take in memory.
+    """
+
+    def __init__(self, look: Callable[[int], None] = lambda resident_bytes: None) -> None:
+        self._look = look
         self.counters = Counters()
         # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
         # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
@@ -109,6 +115,7 @@ class Ledger:
             self.saved_bytes -= record.nbytes
             record.free()
         self.sweep()
+        self._look(self.counters.resident_bytes)
 
     def note_death(self, record: SavedStorage) -> None:
         """From a dying lease: see "What a dying lease may do" in ``saved_storage.py``."""
