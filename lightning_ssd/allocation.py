@@ -3,39 +3,93 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from lightning_ssd.memory import MallocThreshold, trim
+import torch
+
+from lightning_ssd.memory import MallocThreshold, level_bytes, trim
 
 __all__ = ["Allocation"]
 
 _MIN_RELAXED_S = 0.2
 """Between borders that are closer than this, changing to and fro would cost more than it saves."""
+_LOOK_S = 0.001
+"""Asking for the resident set takes about 10 us; in a millisecond little is allocated."""
+_SLACK_SHARE = 1 / 8
+_MIN_SLACK_BYTES = 16 << 20
+"""Free memory that never has to return: this share of all that is saved, and at least so much."""
+
+
+def _resident_bytes() -> int:
+    return level_bytes(torch.device("cpu"))
 
 
 class Allocation:
     """Lets freed activations leave the process, in passes that free any.
 
-    For those glibc maps each tensor on its own (:class:`~lightning_ssd.memory.MallocThreshold`), which costs page
-    faults. A pass that keeps everything needs none of that, nor does the optimizer, whose temporaries are not ours.
+    glibc keeps freed tensors for those to come. That is fast, because pages that are mapped anew cost a fault each, and
+    harmless as long as all together is no more than the saved tensors of the pass will take at their worst moment. So
+    free memory stays until that is exceeded, and is given back at once then (``malloc_trim``).
+
+    Where the limit is one of all memory, nothing may stay: glibc maps each tensor on its own
+    (:class:`~lightning_ssd.memory.MallocThreshold`). A pass that keeps everything needs none of that, nor does the
+    optimizer, whose temporaries are not ours.
 
     Args:
         is_ours: whether activations live in memory of glibc; False does nothing.
+        level: bytes resident in this process.
     """
 
-    def __init__(self, *, is_ours: bool = False) -> None:
+    def __init__(self, *, is_ours: bool = False, level: Callable[[], int] = _resident_bytes) -> None:
         self._threshold = MallocThreshold() if is_ours else None
+        self._level = level
         self._last_border_s = 0.0
+        self._next_look_s = 0.0
+        self._is_watched = False
+        self._other_bytes = 0
+        """Resident besides saved tensors, as far as it cannot return."""
+        self._peak_bytes = 0
+        self._slack_bytes = _MIN_SLACK_BYTES
 
-    def enter(self, may_move: bool) -> None:
-        """A pass begins, in which memory is to return or not; or one that expected not to finds that it has to."""
-        if self._threshold is not None:
-            if may_move:
-                self._threshold.fix()
-            else:
-                self._threshold.restore()
+    def enter(self, may_move: bool, *, all_counts: bool = False) -> None:
+        """A pass begins, in which memory is to return or not; or one that expected not to finds that it has to.
+
+        Args:
+            may_move: whether memory is to return.
+            all_counts: whether none may stay in the heap.
+        """
+        if self._threshold is None:
+            return
+        self._is_watched = may_move and not all_counts
+        self._next_look_s = 0.0
+        if may_move and all_counts:
+            self._threshold.fix()
+        else:
+            self._threshold.restore()
+
+    def expect(self, peak_bytes: int, saved_bytes: int) -> None:
+        """How much memory the saved tensors of the pass will take at their worst moment, and how much is saved."""
+        self._peak_bytes = peak_bytes
+        self._slack_bytes = max(int(_SLACK_SHARE * saved_bytes), _MIN_SLACK_BYTES)
+
+    def look(self, resident_bytes: int) -> None:
+        """So much is taken by saved tensors now. Called often."""
+        if not self._is_watched:
+            return
+        now_s = time.perf_counter()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + _LOOK_S
+        other = self._level() - resident_bytes
+        if other < self._other_bytes:
+            self._other_bytes = other
+        elif other - self._other_bytes > max(self._slack_bytes, self._peak_bytes - resident_bytes):
+            trim()
+            self._other_bytes = max(self._level() - resident_bytes, 0)
 
     def border(self) -> None:
         """A backward is over."""
+        self._is_watched = False
         now_s = time.perf_counter()
         if self._threshold is not None and now_s - self._last_border_s > _MIN_RELAXED_S:
             self._threshold.restore()

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightning_ssd.stats import Counters
@@ -20,9 +21,14 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory."""
+    """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory.
 
-    def __init__(self) -> None:
+    Args:
+        look: told often how many bytes saved storages take in memory.
+    """
+
+    def __init__(self, look: Callable[[int], None] = lambda resident_bytes: None) -> None:
+        self._look = look
         self.counters = Counters()
         # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
         # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
@@ -113,6 +119,7 @@ class Ledger:
             self.saved_bytes -= record.nbytes
             record.free()
         self.sweep()
+        self._look(self.counters.resident_bytes)
 
     def watch(self, lease: Lease, record: SavedStorage) -> None:
         """Get a note when the lease dies: see "What a dying lease may do" in ``saved_storage.py``."""

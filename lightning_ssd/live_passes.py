@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from lightning_ssd.allocation import Allocation
 from lightning_ssd.clock import Clock
 from lightning_ssd.ledger import Ledger
 from lightning_ssd.planning.guide import Guide
@@ -28,7 +29,7 @@ class LivePasses:
         level: bytes of device memory in use.
         available: bytes that could still be had; ``None``: unknown.
         scheduler: plans; ``None``: nothing is planned.
-        on_enter: told before each pass whether memory is to return while it runs.
+        allocation: told before each pass whether memory is to return while it runs.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class LivePasses:
         level: Callable[[], int],
         available: Callable[[], int | None],
         scheduler: Scheduler | None = None,
-        on_enter: Callable[[bool], None] = lambda may_move: None,
+        allocation: Allocation,
     ) -> None:
         self.book = ProfileBook()
         self._ledger = ledger
@@ -47,7 +48,7 @@ class LivePasses:
         self._level = level
         self._available = available
         self._scheduler = scheduler
-        self._on_enter = on_enter
+        self._allocation = allocation
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
         self._finished: list[FinishedPass] = []
 
@@ -69,13 +70,23 @@ class LivePasses:
             )
             if wants_trace and current.recorder is None:
                 current.recorder = Recorder(self._clock, self._level)
-        self._on_enter(current.guide is None or current.guide.may_move)
+        self._tell_allocation(current.guide)
         if current.begin is None:
             current.begin = PassBegin(
                 self._clock.stamp(), level_bytes, counters.stall_s, counters.bytes_written, counters.bytes_read
             )
             self._ledger.window_peak_bytes = counters.resident_bytes
         self._passes.append(current)
+
+    def _tell_allocation(self, guide: Guide | None) -> None:
+        ledger = self._ledger
+        if guide is None:
+            self._allocation.enter(True)
+        else:
+            self._allocation.enter(guide.may_move, all_counts=guide.all_counts)
+        # Without a plan, what the last pass took: none that is like it is the worse for it.
+        peak_bytes = (guide and guide.target_bytes) or ledger.window_peak_bytes
+        self._allocation.expect(peak_bytes, ledger.counters.saved_peak_bytes)
 
     def end_backward(self, write_rate: float, read_rate: float) -> list[PassProfile]:
         """A backward is over; return what its passes teach."""

@@ -155,7 +155,7 @@ class Offloader:
             copies=copies,
             scheduler=parts.scheduler,
             recompute=self.policy.activations in ("recompute", "recompute_offload"),
-            on_move=parts.allocation.enter,
+            allocation=parts.allocation,
         )
         stack.callback(self._cache.close)
         self._last_stats = self._sampled = OffloadStats()

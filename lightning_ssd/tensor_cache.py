@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from lightning_ssd.allocation import Allocation
 from lightning_ssd.blocks import Blocks
 from lightning_ssd.clock import clock_of
 from lightning_ssd.errors import OffloaderClosedError
@@ -60,7 +61,7 @@ class TensorCache:
         copies: the device's copy streams; ``None`` on CPU, where work is done when a call returns.
         scheduler: plans what goes where; ``None``: whatever is large enough goes to SSD.
         recompute: recompute every block, whatever is planned.
-        on_move: told whether memory is to return while a pass runs: before each, and when one finds too little room.
+        allocation: told whether memory is to return while a pass runs: before each, and when one finds too little room.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class TensorCache:
         copies: Copies | None = None,
         scheduler: Scheduler | None = None,
         recompute: bool = False,
-        on_move: Callable[[bool], None] = lambda may_move: None,
+        allocation: Allocation | None = None,
     ) -> None:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
-        self.ledger = Ledger()
+        self._allocation = allocation or Allocation()
+        self.ledger = Ledger(self._allocation.look)
         self._counters = self.ledger.counters
         self._tiers = tiers
         # Without a probe: before the drive has told its rate, nothing is kept for it.
@@ -100,9 +102,8 @@ class TensorCache:
             level=partial(level_bytes, device),
             available=partial(available_bytes, device),
             scheduler=scheduler,
-            on_enter=on_move,
+            allocation=self._allocation,
         )
-        self._on_move = on_move
         self._fetcher = Fetcher(
             self.ledger,
             self._passes,
@@ -349,7 +350,7 @@ class TensorCache:
             had_room = not current.guide.ran_out
             placement = current.guide.place(nbytes)
             if had_room and current.guide.ran_out:
-                self._on_move(True)  # as this pass did not expect
+                self._allocation.enter(True, all_counts=True)  # as this pass did not expect
             return placement, "no plan yet" if current.guide.followed is None else "plan"
         if current.expects_keep(self._passes.book, nbytes):
             return Placement.KEEP, "wanted at once"

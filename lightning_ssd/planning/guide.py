@@ -59,7 +59,7 @@ class Guide:
         self.ran_out = False
         """Whether something was moved for lack of room, without a plan."""
         self._candidates = list(plans)
-        self._all_counts = all_counts
+        self.all_counts = all_counts
         self._room_bytes = room_bytes
         self._full_bytes = int(_FULL * room_bytes) or None
         self._num_placed = 0
@@ -85,9 +85,15 @@ class Guide:
     @property
     def may_move(self) -> bool:
         """Whether memory is to return while the pass runs; known before its first storage."""
-        if self._candidates and not self._all_counts:
+        if self._candidates and not self.all_counts:
             return any(known.plan.moves for known in self._candidates)
         return self._room_bytes == 0 or self.limit_bytes is not None
+
+    @property
+    def target_bytes(self) -> int:
+        """Resident saved activations at the worst moment, as far as anybody knows; 0: nobody does."""
+        known = self.followed
+        return (0 if known is None else known.plan.limit_bytes) if self.limit_bytes is None else self.limit_bytes
 
     def block(self, index: int) -> bool:
         """Whether the block call with this number is recomputed."""
