@@ -83,7 +83,7 @@ class Allocation:
         other = self._level() - resident_bytes
         if other < self._other_bytes:
             self._other_bytes = other
-        elif other - self._other_bytes > max(self._slack_bytes, self._peak_bytes - resident_bytes):
+        elif other - self._other_bytes > max(self._peak_bytes - resident_bytes, 0) + self._slack_bytes:
             trim()
             self._other_bytes = max(self._level() - resident_bytes, 0)
 
