@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ _LOOK_S = 0.001
 _SLACK_SHARE = 1 / 8
 _MIN_SLACK_BYTES = 16 << 20
 """Free memory that never has to return: this share of all that is saved, and at least so much."""
+_PLENTY = 2
+"""Free memory may stay only where so many times what it may grow to is available."""
 
 
 def _resident_bytes() -> int:
@@ -31,7 +34,7 @@ class Allocation:
     harmless as long as all together is no more than the saved tensors of the pass will take at their worst moment. So
     free memory stays until that is exceeded, and is given back at once then (``malloc_trim``).
 
-    Where the limit is one of all memory, nothing may stay: glibc maps each tensor on its own
+    Where the limit is one of all memory, or there is little, nothing may stay: glibc maps each tensor on its own
     (:class:`~lightning_ssd.memory.MallocThreshold`). A pass that keeps everything needs none of that, nor does the
     optimizer, whose temporaries are not ours.
 
@@ -45,7 +48,7 @@ class Allocation:
         self._level = level
         self._last_border_s = 0.0
         self._next_look_s = 0.0
-        self._is_watched = False
+        self._is_watched = self._is_scarce = False
         self._other_bytes = 0
         """Resident besides saved tensors, as far as it cannot return."""
         self._peak_bytes = 0
@@ -60,32 +63,49 @@ class Allocation:
         """
         if self._threshold is None:
             return
-        self._is_watched = may_move and not all_counts
+        must_return = may_move and (all_counts or self._is_scarce)
+        self._is_watched = may_move and not must_return
         self._next_look_s = 0.0
-        if may_move and all_counts:
+        if must_return:
             self._threshold.fix()
         else:
             self._threshold.restore()
 
-    def expect(self, peak_bytes: int, saved_bytes: int) -> None:
-        """How much memory the saved tensors of the pass will take at their worst moment, and how much is saved."""
+    def expect(self, peak_bytes: int, saved_bytes: int, available_bytes: int | None = None) -> None:
+        """What the next pass will take; before it enters.
+
+        Args:
+            peak_bytes: memory of saved tensors at the worst moment, as far as anybody knows.
+            saved_bytes: of all that is saved, moved or not.
+            available_bytes: memory that could still be had; ``None``: unknown.
+        """
         self._peak_bytes = peak_bytes
         self._slack_bytes = max(int(_SLACK_SHARE * saved_bytes), _MIN_SLACK_BYTES)
+        self._is_scarce = available_bytes is not None and available_bytes < _PLENTY * (peak_bytes + self._slack_bytes)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether activations live in memory of glibc."""
+        return self._threshold is not None
 
     def look(self, resident_bytes: int) -> None:
-        """So much is taken by saved tensors now. Called often."""
+        """So much is taken by saved tensors now. Called often, by workers too, so that nothing is raised."""
         if not self._is_watched:
             return
         now_s = time.perf_counter()
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_S
-        other = self._level() - resident_bytes
+        try:
+            other = self._level() - resident_bytes
+        except OSError:  # out of file descriptors, say: memory can return a millisecond later
+            return
         if other < self._other_bytes:
             self._other_bytes = other
         elif other - self._other_bytes > max(self._peak_bytes - resident_bytes, 0) + self._slack_bytes:
             trim()
-            self._other_bytes = max(self._level() - resident_bytes, 0)
+            with contextlib.suppress(OSError):
+                self._other_bytes = max(self._level() - resident_bytes, 0)
 
     def border(self) -> None:
         """A backward is over."""

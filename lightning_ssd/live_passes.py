@@ -64,9 +64,14 @@ class LivePasses:
         self.prune()
         counters, level_bytes = self._ledger.counters, 0
         if self._scheduler is not None:
-            level_bytes = self._level()
+            if self._scheduler.all_counts:
+                self._allocation.enter(True, all_counts=True)  # what is free in the heap is not needed by anybody
+            level_bytes = self._level() - counters.resident_bytes
             current.guide, wants_trace = self._scheduler.guide(
-                current.signature, level_bytes=level_bytes, available_bytes=self._available()
+                current.signature,
+                level_bytes=level_bytes,
+                resident_bytes=counters.resident_bytes,
+                available_bytes=self._available(),
             )
             if wants_trace and current.recorder is None:
                 current.recorder = Recorder(self._clock, self._level)
@@ -79,14 +84,15 @@ class LivePasses:
         self._passes.append(current)
 
     def _tell_allocation(self, guide: Guide | None) -> None:
-        ledger = self._ledger
+        if not self._allocation.is_ours:
+            return
+        # Without a plan, what the last pass took: none that is like it is the worse for it.
+        peak_bytes = (0 if guide is None else guide.target_bytes) or self._ledger.window_peak_bytes
+        self._allocation.expect(peak_bytes, self._ledger.counters.saved_peak_bytes, self._available())
         if guide is None:
             self._allocation.enter(True)
         else:
             self._allocation.enter(guide.may_move, all_counts=guide.all_counts)
-        # Without a plan, what the last pass took: none that is like it is the worse for it.
-        peak_bytes = (guide and guide.target_bytes) or ledger.window_peak_bytes
-        self._allocation.expect(peak_bytes, ledger.counters.saved_peak_bytes)
 
     def end_backward(self, write_rate: float, read_rate: float) -> list[PassProfile]:
         """A backward is over; return what its passes teach."""

@@ -29,7 +29,7 @@ class PassBegin:
 
     stamp: Stamp
     level_bytes: int
-    """Of all memory in use; 0 where nobody plans."""
+    """Of all memory in use but saved tensors; 0 where nobody plans."""
     stall_s: float
     written_bytes: int
     read_bytes: int

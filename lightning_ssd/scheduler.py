@@ -55,7 +55,7 @@ class FinishedPass:
     begin: Stamp
     end: Stamp
     level_bytes: int
-    """All memory in use when it began."""
+    """All memory in use when it began, but saved tensors."""
     stall_s: float
     peak_bytes: int
     written_bytes: int
@@ -123,13 +123,16 @@ class Scheduler:
 
     # -- before a pass -------------------------------------------------------------------------------------------
 
-    def guide(self, signature: Hashable, *, level_bytes: int, available_bytes: int | None) -> tuple[Guide, bool]:
+    def guide(
+        self, signature: Hashable, *, level_bytes: int, available_bytes: int | None, resident_bytes: int = 0
+    ) -> tuple[Guide, bool]:
         """What the next pass follows, and whether it is to be traced.
 
         Args:
             signature: its kind.
-            level_bytes: memory in use now.
+            level_bytes: memory in use now, but saved tensors.
             available_bytes: memory that could still be had; ``None``: unknown, then nothing is kept without a plan.
+            resident_bytes: saved tensors in memory now, of passes that are still alive.
 
         Raises:
             BudgetError: the budget cannot be kept by any plan.
@@ -140,7 +143,7 @@ class Scheduler:
         while len(self._kinds) > _MAX_KINDS:
             self._kinds.popitem(last=False)
         kind.others.level_bytes = level_bytes
-        room = self._limits.look(level_bytes, available_bytes)
+        room = self._limits.look(level_bytes + resident_bytes, available_bytes)
         limit = self._limits.of(kind.others)
         kind.wants_trace = kind.wants_trace or self._limits.has_moved(kind.others)
         if limit is None and room and kind.worth.keeps:
@@ -181,7 +184,11 @@ class Scheduler:
             self._agree_with_others(self._agree)
         self._poll()
         while self._traced:
-            self._submit(*self._traced.pop())
+            kind, traced = self._traced.pop()
+            if kind.future is None:
+                self._submit(kind, traced)
+            else:
+                kind.wants_trace = True  # two passes of one kind in one backward: one plan at a time
 
     def _read(self, done: FinishedPass) -> None:
         kind = self._kinds.get(done.signature)
@@ -206,7 +213,7 @@ class Scheduler:
             kind.wants_trace = False
             self.trace = trace = done.recorder.trace(done.end, done.refused)
             self._others = kind.others
-            self._others.peak_bytes, self._others.traced_level_bytes = trace.other_peak_bytes, done.level_bytes
+            self._others.traced(trace.other_peak_bytes, done.level_bytes)
             if trace.storages:
                 self._peak_bytes = done.peak_bytes
                 self._traced.append((kind, _Traced(done.sizes, trace, done.peak_bytes)))
@@ -250,12 +257,17 @@ class Scheduler:
         )
 
     @property
+    def all_counts(self) -> bool:
+        """Whether all memory is limited, not only that of saved tensors."""
+        return self._limits.all_counts
+
+    @property
     def machine(self) -> Machine:
         """The rates to plan with: those that the processes have agreed on, else our own."""
         return self._agreed or self._measure()
 
     def _agree_with_others(self, agree: Agree) -> None:
-        machine, limit = self._measure(), self._limits.of(self._others)
+        machine, limit = self._measure(), self._limits.own(self._others)
         ssd, host = machine.ssd or _NOTHING, machine.host
         floor = 0
         is_asked = self._wishes.has_budget and limit is not None and self._peak_bytes > limit
@@ -311,6 +323,9 @@ class Scheduler:
                 # (copies that a retained graph drops, say). This pass was possible: go on like it.
                 _log.info("no plan is known for a pass that was possible: %s", error)
                 kind.unplanned.append(sizes)
+                return
+            if self._limits.has_moved(kind.others):
+                kind.wants_trace = True  # what has come since may be counted twice: the next trace knows
                 return
             raise self._limits.impossible(error.smallest_bytes, kind.others) from error
         if plan.recompute != trace.recomputed:

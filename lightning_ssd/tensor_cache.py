@@ -347,7 +347,7 @@ class TensorCache:
         if self._tiers.ssd is None:
             return Placement.KEEP, "policy"
         if current.guide is not None:
-            had_room = not current.guide.ran_out
+            had_room = not current.guide.ran_out and current.guide.limit_bytes is None
             placement = current.guide.place(nbytes)
             if had_room and current.guide.ran_out:
                 self._allocation.enter(True, all_counts=True)  # as this pass did not expect

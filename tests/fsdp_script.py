@@ -273,7 +273,9 @@ class Planned(Sharded):
     def on_train_end(self) -> None:
         scheduler = self.trainer.strategy.offloader._parts.scheduler
         if scheduler is not None:
-            self.limits = self.all_gather(torch.tensor(scheduler._limit(0), dtype=torch.int64)).tolist()
+            self.limits = self.all_gather(
+                torch.tensor(scheduler._limits.of(scheduler._others), dtype=torch.int64)
+            ).tolist()
 
 
 class Saves(L.Callback):

@@ -56,7 +56,7 @@ def test_free_memory_stays_until_the_peak_would_be_exceeded(monkeypatch: pytest.
     heap.used, heap.free = 50, 400
     allocation.look(0)
     assert heap.num_trims == 1, "nobody knew what else is in memory"
-    for saved, free, trims in ((0, 100, 0), (40, 60, 0), (40, 101, 1), (90, 100, 0), (90, 101, 1), (100, 101, 1)):
+    for saved, free, trims in ((0, 200, 0), (40, 160, 0), (40, 161, 1), (90, 110, 0), (90, 111, 1), (120, 101, 1)):
         heap.num_trims, heap.used, heap.free = 0, 50 + saved, free
         allocation.look(saved * MIB)
         assert heap.num_trims == trims, (saved, free)
@@ -68,7 +68,7 @@ def test_what_cannot_return_is_not_asked_for_again(monkeypatch: pytest.MonkeyPat
     allocation = Allocation(is_ours=True, level=heap.level)
     allocation.enter(True)
     allocation.expect(10 * MIB, 0)
-    for used, trims in ((50, 1), (200, 1), (210, 0), (50, 0), (200, 1)):
+    for used, trims in ((50, 1), (200, 1), (220, 0), (50, 0), (200, 1)):
         heap.num_trims, heap.used = 0, used
         allocation.look(0)
         assert heap.num_trims == trims, used
@@ -89,6 +89,30 @@ def test_nothing_is_asked_where_nothing_moves_or_between_passes(monkeypatch: pyt
     elsewhere.look(0)
     allocation.close()
     assert heap.num_trims == 1, "at close"
+
+
+def test_an_error_of_looking_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers look too: one that died of it would leave the training thread waiting for ever."""
+    heap = Heap(monkeypatch)
+    calls = []
+
+    def level() -> int:
+        calls.append(None)
+        raise OSError(24, "Too many open files")
+
+    allocation = Allocation(is_ours=True, level=level)
+    allocation.enter(True)
+    allocation.look(0)
+    assert len(calls) == 1
+    assert heap.num_trims == 0
+
+
+def test_where_there_is_little_memory_none_stays(allocation: Allocation) -> None:
+    for available, fixed in ((None, False), (400 * MIB, False), (399 * MIB, True)):
+        allocation.expect(100 * MIB, 800 * MIB, available)
+        allocation.enter(True)
+        assert is_fixed(allocation) == fixed
+        assert allocation._is_watched != fixed
 
 
 def test_asking_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

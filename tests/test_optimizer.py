@@ -20,6 +20,7 @@ from lightning_ssd import paged_states as module_under_test
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.optimizer import OffloadedOptimizer
 from lightning_ssd.slicing import Trials
+from tests.test_state_store import mapped_bytes
 
 SHAPES = ((300, 40), (1000,), (64, 64), (7,), (2000, 100), (0, 4), (8, 3, 5, 5), (), *[(128, 150)] * 6)
 """Small ones stay in memory, (2000, 100) is cut, one is empty, one has no dimension."""
@@ -198,7 +199,7 @@ def test_optimizers_share_host_memory(share: float, spill_dir: Path) -> None:
             store, subgroup = optimizer._states.store, optimizer.stats.subgroup_bytes
             store.wait_for_writes()
             num_own += module_under_test._NUM_SLOTS
-            mapped += store.slots.mapped_bytes
+            mapped += mapped_bytes(store)
             assert store.num_slots <= optimizer.stats.num_subgroups
         assert mapped <= total + num_own * subgroup
         assert mapped >= min(total, 2 * state_bytes) - 2 * subgroup, "host memory was there and is not used"
@@ -239,7 +240,7 @@ def test_slots_that_turn_out_larger_are_fewer(spill_dir: Path, monkeypatch: pyte
         store.wait_for_writes()
         assert store.num_slots < before
         largest = max(s.layout.nbytes for s in optimizer._states.partition.subgroups if s.layout is not None)
-        assert store.slots.mapped_bytes <= (2 << 20) + module_under_test._NUM_SLOTS * largest
+        assert mapped_bytes(store) <= (2 << 20) + module_under_test._NUM_SLOTS * largest
         assert_same(parameters, twins)
 
 

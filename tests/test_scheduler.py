@@ -480,6 +480,65 @@ def test_a_memory_budget_makes_room_for_optimizer_states_that_come_with_the_firs
         assert guide.completed() is not None
 
 
+def test_growth_that_the_trace_has_seen_already_refuses_nothing() -> None:
+    """On CUDA a trace is read when the next pass has begun: its gradients may be in both numbers."""
+    mib = 64 * NBYTES
+    with opened(memory_budget=20 * mib) as made:
+        for level in (4 * mib, 16 * mib):  # the states and gradients of the first step
+            run_pass(made, make_trace(other=16 * mib), level_bytes=level, clock=LateClock)
+            made.wait()
+        for _ in range(3):
+            guide, _ = run_pass(made, make_trace(other=16 * mib), level_bytes=16 * mib, clock=LateClock)
+            made.wait()
+        assert guide.limit_bytes == 4 * mib
+        assert guide.completed() is not None
+
+
+def test_saved_tensors_of_living_passes_are_not_taken_for_something_else() -> None:
+    with opened(memory_budget=2000 * NBYTES) as made:
+        run_pass(made, make_trace(other=900 * NBYTES), level_bytes=800 * NBYTES)
+        made.wait()
+        guide, _ = made.guide("a", level_bytes=800 * NBYTES, resident_bytes=700 * NBYTES, available_bytes=None)
+        assert guide.limit_bytes == 1100 * NBYTES
+
+
+def test_two_passes_of_a_kind_in_one_backward_are_planned_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_calls = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return make(*args)
+
+    make = module.make_plan
+    monkeypatch.setattr(module, "make_plan", counted)
+    with opened() as made:
+        guides = [made.guide("a", level_bytes=0, available_bytes=None) for _ in range(2)]
+        for guide, _ in guides:
+            trace = make_trace()
+            made.observe(
+                FinishedPass(
+                    signature="a",
+                    sizes=(NBYTES,) * COUNT,
+                    guide=guide,
+                    recorder=FakeRecorder(trace),  # type: ignore[arg-type]
+                    clock=HostClock(),
+                    begin=0.0,
+                    end=1.0,
+                    level_bytes=0,
+                    stall_s=0.0,
+                    peak_bytes=NBYTES,
+                    written_bytes=0,
+                    read_bytes=0,
+                )
+            )
+            made._kinds["a"].wants_trace = True
+        made.border()
+        made.wait()
+        assert num_calls == 1
+        assert made.num_plans == 1
+
+
 def test_a_small_batch_is_not_judged_by_what_a_large_one_needed() -> None:
     with opened(memory_budget=100 * NBYTES) as made:
         for signature, other in (("large", 95 * NBYTES), ("small", 5 * NBYTES)):
@@ -579,6 +638,18 @@ def test_a_budget_that_one_rank_cannot_keep_raises_on_all() -> None:
     results, _ = on_ranks([rank(FAST, make_trace(), 6 * NBYTES), rank(FAST, large, 6 * NBYTES)])
     assert [type(result) for result in results] == [BudgetError] * 2
     assert str(results[0]) == str(results[1])
+
+
+def test_a_limit_that_was_low_for_a_while_recovers() -> None:
+    """Also where processes agree: what was agreed earlier is not part of what is agreed now."""
+    mib = 64 * NBYTES
+    with opened(memory_budget=20 * mib, agree=lambda values: list(values)) as made:
+        for level, other in ((4, 6), (4, 6), (14, 16), (14, 16), (4, 6), (4, 6), (4, 6), (4, 6), (4, 6)):
+            made._kinds.clear()  # each is traced
+            guide, _ = run_pass(made, make_trace(other=other * mib), level_bytes=level * mib)
+            made.wait()
+        guide, _ = run_pass(made, make_trace(other=6 * mib), level_bytes=4 * mib)
+        assert guide.limit_bytes == 14 * mib
 
 
 def test_without_others_nothing_is_agreed() -> None:

@@ -257,7 +257,7 @@ def test_memory_is_not_lent_again_while_a_copy_runs(spill_dir: Path) -> None:
 def test_a_held_copy_may_die_under_the_lock_of_host_memory(spill_dir: Path) -> None:
     """The garbage collector may run while the very thread that it runs in holds that lock."""
     with store_with(HeldCopies(held=False), spill_dir) as store:
-        assert store._host is not None
+        assert store._destinations._host is not None
         put(store, 0, 7)
         store.wait_for_writes()
         held = store.hold(0)
@@ -265,15 +265,15 @@ def test_a_held_copy_may_die_under_the_lock_of_host_memory(spill_dir: Path) -> N
         assert held.is_cached
         put(store, 0, 8)
         store.wait_for_writes()
-        assert store._host.used_bytes == 2 * NBYTES
-        with store._host._lock, store._host.arena._lock:
+        assert store._destinations._host.used_bytes == 2 * NBYTES
+        with store._destinations._host._lock, store._destinations._host.arena._lock:
             thread = threading.Thread(target=store.release, args=([held],), daemon=True)
             thread.start()
             thread.join(5)
             assert not thread.is_alive(), "it waits for a lock"
         put(store, 1, 9)
         store.wait_for_writes()
-        assert store._host.used_bytes == 2 * NBYTES, "what was held is lost"
+        assert store._destinations._host.used_bytes == 2 * NBYTES, "what was held is lost"
 
 
 def test_what_has_no_room_goes_to_the_drive(spill_dir: Path) -> None:

@@ -44,9 +44,15 @@ class Others:
     peak_bytes: int | None = None
     """At its worst moment, as traced; ``None``: not traced yet."""
     level_bytes: int = 0
-    """All memory in use when the latest pass began."""
+    """In use when the latest pass began."""
     traced_level_bytes: int = 0
     """The same, of the pass that was traced."""
+    num_traces: int = 0
+
+    def traced(self, peak_bytes: int, level_bytes: int) -> None:
+        """A pass that began at this level has been traced."""
+        self.peak_bytes, self.traced_level_bytes = peak_bytes, level_bytes
+        self.num_traces += 1
 
     @property
     def grown_bytes(self) -> int:
@@ -103,16 +109,18 @@ class Limits:
 
     def of(self, others: Others) -> int | None:
         """Resident saved activations that passes with such needs may reach; ``None``: there is no limit."""
-        limits = [self.agreed]
-        if self._wishes.activation_budget is not None:
-            limits.append(self._wishes.activation_budget)
+        return _least(self.agreed, self._wishes.activation_budget, self._memory_limit(others))
+
+    def own(self, others: Others) -> int | None:
+        """The same as far as it will last, to agree on with others: without what is a guess until the next trace."""
+        is_known = others.peak_bytes is not None and not self.has_moved(others)
+        return _least(self._wishes.activation_budget, self._memory_limit(others) if is_known else None)
+
+    def _memory_limit(self, others: Others) -> int | None:
         total = self._wishes.memory_budget
         if total is None and self._is_scarce:
             total = self._usable_bytes
-        if total is not None:
-            limits.append(max(total - self._needed(others, total), 0))
-        least = min(limits)
-        return None if math.isinf(least) else int(least)
+        return None if total is None else max(total - self._needed(others, total), 0)
 
     @staticmethod
     def _needed(others: Others, total: int) -> int:
@@ -147,6 +155,8 @@ class Limits:
             least += max(int(_MARGIN * least), _MIN_MARGIN_BYTES)
             mib = math.ceil(least / 2**20)
             smallest = f"about {least} bytes ({mib} MiB), of which {other} are not saved activations"
+            if others.num_traces < 2:
+                smallest += " (optimizer states that come with the first step are not in it)"
         else:
             got, smallest = f"OffloadPolicy.activation_budget={wishes.activation_budget}", f"{smallest_bytes} bytes"
             smallest += f" ({smallest_bytes / 2**20:.1f} MiB)"
@@ -155,3 +165,8 @@ class Limits:
             f"{got} bytes cannot be kept by any plan for this model and batch; the smallest possible is {smallest}. "
             f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes"
         )
+
+
+def _least(*limits: float | None) -> int | None:
+    least = min((limit for limit in limits if limit is not None), default=math.inf)
+    return None if math.isinf(least) else int(least)
