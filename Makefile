@@ -7,9 +7,9 @@ VENV ?= .venv
 PIP_ARGS ?=
 # More arguments for the command that demo and test run: make test ARGS='-m "not slow" -x'
 ARGS ?=
-# Processes that share the tests, such as 4 or auto; 0: one after the other. Some tests measure, and want the machine for
-# themselves.
-WORKERS ?= 0
+# Processes that share the tests, such as 4 or auto; 0: one after the other. Many tests wait for drives and child
+# processes, so that two take little more than half the time on two cores.
+WORKERS ?= 2
 # A directory on the drive that bench measures: make bench DIR=/mnt/nvme0
 DIR ?= .
 
