@@ -17,8 +17,8 @@ _MIN_RELAXED_S = 0.2
 _LOOK_S = 0.001
 """Asking for the resident set takes about 10 us; in a millisecond little is allocated."""
 _SLACK_SHARE = 1 / 8
-_MIN_SLACK_BYTES = 16 << 20
-"""Free memory that never has to return: this share of all that is saved, and at least so much."""
+_MIN_SLACK_BYTES, _MAX_SLACK_BYTES = 16 << 20, 128 << 20
+"""Free memory that never has to return: this share of all that is saved, within these bounds."""
 _PLENTY = 2
 """Free memory may stay only where so many times what it may grow to is available."""
 
@@ -80,7 +80,7 @@ class Allocation:
             available_bytes: memory that could still be had; ``None``: unknown.
         """
         self._peak_bytes = peak_bytes
-        self._slack_bytes = max(int(_SLACK_SHARE * saved_bytes), _MIN_SLACK_BYTES)
+        self._slack_bytes = min(max(int(_SLACK_SHARE * saved_bytes), _MIN_SLACK_BYTES), _MAX_SLACK_BYTES)
         self._is_scarce = available_bytes is not None and available_bytes < _PLENTY * (peak_bytes + self._slack_bytes)
 
     @property

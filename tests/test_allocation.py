@@ -62,6 +62,18 @@ def test_free_memory_stays_until_the_peak_would_be_exceeded(monkeypatch: pytest.
         assert heap.num_trims == trims, (saved, free)
 
 
+@pytest.mark.parametrize(("saved", "slack"), [(0, 16), (8 * 16, 16), (8 * 17, 17), (8 * 128, 128), (8 * 129, 128)])
+def test_what_may_stay_is_bounded(saved: int, slack: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap(monkeypatch)
+    allocation = Allocation(is_ours=True, level=heap.level)
+    allocation.enter(True)
+    allocation.expect(0, saved * MIB)
+    for free, trims in ((slack, 0), (slack + 1, 1)):
+        heap.num_trims, heap.free = 0, free
+        allocation.look(0)
+        assert heap.num_trims == trims
+
+
 def test_what_cannot_return_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients, for example, until the optimizer has used them."""
     heap = Heap(monkeypatch)
