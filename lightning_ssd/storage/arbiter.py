@@ -155,7 +155,9 @@ class _SharedLock:
         threading.Thread(target=self._wait, args=(fd, waiting), name="lightning_ssd-turn", daemon=True).start()
         if not waiting.over.wait(_PATIENCE_S):
             self._warn()
-        elif waiting.error is not None:
+            return
+        self._waiting = None  # its thread may take its time to end; the next turn is not to be taken for this one
+        if waiting.error is not None:
             raise waiting.error
 
     def _wait(self, fd: int, waiting: _Waiting) -> None:
@@ -166,6 +168,8 @@ class _SharedLock:
             waiting.error = error
         waiting.over.set()
         with self._mutex:
+            if self._waiting is not waiting:  # it came in time
+                return
             self._waiting = None
             if self._num_inside == 0:  # it came too late; else whoever is inside has it now, and gives it back
                 fcntl.flock(fd, fcntl.LOCK_UN)

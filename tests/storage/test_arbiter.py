@@ -231,6 +231,22 @@ class TestInOneProcess:
             assert is_taken(locks(runtime)["write"])
 
 
+class _LateForWaiters:
+    """A mutex that threads which wait for a turn get only when the test says so."""
+
+    def __init__(self, mutex: threading.Lock) -> None:
+        self._mutex = mutex
+        self.release_waiters = threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread().name == "lightning_ssd-turn":
+            assert self.release_waiters.wait(30)
+        self._mutex.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._mutex.release()
+
+
 class TestSeveralProcesses:
     def test_one_waits_for_the_other(self, arbiter: Arbiter, start: Start) -> None:
         with arbiter.writing():
@@ -290,6 +306,31 @@ class TestSeveralProcesses:
         with arbiter.writing():
             assert is_taken(locks(runtime)["write"]), "there are no turns any more"
         assert not is_taken(locks(runtime)["write"])
+
+    def test_a_turn_that_came_in_time_is_not_taken_for_the_next_one(
+        self, arbiter: Arbiter, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The thread that waited for it may end when the next turn has been asked for."""
+        other, third = start(HOLD), start("sys.stdin.readline()\n" + HOLD)
+        assert heard(other) == "inside"
+        assert arbiter._locks is not None
+        lock = arbiter._locks["write"]
+        mutex = _LateForWaiters(lock._mutex)
+        monkeypatch.setattr(lock, "_mutex", mutex)
+        leaving = threading.Timer(0.2, tell, [other])
+        leaving.start()
+        with arbiter.writing():
+            assert heard(other) == "left"
+        leaving.join()
+        tell(third)
+        assert heard(third) == "inside"
+        monkeypatch.setattr(arbiter_module, "_PATIENCE_S", 0.05)
+        with arbiter.writing():
+            assert "let it go on" in caplog.text, "let in beside the other one without waiting"
+        mutex.release_waiters.set()
+        tell(third)
+        assert heard(third) == "left"
+        late_turn_over()
 
     def test_a_turn_that_comes_late_is_kept_until_the_end(
         self, arbiter: Arbiter, start: Start, runtime: Path, monkeypatch: pytest.MonkeyPatch
