@@ -63,19 +63,21 @@ class LivePasses:
         self._finish(all_freed=True)
         self.prune()
         counters, level_bytes = self._ledger.counters, 0
+        if self._scheduler is not None and self._scheduler.all_counts:
+            self._allocation.enter(True, all_counts=True)  # what is free in the heap is not needed by anybody
+        needs_available = self._scheduler is not None or self._allocation.is_ours
+        available_bytes = self._available() if needs_available else None
         if self._scheduler is not None:
-            if self._scheduler.all_counts:
-                self._allocation.enter(True, all_counts=True)  # what is free in the heap is not needed by anybody
             level_bytes = self._level() - counters.resident_bytes
             current.guide, wants_trace = self._scheduler.guide(
                 current.signature,
                 level_bytes=level_bytes,
                 resident_bytes=counters.resident_bytes,
-                available_bytes=self._available(),
+                available_bytes=available_bytes,
             )
             if wants_trace and current.recorder is None:
                 current.recorder = Recorder(self._clock, self._level)
-        self._tell_allocation(current.guide)
+        self._tell_allocation(current.guide, available_bytes)
         if current.begin is None:
             current.begin = PassBegin(
                 self._clock.stamp(), level_bytes, counters.stall_s, counters.bytes_written, counters.bytes_read
@@ -83,12 +85,10 @@ class LivePasses:
             self._ledger.window_peak_bytes = counters.resident_bytes
         self._passes.append(current)
 
-    def _tell_allocation(self, guide: Guide | None) -> None:
-        if not self._allocation.is_ours:
-            return
+    def _tell_allocation(self, guide: Guide | None, available_bytes: int | None) -> None:
         # Without a plan, what the last pass took: none that is like it is the worse for it.
         peak_bytes = (0 if guide is None else guide.target_bytes) or self._ledger.window_peak_bytes
-        self._allocation.expect(peak_bytes, self._ledger.counters.saved_peak_bytes, self._available())
+        self._allocation.expect(peak_bytes, self._ledger.counters.saved_peak_bytes, available_bytes)
         if guide is None:
             self._allocation.enter(True)
         else:

@@ -90,9 +90,7 @@ class Limits:
             level_bytes: memory in use now.
             available_bytes: memory that could still be had; ``None``: unknown, then nothing is kept without a plan.
         """
-        if self._wishes.has_budget:
-            return 0
-        if available_bytes is None:
+        if self._wishes.has_budget or available_bytes is None:
             return 0
         available = available_bytes // self._num_sharing
         usable = int(_USABLE_SHARE * (level_bytes + available))
