@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
@@ -52,7 +54,8 @@ class SSDOffloadFSDPStrategy(Offloading, ModelParallelStrategy):
         tensor_parallel_size: processes that share each layer; "auto": all that data parallelism leaves. Both "auto":
             as Lightning has it, nodes times the devices of a node.
         save_distributed_checkpoint: each process writes its shards into a directory. ``False``: rank zero collects the
-            full weights and states, which have to fit into its memory, and writes one file.
+            full weights, which have to fit into its memory, and the full states, which go to its drives one by one, and
+            writes one file.
         accelerator: set by the Trainer; CPU and CUDA are supported.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other; default: detected.
@@ -121,6 +124,15 @@ class SSDOffloadFSDPStrategy(Offloading, ModelParallelStrategy):
         super()._configure_launcher()
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        # Where there are no states yet, the base class writes what a step with gradients of zero makes.
+        if self._save_distributed_checkpoint or not isinstance(inner, OffloadedOptimizer) or not inner.state:
+            return super().optimizer_state(optimizer)
+        full = inner.full_state_dict(receive=self.global_rank == 0)
+        return _numbered_by_module(full, inner, self.module) if full else full
+
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if not any(isinstance(optimizer, OffloadedOptimizer) for optimizer in self.optimizers):
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -144,6 +156,15 @@ class SSDOffloadFSDPStrategy(Offloading, ModelParallelStrategy):
     @override
     def _inside_saving(self) -> AbstractContextManager[None]:
         return shards_unwrapped()
+
+
+def _numbered_by_module(state_dict: dict[str, Any], optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
+    """Parameters by their numbers in the module, as Lightning has them in full checkpoints, not in the optimizer."""
+    number_of = {id(parameter): number for number, parameter in enumerate(module.parameters())}
+    numbers = [number_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [{**group, "params": [numbers[own] for own in group["params"]]} for group in state_dict["param_groups"]]
+    states = {numbers[own]: state for own, state in state_dict["state"].items()}
+    return {**state_dict, "state": states, "param_groups": groups}
 
 
 def _check_size(name: str, size: object) -> None:

@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.events import EventLog
+from lightning_ssd.full_states import full_nbytes, full_states
 from lightning_ssd.inner_step import GroupChanges, InnerStep, State, refuse_coupling
 from lightning_ssd.paged_states import PagedStates
+from lightning_ssd.shelf import Shelf
 from lightning_ssd.state_files import StateFiles
 from lightning_ssd.state_loading import load_states
 from lightning_ssd.state_snapshot import Snapshot
@@ -238,6 +240,28 @@ class OffloadedOptimizer(Optimizer):
         self._check_whole()
         with self._inner_step.lent(None, self.state):
             return self.inner.state_dict()
+
+    def full_state_dict(self, *, receive: bool) -> dict[str, Any]:
+        """As :meth:`state_dict`, with whole tensors where parameters are sharded. All processes call it together.
+
+        One tensor at a time is whole in memory. It goes to this process' drives, beside the states, and its pages come
+        when they are read; where the drives have no room, it stays in memory, with a warning.
+
+        Args:
+            receive: whether this process gets the states. Another one helps, and gets an empty dictionary.
+
+        Raises:
+            RuntimeError: a step is incomplete.
+        """
+        parts = self.state_dict()
+        if not receive:
+            full_states(parts["state"], None)
+            return {}
+        shelf = Shelf(self._states.files, self._states.store, full_nbytes(parts["state"]))
+        states = full_states(parts["state"], shelf.put)
+        if (warning := shelf.take_warning()) is not None:
+            warnings.warn(warning, stacklevel=2)
+        return {**parts, "state": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what this or the inner optimizer's class has saved, subgroup by subgroup."""

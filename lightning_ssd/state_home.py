@@ -10,10 +10,12 @@ import torch
 
 from lightning_ssd.errors import StorageError
 from lightning_ssd.storage.arena import Arena, Extent
+from lightning_ssd.storage.file_view import FileView
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.movers import storage_bytes
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
+from lightning_ssd.tensors import Region
 
 __all__ = ["Copy", "Home", "Reader", "Where", "Writer", "copied"]
 
@@ -53,6 +55,15 @@ class Copy:
         if isinstance(self.tier, HostTier):
             raise StorageError("optimizer states are in host memory, in no file; flush() them first")
         return self.tier.locate(self.stored)
+
+    def show(self, view: FileView, start: int, offset: int, nbytes: int) -> None:
+        """Part of it, from ``offset`` on, at ``start`` of a view: mapped, or (where the file is encrypted) read."""
+        arena, extent = self.locate()
+        if arena.reader is not None:
+            arena.reader(Region(view.address + start, nbytes), extent.offset + offset)
+            return
+        with arena.use() as fd:
+            view.show(start, fd, extent.offset + offset, nbytes)
 
     def release(self) -> None:
         """One holder less; the last one gives the extent back."""

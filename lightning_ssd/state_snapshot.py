@@ -22,7 +22,6 @@ from lightning_ssd.state_layout import MOVED, Field
 from lightning_ssd.state_store import StateStore
 from lightning_ssd.storage.file_view import FileView
 from lightning_ssd.storage.mapped import PAGE_BYTES
-from lightning_ssd.tensors import Region
 
 __all__ = ["Snapshot"]
 
@@ -85,7 +84,7 @@ class Snapshot:
         if view is None:
             held = self._copies[index]
             view = self._views[index] = FileView(held.stored.body_nbytes, keeps=self._hold)
-            _show(view, 0, held, 0, held.stored.body_nbytes)
+            held.show(view, 0, 0, held.stored.body_nbytes)
         return wrap(view.tensor(field.offset, field.dtype, field.shape, field.stride), field.spec)
 
     def _joined(self, parameter: int, key: Hashable) -> torch.Tensor:
@@ -101,7 +100,7 @@ class Snapshot:
             if isinstance(field, Field) and (index in self._memory or part.start * size % PAGE_BYTES):
                 field = local_of(self._whole(index, number, key)).cpu()  # a piece that cannot be mapped side by side
             if isinstance(field, Field):
-                _show(view, part.start * size, self._copies[index], field.offset, field.nbytes)
+                self._copies[index].show(view, part.start * size, field.offset, field.nbytes)
             else:
                 flat = view.tensor(part.start * size, field.dtype, (field.numel(),), (1,))
                 flat.copy_(field.flatten())
@@ -119,16 +118,6 @@ class Snapshot:
 
 class _Hold:
     """While it lives, extents stay as they are. The memory of every tensor of a snapshot keeps it alive."""
-
-
-def _show(view: FileView, start: int, held: Copy, offset: int, nbytes: int) -> None:
-    """Part of a subgroup's file at ``start`` of a view: mapped, or (where the file is encrypted) read into memory."""
-    arena, extent = held.locate()
-    if arena.reader is not None:
-        arena.reader(Region(view.address + start, nbytes), extent.offset + offset)
-        return
-    with arena.use() as fd:
-        view.show(start, fd, extent.offset + offset, nbytes)
 
 
 def _shared(values: Sequence[Any], key: Hashable) -> Any:

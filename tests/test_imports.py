@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("state_layout", "slicing", "state_home"),
     ("refusals", "state_destinations"),
     ("partition", "state_store", "state_files"),
-    ("state_snapshot", "state_loading", "shard_checkpoint"),
+    ("state_snapshot", "state_loading", "shard_checkpoint", "full_states", "shelf"),
     ("paged_states",),
     ("optimizer",),
     ("assembly",),

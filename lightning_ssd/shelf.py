@@ -1,0 +1,125 @@
+"""Tensors that are collected and do not fit into memory together: each goes to a drive before the next one comes."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+
+import torch
+
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.slots import Slots
+from lightning_ssd.state_files import StateFiles
+from lightning_ssd.state_home import Copy, Writer
+from lightning_ssd.state_store import StateStore
+from lightning_ssd.storage.file_view import FileView
+from lightning_ssd.storage.tiers import SsdTier, StoredBytes
+
+__all__ = ["Shelf"]
+
+
+class Shelf:
+    """Puts tensors beside the states of an optimizer, and shows them as memory whose pages come when they are read.
+
+    One piece of memory, as large as the largest tensor, is what it needs itself. The space in the files is free again
+    (for the next collection) with the last of the tensors.
+
+    Where the drives have no room, tensors stay in memory: other processes wait for the one that collects, so that a
+    full drive must not stop it.
+
+    Args:
+        files: the drives.
+        store: gives space back.
+        nbytes: space that is taken beforehand, beyond what states have, so that these lose none of theirs.
+    """
+
+    def __init__(self, files: StateFiles, store: StateStore, nbytes: int) -> None:
+        self._files = files
+        self._slots = Slots(files.device)
+        self._held: list[Copy] = []
+        self._hold = _Hold()
+        self._turn = 0
+        self._refusal: Exception | None = None
+        self._refused_bytes = 0
+        weakref.finalize(self._hold, store.release, self._held).atexit = False
+        try:
+            for tier in files.tiers:
+                tier.reserve(tier.disk_bytes - (-nbytes // len(files.tiers)))
+        except (StorageError, OffloaderClosedError) as error:
+            self._refusal = error
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor (contiguous, on the CPU), from a drive. Waits until it is there.
+
+        What is smaller than a block of a file stays in memory.
+        """
+        if tensor.numel() * tensor.element_size() < self._files.block_bytes:
+            return tensor.to("cpu", copy=True)
+        if self._refusal is None:
+            try:
+                return self._put(tensor)
+            except (StorageError, OffloaderClosedError) as error:
+                self._refusal = error
+        self._refused_bytes += tensor.numel() * tensor.element_size()
+        return tensor.to("cpu", copy=True)
+
+    def take_warning(self) -> str | None:
+        """What the user should know, once."""
+        nbytes, self._refused_bytes = self._refused_bytes, 0
+        if nbytes == 0 or isinstance(self._refusal, OffloaderClosedError):
+            return None
+        return f"{nbytes:,} bytes of full optimizer states are in memory, because no drive takes them: {self._refusal}"
+
+    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
+        nbytes, block = tensor.numel() * tensor.element_size(), self._files.block_bytes
+        storage = self._slots.take(-(-nbytes // block) * block)
+        room = torch.empty(0, dtype=tensor.dtype, device=self._files.device).set_(
+            storage, 0, tensor.shape, _contiguous_stride(tensor.shape)
+        )
+        room.copy_(tensor)
+        copy = self._write(storage)
+        # Not after an error that interrupts the wait: then the memory may be read still.
+        self._slots.give_back(storage)
+        view = FileView(copy.stored.body_nbytes, keeps=self._hold)
+        copy.show(view, 0, 0, copy.stored.body_nbytes)
+        return view.tensor(0, tensor.dtype, tuple(tensor.shape), _contiguous_stride(tensor.shape))
+
+    def _write(self, storage: torch.UntypedStorage) -> Copy:
+        """To the next directory in turn, or to one that does not refuse it."""
+        tiers = self._files.tiers
+        first, self._turn = self._turn, self._turn + 1
+        refused: BaseException | None = None
+        for number in range(len(tiers)):
+            written = self._write_to(tiers[(first + number) % len(tiers)], storage)
+            if isinstance(written, Copy):
+                return written
+            refused = refused or written
+        if isinstance(refused, StorageError):
+            raise refused
+        raise StorageError(f"no drive takes a collected tensor: {refused}") from refused
+
+    def _write_to(self, tier: SsdTier, storage: torch.UntypedStorage) -> Copy | BaseException:
+        ended = threading.Event()
+        found: list[Copy | BaseException] = []
+
+        def write_ended(stored: StoredBytes | None, error: BaseException | None) -> None:
+            if stored is not None:
+                # Here and not by who waits, whom an interrupt from the keyboard may have taken away.
+                self._held.append(Copy(tier, stored))
+                found.append(self._held[-1])
+            else:
+                found.append(error or StorageError("a write ended with neither a copy nor an error"))
+            ended.set()
+
+        tier.write(Writer(storage, write_ended), storage.nbytes(), self._files.mark(), label="a collected state")
+        ended.wait()
+        return found[0]
+
+
+class _Hold:
+    """While it lives, extents stay as they are. The memory of every tensor keeps it alive."""
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))
