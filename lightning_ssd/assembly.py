@@ -123,7 +123,7 @@ def assemble(
     backend, directories, why = _open_directories(
         stack, hardware, device, default_directory, subdirectory, wrap_backend
     )
-    mover, reload = _open_mover(stack, policy, backend, copies)
+    mover, reload = _open_mover(stack, policy, backend, copies, device)
     ssd = SsdTier(backend, mover, directories, events=events, sampler=Sampler(policy.verify))
     stack.callback(ssd.close)
     host = _open_host(stack, policy, host_memory, device, copies, events)
@@ -176,7 +176,7 @@ def open_state_files(
         # Asked of all, since all have to take part in the trial: nodes may have different numbers of processes.
         if agree is not None and min(agree([num_local_processes])) > 1:
             backend = open_in_turns(stack, backend, directories, agree)
-        mover = SlotMover(_open_mover(stack, policy, backend, copies)[0])
+        mover = SlotMover(_open_mover(stack, policy, backend, copies, device)[0])
         tiers, sampler = [], Sampler(policy.verify)
         for directory in directories:
             tiers.append(SsdTier(backend, mover, [directory], events=events, sampler=sampler))
@@ -252,7 +252,7 @@ def _wishes(policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, i
 
 
 def _open_mover(
-    stack: ExitStack, policy: OffloadPolicy, backend: Backend, copies: Copies | None
+    stack: ExitStack, policy: OffloadPolicy, backend: Backend, copies: Copies | None, device: torch.device
 ) -> tuple[Mover, ReloadPool | None]:
     if copies is None:
         reload = ReloadPool(_SPARE_BYTES)
@@ -260,7 +260,7 @@ def _open_mover(
         return HostMover(backend, reload), reload
     if backend.moves_device_memory and policy.verify == "off":
         return DeviceMover(backend, copies), None
-    staging = StagingPool(_STAGING_BYTES, pin=torch.cuda.is_available())
+    staging = StagingPool(_STAGING_BYTES, pin=torch.cuda.is_available(), device=device)
     stack.callback(staging.close)
     return StagedMover(backend, staging, copies), None
 

@@ -135,7 +135,7 @@ class Fetcher:
                     if not dropped and not reads:
                         raise
                     return reads
-        if record.home is not None:
+        if record.home is not None and not self.closed:  # what is in memory may be had after the end
             self.prefetcher.advance(record.home)
         return [] if record.read is None else [record.read]
 
@@ -208,8 +208,8 @@ class Fetcher:
                 if evicted >= nbytes:
                     return True
                 if record.can_be_evicted:
-                    after = None if self._copies is None else self._copies.mark()
-                    evicted += record.nbytes if record.queue_write(self._tier, after) else 0
+                    # Not a mark of now: whoever makes room may be on a stream that has not waited for its producer.
+                    evicted += record.nbytes if record.queue_write(self._tier, record.produced) else 0
         return evicted > 0
 
     def _raise_if_failed(self, record: SavedStorage) -> None:

@@ -73,6 +73,7 @@ class SavedStorage:
         "num_unpacked",
         "packed_s",
         "probe",
+        "produced",
         "read",
         "state",
         "storage",
@@ -92,6 +93,7 @@ class SavedStorage:
         self.identity = self.key
         self.nbytes = nbytes
         self.probe = probe
+        self.produced: Mark | None = None  # the packed bytes are there once this has passed
         self.index = index
         self.state = State.READY
         self.tier: Tier | None = None  # where it goes; None: it stays
@@ -216,7 +218,7 @@ class SavedStorage:
         if self.home is not None and self.home.recorder is not None:
             self.home.recorder.freed(self.index)
         self.state = State.FREED
-        self.storage = self.mark = self.home = None
+        self.storage = self.mark = self.produced = self.home = None
         if state is not State.ON_DISK or self.leaving:
             self.leaving = False
             ledger.counters.resident_bytes -= self.nbytes

@@ -41,6 +41,9 @@ from lightning_ssd.tier_meter import TierMeter
 
 __all__ = ["TensorCache", "Tiers"]
 
+_NUM_PARTS = 4
+"""What is less than one of so many parts of a storage, and data, leaves it alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
@@ -282,12 +285,20 @@ class TensorCache:
             # A part with a version counter of its own (``unsafe_chunk``): its siblings may be edited, unseen by it,
             # while the storage that they share is written.
             return False
+        if _NUM_PARTS * tensor.nbytes < tensor.untyped_storage().nbytes() and not tensor.requires_grad:
+            # A batch that is a slice of the data: all of it would be written, and it stays in memory anyway.
+            return False
+        if self._copies is not None and self._copies.is_capturing():
+            # A graph that is being recorded has no "when the copy has ended" that a worker could wait for.
+            return False
         return (
             tensor.device == self._device
             and tensor.layout is torch.strided
             and not tensor.is_quantized
             and not tensor.is_nested
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            # Forward-mode differentiation has tensors with a size and no memory, which nobody may read.
+            and not tensor._is_zerotensor()
         )
 
     def _pack_storage(
@@ -317,7 +328,8 @@ class TensorCache:
         placement, reason = self._place(current, nbytes)
         current.add(record)
         self.ledger.opened(record)
-        after = None if self._copies is None or placement is Placement.KEEP else self._copies.mark()
+        # What stays may have to go later, when another stream is the current one.
+        after = record.produced = None if self._copies is None or self._tiers.ssd is None else self._copies.mark()
         if placement is Placement.HOST and (
             self._tiers.host is None or not record.queue_write(self._tiers.host, after)
         ):

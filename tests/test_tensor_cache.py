@@ -329,3 +329,35 @@ def test_memory_that_cannot_be_had_is_told_from_other_errors() -> None:
         assert is_out_of_memory(error)
     for other in (RuntimeError("shapes differ"), OSError(errno.EIO, "broken"), KeyboardInterrupt()):
         assert not is_out_of_memory(other)
+
+
+@pytest.mark.parametrize(("rows", "moves"), [(SIDE // 8, False), (SIDE // 2, True)])
+def test_a_slice_of_the_data_does_not_take_all_of_it_to_the_drive(tmp_path: Path, rows: int, moves: bool) -> None:
+    """A batch that is a view of a data set in memory: saving it by its storage would write the data set each step."""
+    data, weight = torch.rand(SIDE, SIDE), leaf(1)
+    with open_offloader(tmp_path) as offloader:
+        with offloader.saved_tensors():
+            loss = (data[:rows] * weight[:rows]).sum()
+        offloader.flush()
+        assert (offloader.stats.bytes_saved == NBYTES) is moves
+        loss.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad[:rows], data[:rows])
+    assert not weight.grad[rows:].any()
+
+
+def test_what_is_in_memory_may_be_had_after_the_end(tmp_path: Path) -> None:
+    """Backward of one graph does not look ahead into another one whose bytes are on the drive."""
+    with open_offloader(tmp_path) as offloader:
+        lost = chain(offloader, leaf())
+        offloader.flush()
+        x = leaf(1)
+        with offloader.saved_tensors():
+            held = x * 1.5
+            loss = (held * held).sum()
+        offloader.flush()
+    loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, (2 * held * 1.5).detach())
+    with pytest.raises(OffloaderClosedError):
+        lost.backward()

@@ -56,6 +56,7 @@ class HostArena:
         self._pin = pin
         self._num_pinned = 0
         self._pinned_starts: list[int] = []
+        self._device: torch.device | None = None
         self._block: MappedBlock | None = MappedBlock(max(purse.total_bytes, PAGE_BYTES), usable=False)
 
     @property
@@ -141,7 +142,7 @@ class HostArena:
             starts, self._pinned_starts = self._pinned_starts, []
             if block is not None:
                 for start in starts:
-                    unlock_memory(block.address + start)
+                    unlock_memory(block.address + start, self._device)
                 self._share.close()
 
     def _opened(self) -> MappedBlock:
@@ -174,6 +175,7 @@ class HostArena:
         return True
 
     def _lock_slab(self, start: int, nbytes: int, device: torch.device) -> None:
+        self._device = device
         code = lock_memory(self._opened().address + start, nbytes, device)
         if code:
             self._pin = False

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import mmap
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _DONTFORK: int = getattr(mmap, "MADV_DONTFORK", 10)
 _HUGEPAGE: int = getattr(mmap, "MADV_HUGEPAGE", 14)
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 MAP_FAILED = ctypes.c_void_p(-1).value
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -120,11 +122,15 @@ def lock_memory(address: int, nbytes: int, device: torch.device | None = None) -
         nbytes: whole pages.
         device: whose context does it. ``None``: the calling thread's, which in a fresh thread is that of device 0.
     """
-    on_device = torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
-    with on_device:
-        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+    with _on(device):
+        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
 
 
-def unlock_memory(address: int) -> None:
-    """Undo :func:`lock_memory`, with the same address."""
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+def unlock_memory(address: int, device: torch.device | None = None) -> None:
+    """Undo :func:`lock_memory`, with the same address and device."""
+    with _on(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def _on(device: torch.device | None) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()

@@ -46,11 +46,13 @@ class StagingPool:
     Args:
         capacity_bytes: of all buffers, lent and spare. A larger request waits for all others to end and runs alone.
         pin: lock the buffers in memory for CUDA (done once per buffer: it costs more than a copy through it).
+        device: whose context locks them; ``None``: that of the thread that leases.
     """
 
-    def __init__(self, capacity_bytes: int, *, pin: bool = False) -> None:
+    def __init__(self, capacity_bytes: int, *, pin: bool = False, device: torch.device | None = None) -> None:
         self._capacity_bytes = capacity_bytes
         self._pin = pin
+        self._device = device
         self._spare: list[MappedBlock] = []
         self._lent_bytes = 0
         self._closed = False
@@ -132,7 +134,7 @@ class StagingPool:
         return block
 
     def _register(self, block: MappedBlock) -> None:
-        code = lock_memory(block.address, block.nbytes)
+        code = lock_memory(block.address, block.nbytes, self._device)
         block.locked = code == 0
         if code:
             self._pin = False
@@ -154,7 +156,7 @@ class StagingPool:
         for block in blocks:
             if block.locked:
                 block.locked = False
-                unlock_memory(block.address)
+                unlock_memory(block.address, self._device)
 
 
 class _Loan(weakref.ref["ctypes.Array[ctypes.c_char]"]):

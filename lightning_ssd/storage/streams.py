@@ -50,6 +50,9 @@ class Copies(Protocol):
     def wait_on_current_stream(self, mark: Mark) -> None:
         """Let the current stream, not the calling thread, wait for ``mark``."""
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph instead of working."""
+
     def protect(self, tensor: torch.Tensor) -> None:
         """The current stream uses ``tensor``: when it is freed, its memory may be reused only behind that use."""
 
@@ -75,16 +78,22 @@ class CudaCopies:
         torch.cuda.current_stream(self._device).wait_event(cast(torch.cuda.Event, mark))
 
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Mark) -> Mark:
-        with torch.cuda.stream(stream):
+        # A worker's device is 0 at first. Leaving the stream alone would go back there, and so set up a context on a
+        # device that another process trains on; leaving the device does not.
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
             stream.wait_event(cast(torch.cuda.Event, after))
             target.copy_(source, non_blocking=True)
             return self._record(stream)
+
+    def is_capturing(self) -> bool:
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
 
     def protect(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
     @staticmethod
     def _record(stream: torch.cuda.Stream) -> Mark:
-        event: torch.cuda.Event = _EVENT()
+        event: torch.cuda.Event = _EVENT(blocking=True)  # or workers that wait would each keep a core busy
         event.record(stream)
         return event

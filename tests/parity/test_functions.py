@@ -221,7 +221,7 @@ def test_torch_func_is_answered_as_by_pytorch(tmp_path: Path) -> None:
         assert torch.equal(torch.func.grad(lambda t: t.sin().sum())(x), expected)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use of it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
 def test_forward_mode(tmp_path: Path) -> None:
     """Dual numbers inside the context."""
 
@@ -238,5 +238,25 @@ def test_forward_mode(tmp_path: Path) -> None:
         loss.backward()
         session.end()
         return slope, a.grad
+
+    assert_same(program, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
+def test_tangents_that_are_zero_and_have_no_memory(tmp_path: Path) -> None:
+    """Where a factor has no tangent, autograd saves a tensor of zeros that has a size and no memory."""
+
+    def program(session: Session) -> Any:
+        a = leaf()
+        with session.saved(), torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(torch.ones(40, 50), torch.full((40, 50), 0.5))
+            dual = torch.sin(dual * a) * a
+            primal, tangent = torch.autograd.forward_ad.unpack_dual(dual)
+            assert tangent is not None
+            loss = tangent.square().mean() + primal.mean()
+        session.drain()
+        loss.backward()
+        session.end()
+        return loss.detach(), a.grad
 
     assert_same(program, tmp_path)

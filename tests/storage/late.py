@@ -80,6 +80,9 @@ class LateCopies:
 
         return self._queue(stream, copy)
 
+    def is_capturing(self) -> bool:
+        return False
+
     def protect(self, tensor: torch.Tensor) -> None:
         assert tensor.device.type == "cpu"
 
@@ -173,5 +176,76 @@ class HeldCopies:
     def wait_on_current_stream(self, mark: HeldMark) -> None:
         mark.synchronize()
 
+    def is_capturing(self) -> bool:
+        return False
+
     def protect(self, tensor: torch.Tensor) -> None:
         assert tensor.device.type == "cpu"
+
+
+class SeveralStreams:
+    """Streams that the test switches between by name: each is a thread that does its work in order.
+
+    ``protected`` has every tensor that somebody said to use, with the stream that it was said on. ``work`` queues what
+    a kernel would do.
+    """
+
+    def __init__(self) -> None:
+        self.current = "main"
+        self.is_recording = False
+        self.protected: list[tuple[str, int]] = []
+        self._streams: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+
+    def work(self, action: Callable[[], None], stream: str | None = None) -> LateMark:
+        mark = LateMark(honest=True)
+
+        def run() -> None:
+            action()
+            mark.passed.set()
+
+        name = stream or self.current
+        if name not in self._streams:
+            self._streams[name] = _stream(name)
+        self._streams[name].put(run)
+        return mark
+
+    def close(self) -> None:
+        for work in self._streams.values():
+            work.put(None)
+
+    def mark(self) -> LateMark:
+        return self.work(lambda: None)
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: LateMark) -> LateMark:
+        return self._copy("out", host, device, after)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: LateMark) -> LateMark:
+        return self._copy("in", device, host, after)
+
+    def _copy(self, stream: str, target: torch.Tensor, source: torch.Tensor, after: LateMark) -> LateMark:
+        def copy() -> None:
+            after.passed.wait()
+            target.copy_(source)
+
+        return self.work(copy, stream)
+
+    def wait_on_current_stream(self, mark: LateMark) -> None:
+        mark.synchronize()
+
+    def is_capturing(self) -> bool:
+        return self.is_recording
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        self.protected.append((self.current, tensor.untyped_storage().data_ptr()))
+
+
+def _stream(name: str) -> queue.SimpleQueue[Callable[[], None] | None]:
+    work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        while (item := work.get()) is not None:
+            item()
+            del item  # it holds the tensors of the copy
+
+    threading.Thread(target=run, name=f"stream-{name}", daemon=True).start()
+    return work

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,6 +188,29 @@ class TestStagingPool:
             ("register", large.address),
             ("unregister", large.address),
         ]
+
+    def test_locks_in_the_context_of_its_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A worker's own device is 0, where another process may train."""
+        calls: list[tuple[str, object]] = []
+        current: list[object] = ["cuda:0"]
+
+        @contextmanager
+        def on(device: torch.device) -> Iterator[None]:
+            current.append(str(device))
+            yield
+            current.pop()
+
+        cudart = SimpleNamespace(
+            cudaHostRegister=lambda address, nbytes, flags: calls.append(("register", (current[-1], flags))) or 0,
+            cudaHostUnregister=lambda address: calls.append(("unregister", current[-1])) or 0,
+        )
+        monkeypatch.setattr(staging.torch.cuda, "cudart", lambda: cudart)
+        monkeypatch.setattr(staging.torch.cuda, "device", on)
+        pool = StagingPool(4 * MIB, pin=True, device=torch.device("cuda", 3))
+        with pool.lease(MIB):
+            pass
+        pool.close()
+        assert calls == [("register", ("cuda:3", 1)), ("unregister", "cuda:3")]
 
     def test_goes_on_unpinned_with_one_warning(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
