@@ -159,7 +159,7 @@ def run(combination: Combination, python: Path, folder: Path, pip_args: Sequence
             if done.returncode:
                 said = (done.stderr or done.stdout).strip().splitlines()
                 return Outcome(combination, "not run", f"cannot be installed: {said[-1] if said else command[2]}")
-        tests = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", *LEFT_OUT, *FAST_TESTS]
+        tests = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", *LEFT_OUT, *FAST_TESTS]
         done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
         last = _LAST_LINE.findall(done.stdout)
         detail = last[-1].strip() if last else f"pytest ended with {done.returncode} and no summary"
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(outcomes))
     if args.out:
         args.out.write_text(document(outcomes, shown(args)))
-    if not any(outcome.result == "passed" for outcome in outcomes) and not args.list:
+    if all(outcome.result == "not run" for outcome in outcomes) and not args.list:
         sys.exit("nothing was run, so that nothing is known; see the reasons above")
     return int(any(outcome.result == "failed" for outcome in outcomes))
 

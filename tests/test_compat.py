@@ -80,7 +80,9 @@ def test_a_run_tells_what_became_of_it(
     assert not (tmp_path / "environment").exists()
 
 
-@pytest.mark.parametrize(("results", "code"), [(["passed", "not run"], 0), (["passed", "failed"], 1), (["not run"], 2)])
+@pytest.mark.parametrize(
+    ("results", "code"), [(["passed", "not run"], 0), (["passed", "failed"], 1), (["failed"], 1), (["not run"], 2)]
+)
 def test_the_whole_writes_a_table_and_fails_where_nothing_was_learnt(
     results: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,7 @@ class Net(L.LightningModule):
 
     def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
         x, y = batch
-        loss = torch.nn.functional.mse_loss(self(x).float(), y)
+        loss = torch.nn.functional.mse_loss(self(x).float(), y.float())
         self.losses.append(loss.detach().clone())
         return loss
 
