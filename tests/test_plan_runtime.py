@@ -45,8 +45,6 @@ from tests.plan_trainings import (
 from tests.storage.faults import FaultyBackend
 
 SETUPS = (PLANNED, PLANNING, AUTO, Setup(activations="auto", activation_budget=MIDDLE_BYTES, drained=False))
-
-
 IDS = ["planned", "planning", "auto", "budget"]
 
 

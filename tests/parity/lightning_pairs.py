@@ -20,11 +20,7 @@ from tests.trainers import (
 )
 
 SHORT = {"limit_train_batches": 4, "limit_val_batches": 1}
-
-
 Make = Callable[[], Net]
-
-
 Settings = Callable[[Path], dict[str, Any]]
 
 

@@ -21,14 +21,8 @@ from tests.helpers import (
 from tests.parity.models import Perceptrons, floats, mean_square
 
 Chooses = Callable[[int], bool]
-
-
 EVERY: Chooses = lambda index: True  # noqa: E731
-
-
 SECOND: Chooses = lambda index: index % 2 == 1  # noqa: E731
-
-
 NONE: Chooses = lambda index: False  # noqa: E731
 
 
