@@ -37,6 +37,8 @@ FAST_TESTS = (
     "tests/test_public.py",
     "tests/test_config.py",
     "tests/test_strategy.py",
+    "tests/test_strategy_life.py",
+    "tests/test_strategy_arguments.py",
     "tests/test_saved_storage.py",
     "tests/parity/test_functions.py",
     "tests/parity/test_inplace.py",

@@ -39,13 +39,13 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Sums depend on the number of threads, so that all tests have the same; and the machine may be shared: threads that
-    # wait for a core of their own spin, which takes longer than the work.
+    # One thread, however many processes share the tests: sums depend on the number of threads, and threads that wait
+    # for a core of their own spin, which takes several times longer than the work. No counting of workers: the process
+    # that starts them hands its environment down, so that they would take what it has chosen for itself alone. Tests
+    # of several threads set their number.
     if "OMP_NUM_THREADS" not in os.environ:
-        num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        num_threads = max(1, min(2, (os.cpu_count() or 1) // num_workers))
-        torch.set_num_threads(num_threads)
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # for the processes that tests start
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
 @pytest.fixture(autouse=True)

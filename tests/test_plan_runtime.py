@@ -1,36 +1,25 @@
-"""Training under plans: exact while plans come, change and are departed from; never over a budget; never stuck."""
+"""Training under plans: exact while plans come, change and are departed from; its numbers are those of the run."""
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
-import threading
 import time
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, scheduler
-from lightning_ssd.errors import BudgetError, OffloaderClosedError
-from lightning_ssd.ledger import Ledger
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.planning import rates
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.storage.backend import Backend
-from lightning_ssd.storage.movers import HostMover
 from tests.helpers import (
     AUTO,
     PLANNED,
     PLANNING,
-    Raised,
     Session,
     Setup,
     assert_identical,
@@ -38,73 +27,25 @@ from tests.helpers import (
     assert_same,
     open_offloader,
     outcome,
-    within,
 )
 from tests.parity.models import Perceptrons, floats
-from tests.storage.faults import FaultyBackend, always, eio, enospc
+from tests.plan_trainings import (
+    BLOCKS,
+    MIDDLE_BYTES,
+    ROWS,
+    SMALLEST,
+    WIDTH,
+    faulty,
+    gradients,
+    loss_of,
+    make_model,
+    num_writes,
+    trains,
+)
+from tests.storage.faults import FaultyBackend
 
-WIDTH, ROWS, BLOCKS = 64, 256, 4  # an activation of 64 KiB, or thrice that
-SMALLEST, MIDDLE_BYTES, LARGE = 600_000, 900_000, 1_500_000  # of 2.2 MB that one pass saves
-TIMEOUT_S = 60
 SETUPS = (PLANNED, PLANNING, AUTO, Setup(activations="auto", activation_budget=MIDDLE_BYTES, drained=False))
 IDS = ["planned", "planning", "auto", "budget"]
-
-
-def make_model(blocks: int = BLOCKS, width: int = WIDTH) -> nn.Module:
-    torch.manual_seed(3)
-    return Perceptrons(width=width, num_blocks=blocks)
-
-
-def loss_of(model: nn.Module, step: int, rows: int = ROWS, width: int = WIDTH) -> Tensor:
-    return model(floats(step, rows, width)).square().mean()
-
-
-def gradients(*modules: nn.Module) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for module in modules for p in module.parameters()]
-
-
-Between = Callable[[int, Session], None]
-
-
-def trains(steps: int, between: Between = lambda step, session: None) -> Callable[[Session], Any]:
-    """A plain training; ``between`` is called after each step."""
-
-    def program(session: Session) -> Any:
-        model = make_model()
-        session.register(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(steps):
-            with session.saved():
-                loss = loss_of(model, step)
-            session.drain()
-            loss.backward()
-            session.end()
-            losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-            between(step, session)
-        return losses, [p.detach().clone() for p in model.parameters()]
-
-    return program
-
-
-@contextmanager
-def faulty(directory: Path, setup: Setup, **faults: Any) -> Iterator[tuple[Offloader, FaultyBackend]]:
-    """An offloader on a drive with faults."""
-    made: list[FaultyBackend] = []
-
-    def wrap(backend: Backend) -> Backend:
-        made.append(FaultyBackend(backend, **faults))
-        return made[-1]
-
-    with open_offloader(directory, setup, _wrap_backend=wrap) as offloader:
-        yield offloader, made[0]
-
-
-def num_writes(offloader: Offloader) -> int:
-    assert offloader._cache is not None
-    return offloader._cache.ledger.num_writes
 
 
 # -- exact ------------------------------------------------------------------------------------------------------------
@@ -328,243 +269,6 @@ def test_one_context_is_entered_twice(setup: Setup, tmp_path: Path) -> None:
     assert_same(program, tmp_path, setups=[setup], moves=False)
 
 
-# -- never over the budget --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("budget", [SMALLEST, MIDDLE_BYTES, LARGE])
-def test_a_hundred_steps_stay_under_the_budget(budget: int, tmp_path: Path) -> None:
-    peaks: list[int] = []
-
-    def look(step: int, session: Session) -> None:
-        if session.offloader is not None:
-            peaks.append(session.offloader.stats.resident_peak_bytes)
-            session.offloader.reset_peaks()
-            if step % 10 == 0:
-                session.offloader.wait_for_plan()
-
-    setup = Setup(activations="auto", activation_budget=budget, drained=False)
-    expected = outcome(trains(100), Session())
-    with open_offloader(tmp_path, setup) as offloader:
-        assert_identical(outcome(trains(100, look), Session.of(offloader, setup)), expected)
-        assert_released(offloader)
-        assert num_writes(offloader) == 0
-        assert offloader.stats.bytes_written > 0
-    assert len(peaks) == 100
-    assert max(peaks) <= budget, [(step, peak) for step, peak in enumerate(peaks) if peak > budget]
-
-
-@pytest.mark.parametrize("delay_s", [0.0, 0.002], ids=["fast", "slow"])
-def test_several_passes_share_the_budget(delay_s: float, tmp_path: Path) -> None:
-    """A plan is made for a pass alone; two and three at a time have to do with the same memory."""
-    budget = MIDDLE_BYTES
-
-    def program(session: Session) -> Any:
-        model, seen = make_model(), []
-        session.register(model)
-        for step in range(12):
-            losses = []
-            for number in range((1, 1, 2, 3)[step % 4]):
-                with session.saved():
-                    losses.append(loss_of(model, step + 100 * number))
-            for loss in losses if step % 8 < 4 else reversed(losses):
-                loss.backward()
-            losses.clear()
-            del loss
-            session.end()
-            seen.append(gradients(model))
-            model.zero_grad()
-        return seen
-
-    setup = Setup(activations="auto", activation_budget=budget, drained=False, settled=True)
-    expected = outcome(program, Session())
-    with faulty(tmp_path, setup, delay_s=delay_s) as (offloader, _):
-        assert_identical(outcome(program, Session.of(offloader, setup)), expected)
-        assert_released(offloader)
-        assert offloader.stats.resident_peak_bytes <= budget
-        assert num_writes(offloader) == 0
-
-
-def test_the_budget_is_what_bounds_the_peak(tmp_path: Path) -> None:
-    """The tests above can fail: without a budget the peak is far higher."""
-    with open_offloader(tmp_path, Setup(activations="auto")) as offloader:
-        outcome(trains(3), Session(offloader))
-        assert offloader.stats.resident_peak_bytes > LARGE
-
-
-def test_an_impossible_budget_names_the_smallest_one_which_works(tmp_path: Path) -> None:
-    setup = Setup(activations="auto", activation_budget=100_000, drained=False, settled=True)
-    with open_offloader(tmp_path, setup) as offloader:
-        got = outcome(trains(3), Session.of(offloader, setup))
-    assert isinstance(got, Raised)
-    assert got.type == BudgetError.__name__
-    assert "OffloadPolicy.activation_budget=100000 bytes" in got.text
-    smallest = int(got.text.split("smallest possible is ")[1].split(" bytes")[0])
-    assert 2 * ROWS * WIDTH * 4 <= smallest < 2_000_000
-    works = Setup(activations="auto", activation_budget=smallest, drained=False, settled=True)
-    with open_offloader(tmp_path, works) as offloader:
-        assert_identical(outcome(trains(10), Session.of(offloader, works)), outcome(trains(10), Session()))
-        assert offloader.stats.resident_peak_bytes <= smallest
-
-
-def test_out_of_memory_while_a_limit_is_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third allocation fails once: what was brought up early goes, and the read is tried again."""
-    allocate, calls = HostMover.allocate, [0]
-
-    def fails(self: HostMover, *args: Any) -> Any:
-        calls[0] += 1
-        if calls[0] % 3 == 0:
-            raise MemoryError("injected")
-        return allocate(self, *args)
-
-    setup = Setup(activations="auto", activation_budget=SMALLEST, settled=True)
-    expected = outcome(trains(8), Session())
-    with open_offloader(tmp_path, setup) as offloader:
-        session = Session.of(offloader, setup)
-        program = trains(8)
-        monkeypatch.setattr(HostMover, "allocate", fails)
-        got = outcome(program, session)
-        monkeypatch.undo()
-        if not isinstance(got, Raised):
-            assert_identical(got, expected)
-            assert offloader.stats.resident_peak_bytes <= SMALLEST
-        else:  # nothing had been brought up that could go: the error of the allocation itself, as without us
-            assert got.type == "MemoryError", got.trace
-        assert calls[0] > 10
-        assert_identical(outcome(trains(8), session), expected)  # whatever happened, the next training is exact
-        assert_released(offloader)
-
-
-# -- never stuck ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [enospc, eio], ids=["ENOSPC", "EIO"])
-def test_writes_fail_under_a_budget(error: Callable[[], BaseException], tmp_path: Path) -> None:
-    """Nothing can make room: the tensors stay, with one warning, and the results are exact."""
-    setup = Setup(activations="auto", activation_budget=SMALLEST, drained=False)
-    expected = outcome(trains(6), Session())
-
-    def work() -> None:
-        with warnings.catch_warnings(record=True) as caught, faulty(tmp_path, setup) as (offloader, backend):
-            warnings.simplefilter("always")
-            offloader.machine  # noqa: B018  the probe of a drive that still works
-            backend.fail_write = always(error)
-            assert_identical(outcome(trains(6), Session.of(offloader, setup)), expected)
-            assert_released(offloader)
-            assert offloader.stats.failures > 0
-            assert num_writes(offloader) == 0
-        assert len([w for w in caught if "injected" in str(w.message)]) == 1
-
-    within(TIMEOUT_S, work)
-
-
-def test_everything_is_held_by_the_user(tmp_path: Path) -> None:
-    """Moving frees nothing then: pack goes on when all has been written, and says so by going over the budget."""
-    setup = Setup(activations="auto", activation_budget=MIDDLE_BYTES, drained=False, settled=True)
-
-    told: list[BudgetError] = []
-
-    def program(session: Session) -> Any:
-        held, x = [], floats(0, ROWS, WIDTH).requires_grad_()
-        for _ in range(3):
-            with session.saved():
-                y = x
-                for _ in range(20):
-                    y = y.sin()
-                    held.append(y)
-                loss = y.sum()
-            loss.backward()
-            held.clear()
-            del loss, y
-            try:
-                session.end()
-            except BudgetError as error:
-                told.append(error)
-        return x.grad
-
-    def work() -> None:
-        with open_offloader(tmp_path, setup) as offloader:
-            assert_identical(outcome(program, Session.of(offloader, setup)), outcome(program, Session()))
-            assert offloader.stats.resident_peak_bytes > MIDDLE_BYTES
-            assert told
-            assert_released(offloader)
-
-    within(TIMEOUT_S, work)
-
-
-def test_the_drive_hangs_for_a_while(tmp_path: Path) -> None:
-    """Pack waits under a budget until the drive answers again, and no longer."""
-    setup = Setup(activations="auto", activation_budget=SMALLEST, drained=False)
-    answers = threading.Event()
-
-    def hang(_: int) -> None:
-        assert answers.wait(TIMEOUT_S)
-
-    expected = outcome(trains(3), Session())
-
-    def work() -> None:
-        with faulty(tmp_path, setup) as (offloader, backend):
-            offloader.machine  # noqa: B018  the probe must not hang
-            backend.fail_write = hang
-            timer = threading.Timer(0.5, answers.set)
-            timer.start()
-            assert_identical(outcome(trains(3), Session.of(offloader, setup)), expected)
-            timer.join()
-            assert offloader.stats.stall_s > 0.3
-            assert offloader.stats.resident_peak_bytes <= SMALLEST
-
-    within(TIMEOUT_S, work)
-
-
-def test_closed_by_another_thread_while_pack_waits(tmp_path: Path) -> None:
-    setup = Setup(activations="auto", activation_budget=SMALLEST, drained=False)
-    answers, waits = threading.Event(), threading.Event()
-
-    def hang(_: int) -> None:
-        waits.set()
-        assert answers.wait(TIMEOUT_S)
-
-    def work() -> None:
-        with faulty(tmp_path, setup) as (offloader, backend):
-            offloader.machine  # noqa: B018
-            backend.fail_write = hang
-            ended: list[Any] = []
-            training = threading.Thread(target=lambda: ended.append(outcome(trains(1), Session(offloader))))
-            training.start()
-            assert waits.wait(TIMEOUT_S)
-            time.sleep(0.2)  # until pack has used up the budget
-            assert training.is_alive()
-            threading.Timer(0.2, answers.set).start()
-            offloader.close()
-            training.join(TIMEOUT_S)
-            assert not training.is_alive()
-            assert ended[0].type == OffloaderClosedError.__name__
-
-    within(2 * TIMEOUT_S, work)
-
-
-def test_without_a_budget_no_pack_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a drive that is too slow gets little to do, instead of making training crawl."""
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("pack waits for room")
-
-    monkeypatch.setattr(Ledger, "admit", refuse)
-    written: list[int] = []
-
-    def look(step: int, session: Session) -> None:
-        if session.offloader is not None:
-            session.offloader.flush()
-            written.append(session.offloader.stats.bytes_written)
-
-    expected = outcome(trains(24), Session())
-    with faulty(tmp_path, AUTO, delay_s=0.05) as (offloader, _):
-        assert_identical(outcome(trains(24, look), Session.of(offloader, AUTO)), expected)
-        saved = offloader.stats.bytes_saved
-        assert_released(offloader)
-    assert written[0] == 0, "the first pass is kept while memory permits"
-    assert written[-1] - written[-7] <= saved / 24 * 6 / 4
-
-
 # -- the numbers, and the host tier -----------------------------------------------------------------------------------
 
 
@@ -646,157 +350,3 @@ def test_the_host_tier_takes_what_the_drive_cannot(tmp_path: Path) -> None:
         assert offloader.stats.bytes_host > 0
         assert offloader.stats.resident_peak_bytes <= SMALLEST
         assert offloader.stats.failures == 0
-
-
-# -- nothing is left --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def planning_takes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Plans take at least so long; the event tells that one has begun."""
-    make_plan, begun = scheduler.make_plan, threading.Event()
-
-    def slow(*args: Any) -> Any:
-        begun.set()
-        time.sleep(seconds)
-        return make_plan(*args)
-
-    monkeypatch.setattr(scheduler, "make_plan", slow)
-    yield begun
-    monkeypatch.undo()
-
-
-def our_objects() -> Counter[str]:
-    gc.collect()
-    kinds = (type(thing) for thing in gc.get_objects())
-    return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith("lightning_ssd"))
-
-
-@pytest.mark.parametrize("budget", [None, MIDDLE_BYTES], ids=["no budget", "budget"])
-def test_fifty_steps_under_plans_leave_nothing(budget: int | None, tmp_path: Path) -> None:
-    """Recorders, guides and passes go with their passes; of measurements the last 64 are held."""
-    setup = Setup(activations="auto", activation_budget=budget, drained=False, settled=True)
-    counted: list[Counter[str]] = []
-    earlier = our_objects()  # what the traceback of a failed test may hold
-    with open_offloader(tmp_path, setup) as offloader:
-        session = Session.of(offloader, setup)
-        model = make_model(2)
-        session.register(model)
-        for steps in (10, 50):
-            for step in range(steps):
-                with session.saved():
-                    loss = loss_of(model, step)
-                loss.backward()
-                session.end()
-                del loss
-                model.zero_grad()
-            assert_released(offloader)
-            offloader.flush()
-            offloader.drain_metrics()
-            counted.append(our_objects())
-    before, after = counted
-    for name in ("Recorder", "Guide", "SavedPass", "SavedStorage", "FinishedPass", "Lease", "_Seen", "Transfer"):
-        assert after[name] == before[name] == earlier[name], name
-    # A new plan takes the place of the old one; the old one may still be the one that passes were compared with.
-    for name in ("StoredPlan", "Plan", "Goal", "Prediction"):
-        assert after[name] - earlier[name] <= 2, (name, after[name])
-    assert after["Measured"] - earlier["Measured"] <= 64
-    assert after["Trace"] - earlier["Trace"] <= 3
-    bounded = {"StoredPlan", "Plan", "Goal", "Prediction", "Measured", "Trace", "TracedStorage", "TracedBlock"}
-    bounded |= {"Machine", "TierRates"}
-    assert {name: n for name, n in after.items() if name not in bounded} == {
-        name: n for name, n in before.items() if name not in bounded
-    }
-
-
-def test_plans_of_many_signatures_are_bounded(tmp_path: Path) -> None:
-    setup = Setup(activations="auto", drained=False, settled=True)
-    with open_offloader(tmp_path, setup) as offloader:
-        session = Session.of(offloader, setup)
-        x = floats(0, 64, 64).requires_grad_()
-        for number in range(150):
-            with offloader.saved_tensors(signature=number):
-                loss = x.sin().exp().sum()
-            loss.backward()
-            session.end()
-        for number in range(30):  # without one: told apart by sizes
-            with session.saved():
-                loss = x[: number + 1].sin().exp().sum()
-            loss.backward()
-            session.end()
-        made = offloader._parts.scheduler
-        assert made is not None
-        assert len(made._kinds) <= 64
-        assert max(len(kind.plans) for kind in made._kinds.values()) <= 8
-        assert made.num_plans >= 100
-
-
-def test_closing_while_a_plan_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planning_takes(0.3, monkeypatch) as begun, open_offloader(tmp_path, PLANNING) as offloader:
-        outcome(trains(1), Session(offloader))
-        assert begun.wait(TIMEOUT_S)
-        assert [t for t in threading.enumerate() if t.name.startswith("lightning_ssd-plan")]
-    assert not [t for t in threading.enumerate() if t.name.startswith("lightning_ssd")]
-
-
-def test_training_goes_on_while_a_plan_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with planning_takes(1.0, monkeypatch) as begun, open_offloader(tmp_path, PLANNING) as offloader:
-        assert_identical(outcome(trains(3), Session(offloader)), outcome(trains(3), Session()))
-        assert begun.is_set()
-        assert offloader.plan_report is None
-        offloader.wait_for_plan()
-        outcome(trains(2), Session(offloader))
-        assert offloader.plan_report is not None
-
-
-CHILD = """
-import faulthandler, os, sys, time, torch
-faulthandler.dump_traceback_later(60, exit=True)
-import lightning_ssd as s
-from lightning_ssd import scheduler
-make_plan = scheduler.make_plan
-def slow(*args):
-    time.sleep(1)
-    return make_plan(*args)
-scheduler.make_plan = slow
-torch.set_num_threads(1)
-policy = s.OffloadPolicy(min_tensor_bytes=0, activation_budget={budget})
-hardware = s.HardwareProfile(paths={directory!r}, allow_unsuitable_paths=True)
-offloader = s.Offloader(policy=policy, hardware=hardware).open()
-x = torch.randn(128, 128, requires_grad=True)
-def step():
-    with offloader.saved_tensors():
-        loss = (x * 1).sin().exp().sin().exp().sin().exp().square().sum()
-    loss.backward()
-    offloader.end_backward()
-for _ in range(3):
-    step()
-"""
-FORK = """
-pid = os.fork()
-if pid == 0:
-    try:
-        step()
-    except s.errors.OffloaderClosedError:
-        offloader.close()
-        os._exit(7)
-    os._exit(1)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-offloader.wait_for_plan()
-step()
-offloader.close()
-"""
-
-
-@pytest.mark.parametrize(
-    ("ending", "budget"),
-    [("", None), ("raise SystemExit(0)", 300_000), (FORK, 300_000)],
-    ids=["falls off", "exit under a budget", "fork under a budget"],
-)
-def test_interpreter_ends_while_a_plan_is_made(ending: str, budget: int | None, spill_dir: Path) -> None:
-    code = CHILD.format(budget=budget, directory=str(spill_dir)) + ending
-    child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
-    assert not [path for path in spill_dir.rglob("*") if path.is_file()]

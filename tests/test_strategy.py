@@ -1,5 +1,6 @@
+"""``Trainer(strategy="ssd_offload")``: the bits of plain training, on one device, from checkpoints and compiled."""
+
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -9,14 +10,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import RandomSampler
 
-from lightning_ssd import HardwareProfile, OffloadPolicy, OffloadStats
-from lightning_ssd.errors import ConfigError, StorageError
-from lightning_ssd.fsdp import SSDOffloadFSDPStrategy
-from lightning_ssd.strategy import SSDOffloadStrategy, register
+from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd.strategy import SSDOffloadStrategy
 from tests.helpers import assert_identical
+from tests.leftovers import assert_nothing_left
 from tests.trainers import (
     LIGHTNING_NOISE,
     Block,
@@ -224,155 +224,6 @@ def test_interactive_sessions(tmp_path):
     assert "SSDOffloadStrategy(start_method='fork')" in done.stderr
 
 
-# -- the life of the offloader ----------------------------------------------------------------------------------------
-
-
-def open_files(directory: Path) -> list[str]:
-    """Descriptors of this process that lead into ``directory``; anonymous files show as deleted ones."""
-    targets = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            targets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except FileNotFoundError:  # the descriptor of the listing itself
-            continue
-    return [target for target in targets if target.startswith(str(directory))]
-
-
-def assert_nothing_left(directory: Path) -> None:
-    assert [t.name for t in threading.enumerate() if t.name.startswith("lightning_ssd")] == []
-    assert open_files(directory) == []
-
-
-def test_nothing_is_open_before_and_after_fit(tmp_path):
-    strategy = offload_strategy(tmp_path)
-    trainer = make_trainer(strategy, tmp_path)
-    assert strategy.offloader is None
-    assert strategy.stats == OffloadStats()
-    assert_nothing_left(tmp_path)
-    trainer.fit(Net())
-    assert not strategy.offloader.is_open
-    assert strategy.stats.bytes_saved > 0
-    assert_nothing_left(tmp_path)
-
-
-def test_validation_test_and_prediction_open_nothing(tmp_path):
-    strategy = offload_strategy(tmp_path / "spill")
-    trainer = make_trainer(strategy, tmp_path)
-    module = Net()
-    trainer.validate(module, verbose=False)
-    trainer.test(module, verbose=False)
-    assert len(trainer.predict(module)) == 6
-    assert strategy.offloader is None
-    assert not (tmp_path / "spill").exists()
-
-
-def test_weights_are_real_after_fit(tmp_path):
-    trainer, module = fit(Net, offload_strategy(tmp_path), tmp_path)
-    module.losses.clear()
-    trainer.validate(module, verbose=False)
-    assert torch.isfinite(torch.stack(module.losses)).all()
-    assert_identical(torch.cat(trainer.predict(module)), torch.cat(make_trainer("auto", tmp_path).predict(module)))
-
-
-def test_fit_twice(tmp_path):
-    def twice(strategy):
-        trainer, module = fit(Net, strategy, tmp_path)
-        trainer.fit_loop.max_epochs += 1
-        trainer.fit(module)
-        return trainer, module
-
-    _, expected = twice("auto")
-    trainer, module = twice(offload_strategy(tmp_path))
-    assert_identical(result(module), result(expected))
-    # Saved tensors of one epoch: counters begin anew with each fit.
-    once, _ = fit(Net, offload_strategy(tmp_path), tmp_path)
-    assert trainer.strategy.stats.bytes_saved == once.strategy.stats.bytes_saved
-    assert_nothing_left(tmp_path)
-
-
-class Sabotage(L.Callback):
-    """Raises in one hook, in the third batch."""
-
-    def __init__(self, hook, error):
-        def fail(trainer, module, *args):
-            if module.trainer.global_step >= 2:
-                raise error
-
-        setattr(self, hook, fail)
-
-
-@pytest.mark.parametrize(
-    "hook", ["on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"]
-)
-def test_an_exception_in_a_callback_reaches_the_user_and_leaves_nothing(tmp_path, hook):
-    strategy = offload_strategy(tmp_path)
-    with pytest.raises(ZeroDivisionError, match="sabotage"):
-        fit(Net, strategy, tmp_path, callbacks=[Sabotage(hook, ZeroDivisionError("sabotage"))])
-    assert not strategy.offloader.is_open
-    assert_nothing_left(tmp_path)
-
-
-def test_an_exception_while_the_optimizers_are_built_leaves_nothing(tmp_path):
-    class Unbuildable(Net):
-        def configure_optimizers(self):
-            raise ZeroDivisionError("sabotage")
-
-    with pytest.raises(ZeroDivisionError, match="sabotage"):
-        fit(Unbuildable, offload_strategy(tmp_path), tmp_path)
-    assert_nothing_left(tmp_path)
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_an_exception_in_a_step_reaches_the_user_and_the_next_fit_is_exact(tmp_path, phase):
-    class Fails(Net):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            if batch_idx == 2:
-                if phase == "forward":
-                    raise ZeroDivisionError("sabotage")
-                loss.register_hook(lambda grad: 1 / 0)
-            return loss
-
-    with pytest.raises(ZeroDivisionError):
-        fit(Fails, offload_strategy(tmp_path), tmp_path)
-    assert_nothing_left(tmp_path)
-    _, module = fit(Net, offload_strategy(tmp_path), tmp_path)
-    _, expected = fit(Net, "auto", tmp_path)
-    assert_identical(result(module), result(expected))
-
-
-def test_ctrl_c(tmp_path):
-    strategy = offload_strategy(tmp_path)
-    with pytest.raises(SystemExit):
-        fit(Net, strategy, tmp_path, callbacks=[Sabotage("on_before_backward", KeyboardInterrupt())])
-    assert_nothing_left(tmp_path)
-
-
-def test_a_directory_that_cannot_serve_is_refused_before_the_optimizers_are_built(tmp_path):
-    class Counts(Net):
-        built = 0
-
-        def configure_optimizers(self):
-            Counts.built += 1
-            return super().configure_optimizers()
-
-    (tmp_path / "file").touch()
-    strategy = SSDOffloadStrategy(hardware=HardwareProfile(paths=[tmp_path / "file"]))
-    with pytest.raises(StorageError, match="file"):
-        fit(Counts, strategy, tmp_path)
-    assert Counts.built == 0
-    assert_nothing_left(tmp_path)
-
-
-def test_the_strategy_can_be_pickled_at_any_time(tmp_path):
-    strategy = offload_strategy(tmp_path)
-    copied = pickle.loads(pickle.dumps(strategy))
-    assert copied.policy == strategy.policy
-    trainer, _ = fit(Net, strategy, tmp_path)
-    trainer.strategy._lightning_module = trainer.strategy.model = None
-    assert pickle.loads(pickle.dumps(strategy)).offloader is None
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -434,126 +285,6 @@ def test_compiled_blocks_do_not_warn_and_are_exact(tmp_path):
                 block.compile(backend="eager")
 
     assert_same_training(Regional, tmp_path, max_steps=2)
-
-
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"policy": "offload"}, r'policy=\'offload\' is a str; allowed: .*OffloadPolicy\(activations="offload"\)'),
-        ({"policy": {"activations": "offload"}}, r"is a dict; allowed: OffloadPolicy"),
-        ({"hardware": "/mnt/nvme"}, r"hardware='/mnt/nvme' is a str; allowed: HardwareProfile"),
-        ({"start_method": "thread"}, r"start_method='thread'; allowed: 'popen', 'spawn', 'fork', 'forkserver'"),
-        ({"model_averaging_period": 4}, r"model_averaging_period=4 with ddp_comm_state=None"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_once(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        SSDOffloadStrategy(**arguments)
-
-
-def test_a_mistyped_argument_is_named():
-    with pytest.raises(TypeError, match="polcy"):
-        SSDOffloadStrategy(polcy=OffloadPolicy())
-    with pytest.raises(TypeError, match="positional"):
-        SSDOffloadStrategy(OffloadPolicy())
-
-
-def test_devices_that_we_do_not_serve_are_refused():
-    strategy = SSDOffloadStrategy(parallel_devices=[torch.device("mps")])
-    with pytest.raises(ConfigError, match="got a device of type 'mps'; allowed: 'cpu', 'cuda'"):
-        strategy._configure_launcher()
-
-
-def test_before_a_trainer_took_it():
-    strategy = SSDOffloadStrategy()
-    assert not strategy.is_distributed
-    assert strategy.launcher is None
-    with pytest.raises(RuntimeError, match="it gets one from the Trainer"):
-        _ = strategy.root_device
-    with pytest.raises(RuntimeError, match=r"call Trainer\.fit"):
-        strategy.training_step()
-
-
-def test_restore_happens_before_setup():
-    assert not SSDOffloadStrategy().restore_checkpoint_after_setup
-
-
-CLI_TRAINER = {"accelerator": "cpu", "devices": 1, "logger": False}
-
-
-@pytest.fixture
-def cli_strategy(monkeypatch):
-    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
-    from lightning.pytorch.cli import LightningCLI
-
-    def build(strategy):
-        arguments = {"trainer": {**CLI_TRAINER, "strategy": strategy}}
-        cli = LightningCLI(Net, run=False, save_config_callback=None, seed_everything_default=False, args=arguments)
-        return cli.trainer.strategy
-
-    monkeypatch.setattr(sys, "argv", sys.argv[:1])
-    return build
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_lightning_cli_takes_names_and_plain_values(cli_strategy):
-    assert type(cli_strategy("ssd_offload")) is SSDOffloadStrategy
-    class_path = "lightning_ssd.strategy.SSDOffloadStrategy"
-    settings = {
-        "policy": {"activations": "offload", "min_tensor_bytes": "2MiB"},
-        "hardware": {"paths": ["spill"]},
-        "static_graph": True,
-    }
-    strategy = cli_strategy({"class_path": class_path, "init_args": settings})
-    assert strategy.policy == OffloadPolicy(activations="offload", min_tensor_bytes="2MiB")
-    assert strategy.hardware.paths == ("spill",)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_lightning_cli_names_a_mistyped_argument(cli_strategy, capsys):
-    with pytest.raises(SystemExit):
-        cli_strategy({"class_path": "lightning_ssd.strategy.SSDOffloadStrategy", "init_args": {"polcy": 1}})
-    assert "'polcy' is not accepted" in capsys.readouterr().err
-
-
-# -- registration -----------------------------------------------------------------------------------------------------
-
-
-def test_registering_again_changes_nothing():
-    register()
-    register()
-    for name in ("ssd_offload", "ssd_offload_activations"):
-        assert isinstance(StrategyRegistry.get(name), SSDOffloadStrategy)
-    assert isinstance(StrategyRegistry.get("ssd_offload_fsdp"), SSDOffloadFSDPStrategy)
-
-
-def test_a_name_that_belongs_to_somebody_else_is_not_taken():
-    registry = type(StrategyRegistry)()
-    registry.register("ssd_offload", DDPStrategy)
-    with pytest.raises(ConfigError, match=r"'ssd_offload' belongs to lightning\.pytorch\.strategies\.ddp\.DDPStrategy"):
-        SSDOffloadStrategy.register_strategies(registry)
-
-
-def test_a_trainer_of_pytorch_lightning_gets_a_hint(tmp_path):
-    other = pytest.importorskip("pytorch_lightning")
-    register()
-    with pytest.raises(ConfigError, match="import lightning as L"):
-        other.Trainer(strategy="ssd_offload", accelerator="cpu", logger=False, default_root_dir=tmp_path)
-
-
-def test_subclasses_keep_their_overrides(tmp_path):
-    class Counting(SSDOffloadStrategy):
-        steps = 0
-
-        def training_step(self, *args, **kwargs):
-            self.steps += 1
-            return super().training_step(*args, **kwargs)
-
-    trainer, _ = fit(Net, Counting(hardware=HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)), tmp_path)
-    assert trainer.strategy.steps == 6
 
 
 def test_the_blocks_of_these_tests_are_large_enough():

@@ -1,0 +1,37 @@
+"""Steps with a Fabric, and what its strategy may have left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+from lightning.fabric import Fabric
+
+from tests.loops import batches, loss_of
+
+
+def assert_nothing_left(directory: Path) -> None:
+    """Threads, descriptors, files."""
+    deadline_s = time.monotonic() + 5
+    while running := [t.name for t in threading.enumerate() if t.name.startswith("lightning_ssd")]:
+        assert time.monotonic() < deadline_s, running
+        time.sleep(0.01)
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    targets = [os.readlink(link) for link in links if link.is_symlink()]
+    assert [target for target in targets if target.startswith(str(directory))] == []
+    assert list(directory.glob("lightning_ssd*")) == []
+
+
+def more_steps(fabric: Fabric, model, optimizer, *, seed: int) -> dict[str, object]:
+    torch.manual_seed(seed)
+    losses = []
+    for tokens in batches(2, seed=seed):
+        loss = loss_of(model(tokens), tokens)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return {"losses": losses, "weights": [p.detach().clone() for p in model.parameters()]}

@@ -1,0 +1,77 @@
+"""A Lightning training with everything on SSD, and its plain twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd.optimizer import OffloadedOptimizer
+from lightning_ssd.strategy import SSDOffloadStrategy
+from tests.helpers import assert_identical
+from tests.trainers import (
+    Net,
+    fit,
+    result,
+)
+
+SHORT = {"limit_train_batches": 4, "limit_val_batches": 1}
+Make = Callable[[], Net]
+Settings = Callable[[Path], dict[str, Any]]
+
+
+class Drains(L.Callback):
+    """Backward begins when everything has left, so that it is the drive that gives the bytes back."""
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
+        assert isinstance(trainer.strategy, SSDOffloadStrategy)
+        assert trainer.strategy.offloader is not None
+        trainer.strategy.offloader.flush()
+
+
+def all_on_ssd(directory: Path, *, states: bool = True, **policy: Any) -> SSDOffloadStrategy:
+    policy = {"activations": "offload", "min_tensor_bytes": 4096} | policy
+    return SSDOffloadStrategy(
+        policy=OffloadPolicy(optimizer_states="offload" if states else "keep", **policy),
+        hardware=HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True),
+    )
+
+
+def everything(trainer: L.Trainer, module: Net) -> dict[str, Any]:
+    """What two equal trainings have in common."""
+    optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+    for saved in optimizers:
+        # Plainly in the order in which parameters first got gradients, ours in that of the parameters.
+        saved["state"] = dict(sorted(saved.get("state", {}).items()))
+    return result(module) | {"optimizers": optimizers}
+
+
+def assert_moved(trainer: L.Trainer, *, states: bool = True) -> None:
+    """A test in which nothing took our way would show nothing."""
+    assert isinstance(trainer.strategy, SSDOffloadStrategy)
+    stats = trainer.strategy.stats
+    assert stats.bytes_written > 0
+    assert stats.bytes_read > 0
+    assert stats.failures == 0
+    for optimizer in trainer.optimizers:
+        assert isinstance(optimizer, OffloadedOptimizer) == states
+    if states:
+        assert sum(optimizer.stats.written_bytes for optimizer in trainer.optimizers) > 0  # type: ignore[attr-defined]
+
+
+def both(
+    make: Make, directory: Path, settings: Settings = lambda directory: {}, *, states: bool = True
+) -> tuple[tuple[L.Trainer, Net], tuple[L.Trainer, Net]]:
+    """A plain training and ours, with the same losses, weights and states."""
+    plain = fit(make, "auto", directory / "plain", **(SHORT | settings(directory / "plain")))
+    mine = SHORT | settings(directory / "ours")
+    mine["callbacks"] = [*mine.get("callbacks", ()), Drains()]
+    ours = fit(make, all_on_ssd(directory, states=states), directory / "ours", **mine)
+    assert plain[1].losses
+    assert_identical(everything(*ours), everything(*plain))
+    assert_moved(ours[0], states=states)
+    return plain, ours

@@ -1,0 +1,201 @@
+"""Recomputed blocks: state that changes, and every way of going backward, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import (
+    Session,
+    Training,
+    assert_identical,
+    outcome,
+)
+from tests.parity.models import Perceptrons, floats, mean_square
+from tests.parity.recomputing import (
+    EVERY,
+    Recomputing,
+    assert_recompute_parity,
+    inputs,
+)
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+class Remembering(nn.Module):
+    """State of all sorts that a forward changes and depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(40, 40))
+        self.register_buffer("mean", torch.zeros(40))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.last: torch.Tensor | None = None
+        self.number = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))  # a new tensor
+        self.count += 1  # the same tensor
+        self.number += 1
+        if not hasattr(self, "made_once"):
+            self.made_once = x.detach().mean() + 1
+        y = self.linear(x - self.mean) * (1 + 1 / self.number) * self.made_once
+        if self.last is not None:
+            y = y + self.last
+        self.last = y.detach().mean()
+        return y.tanh()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_state_is_changed_once(times: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(Remembering(), Remembering())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(times):
+                x = x + self.blocks(x)
+            return x
+
+    made: list[Net] = []
+
+    def program(session: Session) -> Any:
+        result = Training(lambda: made.append(Net()) or made[-1], inputs, mean_square)(session)  # type: ignore[func-returns-value]
+        return result, [(block.number, block.last, block.made_once) for block in made[-1].blocks]
+
+    assert_recompute_parity(program)
+
+
+def test_a_training_mode_that_changes_before_backward() -> None:
+    def program(session: Session) -> Any:
+        model = Perceptrons(dropout=0.3)
+        session.register(model)
+        with session.saved():
+            loss = mean_square(model, inputs(0))
+        model.eval()
+        loss.backward()
+        assert not any(module.training for module in model.modules())
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_recompute_parity(program)
+
+
+def test_random_numbers_after_backward() -> None:
+    def program(session: Session) -> Any:
+        model = Perceptrons(dropout=0.3)
+        session.register(model)
+        with session.saved():
+            loss = mean_square(model, inputs(0))
+        between = torch.rand(3)
+        loss.backward()
+        return between, torch.rand(3), [parameter.grad for parameter in model.parameters()]
+
+    assert_recompute_parity(program)
+
+
+# -- ways of going backward ------------------------------------------------------------------------------------------
+
+
+def test_backward_twice() -> None:
+    def program(session: Session) -> Any:
+        model = nn.Sequential(Remembering(), Remembering(), *[nn.Sequential(nn.Linear(40, 40), nn.Dropout(0.2))] * 2)
+        session.register(model)
+        with session.saved():
+            loss = mean_square(model, inputs(0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()], list(model.buffers())
+
+    assert_recompute_parity(program)
+
+
+def test_passes_in_flight_and_backward_in_another_order() -> None:
+    def program(session: Session) -> Any:
+        model = Perceptrons(dropout=0.3)
+        session.register(model)
+        losses = []
+        for step in range(3):
+            with session.saved():
+                losses.append(mean_square(model, inputs(step)))
+        for loss in (losses[1], losses[0], losses[2]):
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_recompute_parity(program)
+
+
+def test_backward_inside_of_the_pass() -> None:
+    """As with manual optimization, and gradient penalties."""
+
+    def program(session: Session) -> Any:
+        model = Perceptrons(dropout=0.3, mode="reentrant")  # whose backward calls the blocks themselves
+        session.register(model)
+        x = floats(0, 6, 17, 40).requires_grad_()
+        with session.saved():
+            mean_square(model, {"x": x}).backward()
+        return x.grad, [parameter.grad for parameter in model.parameters()]
+
+    expected = outcome(program, Session())
+    session = Recomputing(EVERY)
+    assert_identical(outcome(program, session), expected)
+    assert session.asked == 0  # forward ran without gradients, and the rest is a repetition
+
+
+def test_gradient_of_a_gradient() -> None:
+    def program(session: Session) -> Any:
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)])
+        session.register(model)
+        x = floats(0, 6, 40).requires_grad_()
+        with session.saved():
+            (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            grad.square().sum().backward()
+        return x.grad, [parameter.grad for parameter in model.parameters()]
+
+    expected = outcome(program, Session())
+    session = Recomputing(EVERY)
+    assert_identical(outcome(program, session), expected)
+    assert session.asked == 3
+
+
+def test_errors_in_a_block_are_the_models_own() -> None:
+    class Failing(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] == 1:
+                raise KeyError("one")
+            return super().forward(x)
+
+    def program(session: Session) -> Any:
+        model = nn.Sequential(*[Failing(nn.Linear(40, 40), nn.Dropout(0.2)) for _ in range(2)])
+        session.register(model)
+        with pytest.raises(KeyError, match="one"), session.saved():
+            model(floats(0, 1, 40))
+        with session.saved():
+            loss = mean_square(model, {"x": floats(1, 3, 40)})
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = outcome(program, Session())
+    session = Recomputing(EVERY)
+    assert_identical(outcome(program, session), expected)
+    assert session.depth == 0
+
+
+def test_evaluation_between() -> None:
+    def program(session: Session) -> Any:
+        model = Perceptrons(dropout=0.3)
+        session.register(model)
+        results = []
+        with session.saved():
+            loss = mean_square(model, inputs(0))
+            with torch.no_grad():
+                results.append(model(floats(1, 2, 3, 40)))
+            with torch.inference_mode():
+                results.append(model(floats(1, 2, 3, 40)).clone())
+        loss.backward()
+        return results, [parameter.grad for parameter in model.parameters()]
+
+    assert_recompute_parity(program)

@@ -1,0 +1,197 @@
+"""Recomputed blocks together with what others do to blocks, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers import (
+    Batch,
+    Session,
+    Training,
+    assert_identical,
+    open_offloader,
+    outcome,
+)
+from tests.parity import models
+from tests.parity.models import Perceptrons, floats, mean_square
+from tests.parity.recomputing import (
+    EVERY,
+    NONE,
+    SECOND,
+    Recomputing,
+    assert_recompute_parity,
+    inputs,
+    perceptrons,
+)
+
+# -- together with what others do to blocks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "alternate"])
+def test_checkpoints_of_the_model(mode: str) -> None:
+    def with_gradient(step: int) -> Batch:
+        return {"x": floats(step, 6, 17, 40).requires_grad_()}
+
+    training = replace(perceptrons(mode=mode, dropout=0.2), make_batch=with_gradient)
+    expected = outcome(training, Session())
+    for wants_inputs in (False, True):
+        session = Recomputing(EVERY, wants_inputs=wants_inputs)
+        assert_identical(outcome(training, session), expected)
+        refused = session.blocks[0].refused
+        assert len(refused) == {"reentrant": 0, "non-reentrant": 4, "alternate": 2}[mode]
+        assert all("checkpoints it by itself" in reason for reason in refused.values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_hugging_face_checkpointing(reentrant: bool) -> None:
+    def prepare(model: nn.Module) -> nn.Module:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # type: ignore[operator]
+        return model
+
+    training = models.gpt2_training(hidden=40, dropout=0.1, prepare=prepare)
+    expected = outcome(training, Session())
+    assert_identical(outcome(training, Recomputing(EVERY)), expected)
+
+
+def test_a_checkpoint_inside_of_a_block() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(40, 40), nn.Dropout(0.2), nn.GELU())
+            self.last = nn.Linear(40, 40)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = checkpoint(self.inner, x, use_reentrant=False)
+            assert isinstance(y, torch.Tensor)
+            return self.last(y).tanh()
+
+    training = Training(lambda: nn.Sequential(Inner(), Inner(), Inner()), inputs, mean_square)
+    expected = outcome(training, Session())
+    repeated = []
+    for chooses in (EVERY, SECOND, NONE):
+        session = Recomputing(chooses)
+        assert_identical(outcome(training, session), expected)
+        repeated.append(len(session.repeated))
+    assert repeated[0] > repeated[1] > repeated[2] > 0
+
+
+def test_hooks_of_a_block_run_once() -> None:
+    def program(session: Session) -> Any:
+        model = Perceptrons(dropout=0.2)
+        session.register(model)
+        seen: list[Any] = []
+        for number, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(lambda m, a, n=number: seen.append(("pre", n)))
+            block.register_forward_hook(lambda m, a, y, n=number: seen.append(("post", n, y.detach().sum())))
+            block.register_full_backward_pre_hook(lambda m, g, n=number: seen.append(("back-pre", n)))
+            block.register_full_backward_hook(
+                lambda m, i, o, n=number: seen.append(("back", n, i[0].sum(), o[0].sum()))
+            )
+        x = floats(0, 6, 17, 40).requires_grad_()
+        with session.saved():
+            loss = mean_square(model, {"x": x})
+        loss.backward()
+        assert len(seen) == 16
+        return seen, x.grad
+
+    assert_recompute_parity(program)
+
+
+def test_stateful_arguments_run_plainly() -> None:
+    """Hugging Face models give every block one cache, unless they are told not to."""
+    training = models.gpt2_training(hidden=40, dropout=0.1)
+
+    def caching(model: nn.Module) -> nn.Module:
+        model.config.use_cache = True  # type: ignore[union-attr]
+        return model
+
+    training = replace(training, prepare=caching)
+    expected = outcome(training, Session())
+    session = Recomputing(EVERY)
+    with pytest.warns(UserWarning, match="is not recomputed: it is given a DynamicCache"):
+        assert_identical(outcome(training, session), expected)
+    assert list(session.blocks[0].refused) == ["transformer.h.0", "transformer.h.1"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_models_compiled_after_we_came(whole: bool, tmp_path: Path) -> None:
+    def program(session: Session) -> Any:
+        model = Perceptrons(dropout=0.0)
+        session.register(model)
+        if whole:
+            model.compile(backend="aot_eager")
+        else:
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        with session.saved():
+            loss = mean_square(model, inputs(0))
+        loss.backward()
+        return loss.detach(), [parameter.grad for parameter in model.parameters()]
+
+    torch.compiler.reset()
+    try:
+        expected = outcome(program, Session())
+        for chooses, wants_inputs in ((EVERY, False), (SECOND, True)):
+            torch.compiler.reset()
+            with open_offloader(tmp_path) as offloader, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # advice about whole-model compilation
+                session = Recomputing(chooses, wants_inputs=wants_inputs, offloader=offloader, drained=True)
+                assert_identical(outcome(program, session), expected)
+    finally:
+        torch.compiler.reset()
+
+
+def test_transforms_run_plainly() -> None:
+    def program(session: Session) -> Any:
+        model = Perceptrons(num_blocks=2)
+        session.register(model)
+        parameters = dict(model.named_parameters())
+        x = floats(0, 6, 40)
+
+        def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+        with nullcontext() if session.offloader is None else session.saved():
+            return torch.func.grad(loss)({name: p.detach() for name, p in parameters.items()})
+
+    expected = outcome(program, Session())
+    session = Recomputing(EVERY)
+    with session.saved():
+        assert_identical(outcome(program, session), expected)
+
+
+@pytest.mark.gpu
+def test_random_numbers_of_the_device() -> None:
+    """Also of a block that is given nothing on its device."""
+
+    class Source(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(40, 40), nn.Dropout(0.2), nn.Linear(40, 40))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x.to("cuda")).tanh()
+            assert isinstance(y, torch.Tensor)
+            return y
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sources = nn.ModuleList([Source(), Source()])
+            self.blocks = Perceptrons(dropout=0.3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.blocks(sum((source(x) for source in self.sources), x.to("cuda")))
+            assert isinstance(y, torch.Tensor)
+            return y
+
+    assert_recompute_parity(Training(lambda: Net().to("cuda"), inputs, mean_square))

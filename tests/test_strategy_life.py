@@ -1,0 +1,163 @@
+"""The offloader of a strategy: when it opens and closes, and that nothing is left of it."""
+
+import pickle
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, OffloadStats
+from lightning_ssd.errors import StorageError
+from lightning_ssd.strategy import SSDOffloadStrategy
+from tests.helpers import assert_identical
+from tests.leftovers import assert_nothing_left
+from tests.trainers import (
+    LIGHTNING_NOISE,
+    Net,
+    fit,
+    make_trainer,
+    offload_strategy,
+    one_thread,
+    result,
+)
+
+pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+# -- the life of the offloader ----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_open_before_and_after_fit(tmp_path):
+    strategy = offload_strategy(tmp_path)
+    trainer = make_trainer(strategy, tmp_path)
+    assert strategy.offloader is None
+    assert strategy.stats == OffloadStats()
+    assert_nothing_left(tmp_path)
+    trainer.fit(Net())
+    assert not strategy.offloader.is_open
+    assert strategy.stats.bytes_saved > 0
+    assert_nothing_left(tmp_path)
+
+
+def test_validation_test_and_prediction_open_nothing(tmp_path):
+    strategy = offload_strategy(tmp_path / "spill")
+    trainer = make_trainer(strategy, tmp_path)
+    module = Net()
+    trainer.validate(module, verbose=False)
+    trainer.test(module, verbose=False)
+    assert len(trainer.predict(module)) == 6
+    assert strategy.offloader is None
+    assert not (tmp_path / "spill").exists()
+
+
+def test_weights_are_real_after_fit(tmp_path):
+    trainer, module = fit(Net, offload_strategy(tmp_path), tmp_path)
+    module.losses.clear()
+    trainer.validate(module, verbose=False)
+    assert torch.isfinite(torch.stack(module.losses)).all()
+    assert_identical(torch.cat(trainer.predict(module)), torch.cat(make_trainer("auto", tmp_path).predict(module)))
+
+
+def test_fit_twice(tmp_path):
+    def twice(strategy):
+        trainer, module = fit(Net, strategy, tmp_path)
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module)
+        return trainer, module
+
+    _, expected = twice("auto")
+    trainer, module = twice(offload_strategy(tmp_path))
+    assert_identical(result(module), result(expected))
+    # Saved tensors of one epoch: counters begin anew with each fit.
+    once, _ = fit(Net, offload_strategy(tmp_path), tmp_path)
+    assert trainer.strategy.stats.bytes_saved == once.strategy.stats.bytes_saved
+    assert_nothing_left(tmp_path)
+
+
+class Sabotage(L.Callback):
+    """Raises in one hook, in the third batch."""
+
+    def __init__(self, hook, error):
+        def fail(trainer, module, *args):
+            if module.trainer.global_step >= 2:
+                raise error
+
+        setattr(self, hook, fail)
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"]
+)
+def test_an_exception_in_a_callback_reaches_the_user_and_leaves_nothing(tmp_path, hook):
+    strategy = offload_strategy(tmp_path)
+    with pytest.raises(ZeroDivisionError, match="sabotage"):
+        fit(Net, strategy, tmp_path, callbacks=[Sabotage(hook, ZeroDivisionError("sabotage"))])
+    assert not strategy.offloader.is_open
+    assert_nothing_left(tmp_path)
+
+
+def test_an_exception_while_the_optimizers_are_built_leaves_nothing(tmp_path):
+    class Unbuildable(Net):
+        def configure_optimizers(self):
+            raise ZeroDivisionError("sabotage")
+
+    with pytest.raises(ZeroDivisionError, match="sabotage"):
+        fit(Unbuildable, offload_strategy(tmp_path), tmp_path)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_exception_in_a_step_reaches_the_user_and_the_next_fit_is_exact(tmp_path, phase):
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 2:
+                if phase == "forward":
+                    raise ZeroDivisionError("sabotage")
+                loss.register_hook(lambda grad: 1 / 0)
+            return loss
+
+    with pytest.raises(ZeroDivisionError):
+        fit(Fails, offload_strategy(tmp_path), tmp_path)
+    assert_nothing_left(tmp_path)
+    _, module = fit(Net, offload_strategy(tmp_path), tmp_path)
+    _, expected = fit(Net, "auto", tmp_path)
+    assert_identical(result(module), result(expected))
+
+
+def test_ctrl_c(tmp_path):
+    strategy = offload_strategy(tmp_path)
+    with pytest.raises(SystemExit):
+        fit(Net, strategy, tmp_path, callbacks=[Sabotage("on_before_backward", KeyboardInterrupt())])
+    assert_nothing_left(tmp_path)
+
+
+def test_a_directory_that_cannot_serve_is_refused_before_the_optimizers_are_built(tmp_path):
+    class Counts(Net):
+        built = 0
+
+        def configure_optimizers(self):
+            Counts.built += 1
+            return super().configure_optimizers()
+
+    (tmp_path / "file").touch()
+    strategy = SSDOffloadStrategy(hardware=HardwareProfile(paths=[tmp_path / "file"]))
+    with pytest.raises(StorageError, match="file"):
+        fit(Counts, strategy, tmp_path)
+    assert Counts.built == 0
+    assert_nothing_left(tmp_path)
+
+
+def test_the_strategy_can_be_pickled_at_any_time(tmp_path):
+    strategy = offload_strategy(tmp_path)
+    copied = pickle.loads(pickle.dumps(strategy))
+    assert copied.policy == strategy.policy
+    trainer, _ = fit(Net, strategy, tmp_path)
+    trainer.strategy._lightning_module = trainer.strategy.model = None
+    assert pickle.loads(pickle.dumps(strategy)).offloader is None
