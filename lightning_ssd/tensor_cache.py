@@ -42,7 +42,9 @@ from lightning_ssd.tier_meter import TierMeter
 __all__ = ["TensorCache", "Tiers"]
 
 _NUM_PARTS = 4
-"""What is less than one of so many parts of a storage, and data, leaves it alone."""
+_MIN_DATA_BYTES = 16 << 20
+"""Data (what no gradient goes to) that is less than one of so many parts of a storage of at least so many bytes leaves
+the storage alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,11 +283,12 @@ class TensorCache:
         return keep(tensor, tensor._is_view())
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
-        if tensor.nbytes < tensor.untyped_storage().nbytes() and not tensor._is_view():
+        storage_nbytes = tensor.untyped_storage().nbytes()
+        if tensor.nbytes < storage_nbytes and not tensor._is_view():
             # A part with a version counter of its own (``unsafe_chunk``): its siblings may be edited, unseen by it,
             # while the storage that they share is written.
             return False
-        if _NUM_PARTS * tensor.nbytes < tensor.untyped_storage().nbytes() and not tensor.requires_grad:
+        if storage_nbytes >= max(_MIN_DATA_BYTES, _NUM_PARTS * tensor.nbytes) and not tensor.requires_grad:
             # A batch that is a slice of the data: all of it would be written, and it stays in memory anyway.
             return False
         if self._copies is not None and self._copies.is_capturing():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd import Offloader
+from lightning_ssd import Offloader, tensor_cache
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.prefetcher import is_out_of_memory
@@ -332,8 +332,11 @@ def test_memory_that_cannot_be_had_is_told_from_other_errors() -> None:
 
 
 @pytest.mark.parametrize(("rows", "moves"), [(SIDE // 8, False), (SIDE // 2, True)])
-def test_a_slice_of_the_data_does_not_take_all_of_it_to_the_drive(tmp_path: Path, rows: int, moves: bool) -> None:
+def test_a_slice_of_the_data_does_not_take_all_of_it_to_the_drive(
+    tmp_path: Path, rows: int, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A batch that is a view of a data set in memory: saving it by its storage would write the data set each step."""
+    monkeypatch.setattr(tensor_cache, "_MIN_DATA_BYTES", NBYTES)
     data, weight = torch.rand(SIDE, SIDE), leaf(1)
     with open_offloader(tmp_path) as offloader:
         with offloader.saved_tensors():
