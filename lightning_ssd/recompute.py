@@ -2,10 +2,11 @@
 
 The mechanism is PyTorch's own non-reentrant checkpoint (``torch.utils.checkpoint``), which sees to random numbers and
 autocast. What it leaves to its caller is done here, so that the results are those of the same call kept: buffers and
-attributes that the forward changes (running statistics, states) and the training mode are as they were while it runs
-again, and as they are afterwards; a tensor given twice stays one; lists that the forward fills are filled once; weights
-that have changed raise. What cannot be seen is changed twice: objects that a module changes in place and that are
-neither arguments nor buffers, such as a list of its own.
+attributes that the forward changes (running statistics, states), whatever else it changes within its reach (lists and
+generators of its own, see ``reach.py``) and the training mode are as they were while it runs again, and as they are
+afterwards; a tensor given twice stays one; lists that the forward fills are filled once; weights that have changed
+raise, and so do tensors that the forward edits and that are no buffers. For what all this does not see there is a trial
+(``trial.py``).
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.reach import Reach
 from lightning_ssd.tensors import PLAIN_TYPES
+from lightning_ssd.trial import Trial
 
-__all__ = ["CallInputs", "device_of", "is_plain", "recompute", "who_else_decides"]
+__all__ = ["CallInputs", "attempt", "device_of", "is_plain", "recompute", "who_else_decides"]
 
 # Whoever installed saved-tensor hooks last, and the innermost transform of torch.func. Neither has a public name.
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -54,7 +57,12 @@ def who_else_decides() -> str | None:
 
 
 def recompute(
-    module: nn.Module, run: Callable[..., Any], inputs: CallInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    run: Callable[..., Any],
+    inputs: CallInputs,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    trial: Trial | None = None,
 ) -> Any:
     """``run(*args, **kwargs)``, and again whenever backward needs what it computed.
 
@@ -66,24 +74,43 @@ def recompute(
         inputs: made of ``args`` and ``kwargs``; not ``opaque``.
         args: as the caller gave them.
         kwargs: as the caller gave them.
+        trial: repeats the call at once, too; ``None``: it is known to be repeatable.
 
     Raises:
-        ConfigError: the call has edited one of its inputs, which is needed again as it was.
+        ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor; or the
+            trial has failed.
     """
-    versions = [tensor._version for tensor in inputs.tensors]
     tensors = list(inputs.tensors)
     device = device_of(module)
     if device.type != "cpu" and all(tensor.device != device for tensor in tensors):
         # checkpoint looks after the random numbers of the devices of its inputs, and of no others.
         tensors.append(torch.empty(0, device=device))
-    call = _Call(module, run, inputs.pattern, (args, kwargs))
+    call = _Call(module, run, inputs, (args, kwargs), trial)
     result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
-    if any(tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)):
+    if call.edits is not None:
         raise ConfigError(
-            f"a {type(module).__name__} edits an input in place, so that it cannot be recomputed; let it edit a copy, "
-            "or name classes of other blocks in OffloadPolicy.recompute_modules"
+            f"a {type(module).__name__} edits {call.edits} in place, so that it cannot be recomputed; let it edit a "
+            "copy (or a buffer), or name classes of other blocks in OffloadPolicy.recompute_modules"
+        )
+    if trial is not None and trial.reason is not None:
+        raise ConfigError(
+            f"a {type(module).__name__} cannot be recomputed exactly: {trial.reason}; let what its forward computes "
+            "depend on its inputs, attributes and buffers alone, name classes of other blocks in "
+            "OffloadPolicy.recompute_modules, or use activations='offload'"
         )
     return result
+
+
+def attempt(
+    module: nn.Module,
+    run: Callable[..., Any],
+    inputs: CallInputs,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    trial: Trial,
+) -> Any:
+    """``run(*args, **kwargs)``, kept; ``trial.reason`` then says why it had better not be recomputed next time."""
+    return _Call(module, run, inputs, (args, kwargs), trial)(*inputs.tensors)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -178,24 +205,52 @@ class _Call:
     The first run gets the caller's own lists and dicts, which it may fill; those of later runs are ours.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any], pattern: Any, first: tuple[Any, Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Callable[..., Any],
+        inputs: CallInputs,
+        first: tuple[Any, Any],
+        trial: Trial | None = None,
+    ) -> None:
+        self.edits: str | None = None
+        """After the first run: what it has edited in place that cannot be put back."""
         self._module = module
         self._run = run
-        self._pattern = pattern
+        self._pattern = inputs.pattern
+        self._versions = [(tensor, tensor._version) for tensor in inputs.tensors]
         self._first: tuple[Any, Any] | None = first
+        self._trial = trial
         self._state = _State(module)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        if self._first is not None:
-            (args, kwargs), self._first = self._first, None
-            result = self._run(*args, **kwargs)
-            self._state.settle(self._module)
-            return result
+        if self._first is None:
+            return self._run_again(tensors)
+        first, self._first = self._first, None
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return self._run_first(first)
+        return trial.run(lambda: self._run_first(first), lambda: self._run_again(tensors), self._why_not)
+
+    def _why_not(self) -> str | None:
+        return None if self.edits is None else f"it edits {self.edits} in place"
+
+    def _run_first(self, first: tuple[Any, Any]) -> Any:
+        args, kwargs = first
+        result = self._run(*args, **kwargs)
+        self.edits = self._state.settle(self._module)
+        if any(tensor._version != version for tensor, version in self._versions):
+            self.edits = "an input"
+        self._versions.clear()
+        return result
+
+    def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         self._state.check_weights(self._module)
         args, kwargs = _fill(self._pattern, tensors)
         undo = self._state.put_back()
         try:
-            return self._run(*args, **kwargs)
+            with self._state.reach.as_before():
+                return self._run(*args, **kwargs)
         finally:
             _set(undo)
 
@@ -207,6 +262,7 @@ class _State:
         parts = list(module.modules())
         self._modes: list[_Attribute] = [(part.__dict__, "training", part.training) for part in parts]
         self._attributes = [(part.__dict__, part.__dict__.copy()) for part in parts]
+        self.reach = Reach(parts)
         self._buffers = [
             (part._buffers, name, buffer, buffer._version, buffer.detach().clone())
             for part in parts
@@ -217,9 +273,12 @@ class _State:
         self._copies: list[_Attribute] = []
         self._steady: list[tuple[torch.Tensor, int]] = []
 
-    def settle(self, module: nn.Module) -> None:
-        """After the call: keep what is needed to repeat it."""
+    def settle(self, module: nn.Module) -> str | None:
+        """After the call: keep what is needed to repeat it. Returns what was edited in place and cannot be put back."""
+        changed = set(map(id, self.reach.settle()))
         for attributes, before in self._attributes:
+            if changed:  # they may be replaced before the repetition: a list of losses by a new one, say
+                self._changed += [(attributes, name, value) for name, value in before.items() if id(value) in changed]
             if len(attributes) == len(before) and all(map(operator.is_, attributes.values(), before.values())):
                 continue  # as nearly always
             self._changed += [
@@ -241,6 +300,7 @@ class _State:
         self._buffers.clear()
         for part in parts:
             self._steady += [(weight, weight._version) for weight in part._parameters.values() if weight is not None]
+        return self.reach.edited
 
     def put_back(self) -> list[_Attribute]:
         """Before a repetition. Returns what to set afterwards. Buffers are copies of copies: it may be repeated again.

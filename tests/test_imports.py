@@ -17,7 +17,10 @@ PACKAGE = Path(lightning_ssd.__file__).parent
 # A new module is a new word here; a new edge upwards is a design change.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "events", "shards", "stats", "tensors", "memory", "first_calls", "wording", "stand_in", "unclosed"),
+    (
+        *("config", "events", "shards", "stats", "tensors", "memory", "first_calls", "wording", "stand_in", "unclosed"),
+        "generators",
+    ),
     (
         "storage",
         "around_forward",
@@ -25,12 +28,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "metrics",
         "inplace",
         "parameters",
-        "recompute",
+        "reach",
+        "trial",
         "clock",
         "signature",
         "stall_watch",
         "verdict",
     ),
+    ("recompute",),
     ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger"),
     ("scheduler", "saved_storage", "kept_tensor"),
     ("saved_pass", "shard_hooks"),

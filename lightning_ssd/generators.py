@@ -1,0 +1,83 @@
+"""Where random numbers come from: the state that a source is in, and putting a source into a state.
+
+PyTorch's checkpoint looks after PyTorch's default generators. A model may have generators of its own, and may ask
+Python or NumPy.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Source", "default_sources", "shared_sources", "source_of"]
+
+
+class Source(NamedTuple):
+    """One source of random numbers."""
+
+    read: Callable[[], Any]
+    """Gives a state that later numbers do not change."""
+    write: Callable[[Any], object]
+    """Takes such a state."""
+    is_same: Callable[[Any, Any], bool]
+    """Whether two such states are equal."""
+
+
+def source_of(value: object) -> Source | None:
+    """The source that an object is; ``None``: it is none that we know."""
+    if isinstance(value, torch.Generator):
+        return _of_torch(value)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return Source(value.getstate, value.setstate, operator.eq)
+    numpy_random = _numpy_random()
+    if numpy_random is not None:
+        if isinstance(value, numpy_random.Generator):
+            value = value.bit_generator
+        if isinstance(value, numpy_random.BitGenerator):
+            bits: Any = value
+            return Source(lambda: bits.state, lambda state: setattr(bits, "state", state), _is_same_pickle)
+        if isinstance(value, numpy_random.RandomState):
+            return Source(value.get_state, value.set_state, _is_same_twister)
+    return None
+
+
+def shared_sources() -> list[Source]:
+    """Those of Python and of NumPy that every module may ask."""
+    sources = [Source(random.getstate, random.setstate, operator.eq)]
+    numpy_random = _numpy_random()
+    if numpy_random is not None:
+        sources.append(Source(numpy_random.get_state, numpy_random.set_state, _is_same_twister))
+    return sources
+
+
+def default_sources(devices: Iterable[torch.device]) -> list[Source]:
+    """PyTorch's own, of the CPU and of these devices, which are those of tensors: they have a number."""
+    generators = [torch.default_generator]
+    for device in {device for device in devices if device.type not in ("cpu", "meta")}:
+        known = getattr(torch.get_device_module(device), "default_generators", ())
+        generators += known[device.index : device.index + 1]
+    return [_of_torch(generator) for generator in generators]
+
+
+def _of_torch(generator: torch.Generator) -> Source:
+    return Source(generator.get_state, generator.set_state, torch.equal)
+
+
+def _is_same_twister(one: Any, other: Any) -> bool:
+    """For states of NumPy's oldest kind: a name, an array, numbers. Asked for at each call, so that it is quick."""
+    return bool(one[2:] == other[2:] and (one[1] == other[1]).all())
+
+
+def _is_same_pickle(one: Any, other: Any) -> bool:
+    return pickle.dumps(one) == pickle.dumps(other)
+
+
+def _numpy_random() -> Any:
+    """Asked for where it would be: who has not imported it has drawn nothing from it."""
+    return sys.modules.get("numpy.random")
