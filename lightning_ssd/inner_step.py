@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_ssd.byproducts import Byproducts, untouched
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.own_attributes import INCOMPLETE, same
 
 __all__ = ["GroupChanges", "InnerStep", "State", "refuse_coupling"]
 
@@ -25,11 +27,6 @@ State = dict[Hashable, Any]
 
 _COUPLING = ("LBFGS", "Prodigy", "DAdapt", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad", "SAM", "KFAC")
 """Optimizers whose update of one parameter depends on others, or that evaluate the model themselves."""
-
-_INCOMPLETE = (
-    "Such states cannot be offloaded, and this step is incomplete: go back to the last checkpoint, with "
-    "OffloadPolicy.optimizer_states='keep'"
-)
 
 
 def refuse_coupling(optimizer: Optimizer) -> None:
@@ -51,9 +48,13 @@ class GroupChanges:
     """What an optimizer changed in its groups' options (a step count, say) during the calls of one step.
 
     All calls begin with the same options, so that they have to change them in the same way.
+
+    Args:
+        byproducts: what the calls change elsewhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, byproducts: Byproducts) -> None:
+        self.byproducts = byproducts
         self._changes: dict[int, dict[str, Any]] = {}
 
     def add(self, index: int, before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -62,13 +63,13 @@ class GroupChanges:
         Raises:
             ConfigError: it is not what earlier calls did: the optimizer couples its parameters.
         """
-        changed = {k: v for k, v in after.items() if k != "params" and not (k in before and _same(before[k], v))}
+        changed = {k: v for k, v in after.items() if k != "params" and not (k in before and same(before[k], v))}
         known = self._changes.setdefault(index, changed)
-        if known.keys() != changed.keys() or not all(_same(known[k], v) for k, v in changed.items()):
+        if known.keys() != changed.keys() or not all(same(known[k], v) for k, v in changed.items()):
             names = sorted(map(str, known.keys() | changed.keys()))
             raise ConfigError(
                 f"this optimizer changed the options {names} of parameter group {index} differently for different "
-                f"parameters: it couples them. {_INCOMPLETE}"
+                f"parameters: it couples them. {INCOMPLETE}"
             )
 
     def apply(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -80,17 +81,6 @@ class GroupChanges:
                     old.copy_(value)  # somebody may hold it
                 else:
                     groups[index][key] = value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, float) and isinstance(other, float) and one != one and other != other:
-        return True  # not a number is as good as itself
-    return bool(one == other)
 
 
 class InnerStep:
@@ -112,6 +102,8 @@ class InnerStep:
         groups: Sequence[int],
         states: Sequence[State],
         changes: GroupChanges | None = None,
+        *,
+        is_idle: bool = False,
     ) -> list[State]:
         """Update tensors in place.
 
@@ -119,7 +111,8 @@ class InnerStep:
             tensors: parameters or slices of them, with their ``grad``.
             groups: of each tensor, the number of its group in the optimizer's ``param_groups``, ascending.
             states: of each tensor; the tensors in them are updated in place or replaced.
-            changes: where to note what happens to the groups' options; ``None`` forgets it.
+            changes: where to note what happens to the groups' options and elsewhere; ``None`` undoes it.
+            is_idle: no tensor has a gradient.
 
         Returns:
             The states afterwards.
@@ -138,7 +131,13 @@ class InnerStep:
         }
         state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         state.update((t, s) for t, s in zip(tensors, states, strict=True) if s)
-        with self.lent(list(mine.values()), state):
+        devices = {tensor.device for tensor in tensors}
+        around = (
+            untouched(self._optimizer, devices)
+            if changes is None
+            else changes.byproducts.noted(devices, is_idle=is_idle)
+        )
+        with around, self.lent(list(mine.values()), state):
             self._step(self._optimizer)
         if changes is not None:
             for index, after in mine.items():
@@ -147,7 +146,7 @@ class InnerStep:
         if others:
             found = sorted(map(repr, others))[:3]
             raise ConfigError(
-                f"this optimizer keeps states for more than its parameters ({found}): it couples them. {_INCOMPLETE}"
+                f"this optimizer keeps states for more than its parameters ({found}): it couples them. {INCOMPLETE}"
             )
         return [state.get(tensor, {}) for tensor in tensors]
 
@@ -157,7 +156,31 @@ class InnerStep:
         originals = self._optimizer.param_groups
         parameters = [(p, number) for number in numbers for p in originals[number]["params"]]
         if parameters:
-            self.run([p for p, _ in parameters], [n for _, n in parameters], [{} for _ in parameters], changes)
+            tensors, theirs = [p for p, _ in parameters], [n for _, n in parameters]
+            self.run(tensors, theirs, [{} for _ in parameters], changes, is_idle=True)
+
+    def rehearse(self, tensor: torch.Tensor, group: int) -> None:
+        """Try a step with copies of a parameter, one and then two, before the model's own are touched.
+
+        What is counted or drawn by parameter differs between these two, but perhaps not between subgroups.
+
+        Args:
+            tensor: with its ``grad``; nothing is changed.
+            group: number of its group.
+
+        Raises:
+            ConfigError: the optimizer turns out to couple its parameters.
+        """
+        changes = GroupChanges(Byproducts(self._optimizer))
+        with untouched(self._optimizer, [tensor.device]):
+            for num in (1, 2):
+                twins = [_twin(tensor) for _ in range(num)]
+                try:
+                    self.run(twins, [group] * num, [{} for _ in twins], changes)
+                except ConfigError:
+                    raise
+                except Exception:  # what cannot be rehearsed is judged in the step, which raises this if it is true
+                    return
 
     @contextmanager
     def lent(self, groups: list[dict[str, Any]] | None, state: Any) -> Iterator[None]:
@@ -177,3 +200,10 @@ class InnerStep:
 
 def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    twin = torch.nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+    vars(twin).update(vars(tensor))  # optimizers may be told by marks on a parameter what to do with it
+    twin.grad = None if tensor.grad is None else tensor.grad.detach().clone()
+    return twin

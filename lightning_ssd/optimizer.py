@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_ssd.byproducts import Byproducts
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.events import EventLog
 from lightning_ssd.full_states import full_nbytes, full_states
@@ -154,7 +155,7 @@ class OffloadedOptimizer(Optimizer):
         self._states.register(self.param_groups)
         visits = self._states.plan_visits(self.param_groups, self._num_steps)
         begin_s = time.perf_counter()
-        changes = GroupChanges()
+        changes = GroupChanges(Byproducts(self.inner))
         try:
             with self._told_by_scaler():
                 self._states.update(visits, changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class PagedStates:
             wait=files.wait,
         )
         self.update_s = 0.0
+        self._is_rehearsed = self.trials.is_elementwise
         self._slot_bytes = self.partition.max_bytes
         self._num_cached = 0
         self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]
@@ -171,12 +173,27 @@ class PagedStates:
             ConfigError: the optimizer turns out to couple its parameters.
         """
         self.partition.align_gradients()
+        if len(visits) > 1:
+            self._rehearse(visits)
         order = [visit.index for visit in visits]
         here = set(self.store.in_memory())
         self.store.evict(here - set(order[: self.store.num_slots]))
         self.store.prefetch(index for index in order if index not in here)
         for position, visit in enumerate(visits):
             self._update(visit, changes, keep=position >= len(visits) - self.store.num_slots)
+
+    def _rehearse(self, visits: Sequence[Visit]) -> None:
+        """Once, before an optimizer that is not known is called several times: with the smallest of its parameters."""
+        if self._is_rehearsed:
+            return
+        pairs = [
+            (self.partition.slice_of(part), group)
+            for visit in visits
+            for (_, part), group in zip(visit.active, visit.groups, strict=True)
+        ]
+        piece, group = min(pairs, key=lambda pair: even_numel(pair[0]) or math.inf)  # some are empty
+        self._inner_step.rehearse(lift(piece, {})[0] if self.trials.has_master(piece) else piece, group)
+        self._is_rehearsed = True
 
     def _update(self, visit: Visit, changes: GroupChanges, *, keep: bool) -> None:
         """One subgroup."""

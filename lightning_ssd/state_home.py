@@ -63,6 +63,7 @@ class Copy:
             arena.reader(Region(view.address + start, nbytes), extent.offset + offset)
             return
         with arena.use() as fd:
+            arena.is_mapped = True
             view.show(start, fd, extent.offset + offset, nbytes)
 
     def release(self) -> None:

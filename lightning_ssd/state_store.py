@@ -358,6 +358,7 @@ class StateStore:
         with self._changed:
             home = self._homes[index]
             if home.is_dirty and home.storage is not None:
+                self.slots.used_here(home.storage)
                 return copied(home.storage)
             if home.copy is not None:
                 home.copy.num_holders += 1

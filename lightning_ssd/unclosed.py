@@ -49,7 +49,19 @@ def _close_elsewhere(resources: ExitStack, pid: int) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter goes, so that no daemon thread touches a dying torch."""
+    """Before the interpreter goes, so that no daemon thread touches a dying torch.
+
+    Each is closed, whatever becomes of the others; the first error is raised then, with a note of every other one.
+    """
+    first: BaseException | None = None
     for owner in list(_OPEN):
-        owner.abort()
-        owner.close()
+        for end in (owner.abort, owner.close):
+            try:
+                end()
+            except BaseException as error:
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"Closing failed again: {type(error).__name__}: {error}")
+    if first is not None:
+        raise first

@@ -465,3 +465,17 @@ def test_a_larger_piece_takes_the_place_of_a_smaller_one() -> None:
     for nbytes, expected in ((4096, 4096), (8192, 8192), (4096, 8192)):
         slots.give_back(slots.take(nbytes))
         assert [len(array) for array in slots._spare] == [expected]
+
+
+def test_a_copy_in_memory_is_a_use_on_the_current_stream(drive: Drive, tmp_path: Path) -> None:
+    """Memory that a worker has allocated on another stream must not be lent again before the copy has been made."""
+    with store_on((drive, tmp_path)) as store:
+        put(store, 0, 7, keep=True)
+        calls: list[int] = []
+        store.slots.used_here = lambda storage: calls.append(storage.data_ptr())  # type: ignore[method-assign]
+        held = store.hold(0)
+        assert isinstance(held, torch.UntypedStorage)
+        expected = store._homes[0].storage
+        assert expected is not None
+        assert calls == [expected.data_ptr()]
+        assert bool((whole(held) == 7).all())

@@ -81,6 +81,8 @@ class Arena:
         self.reader: Callable[[Region, int], None] | None = None
         """Fills memory from any offset on, where the file holds other bytes than were written (encryption); else
         ``None``: whoever maps the file sees what was written."""
+        self.is_mapped = False
+        """Whether parts of the file are, or were, shown as memory: that outlives :meth:`close`."""
         self._growth_bytes = growth_bytes
         self._clock = clock
         self._pid = os.getpid()
@@ -229,6 +231,10 @@ class Arena:
             )
 
     def _release(self) -> None:
+        if not self.is_mapped and os.getpid() == self._pid:
+            # Forked processes (workers of a DataLoader) have the file open too, and would keep its space.
+            with suppress(OSError):
+                os.ftruncate(self._fd, 0)
         os.close(self._fd)
         # Removing the directory is a courtesy: it may be gone, or (without O_TMPFILE) in use by another process.
         with suppress(OSError):

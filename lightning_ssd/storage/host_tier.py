@@ -6,6 +6,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -153,9 +154,10 @@ class HostTier:
         Raises:
             BaseException: what a copy failed with after it had been handed over, when nobody was there to be told.
         """
-        self._writes.close()
-        self._reads.close()
-        self.arena.close()
+        with ExitStack() as stack:  # upwards, whatever one of them raises
+            stack.callback(self.arena.close)
+            stack.callback(self._reads.close)
+            stack.callback(self._writes.close)
         error, self._late_error = self._late_error, None
         if error is not None:
             raise error

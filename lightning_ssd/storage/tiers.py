@@ -227,10 +227,11 @@ class SsdTier:
         self._writes.wait_idle()
 
     def close(self) -> None:
-        self._writes.close()
-        self._reads.close()
-        for arena in self._arenas:
-            arena.close()
+        with ExitStack() as stack:  # upwards, whatever one of them raises
+            for arena in self._arenas:
+                stack.callback(arena.close)
+            stack.callback(self._reads.close)
+            stack.callback(self._writes.close)
 
     def _mine(self, stored: StoredBytes) -> _SsdBytes:
         if not isinstance(stored, _SsdBytes) or stored.tier is not self:

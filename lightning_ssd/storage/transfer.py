@@ -10,6 +10,7 @@ import heapq
 import itertools
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ class Transfer(ABC):
         self.queued_s = time.perf_counter()
         self.start_s = 0.0
         self.error: BaseException | None = None
+        self._fault: BaseException | None = None
         self._ended = threading.Event()
         self._queue: TransferQueue | None = None
         self._has_waited = False
@@ -55,7 +57,10 @@ class Transfer(ABC):
 
     @abstractmethod
     def finish(self, error: BaseException | None) -> None:
-        """Called once, after the last chunk or the first failure. Must not raise."""
+        """Called once, after the last chunk or the first failure.
+
+        Must not raise: what it raises becomes the move's error, and whoever flushes or closes the queue gets it.
+        """
 
     @abstractmethod
     def discard(self) -> None:
@@ -88,8 +93,14 @@ class Transfer(ABC):
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Block until the move has ended. The caller looks at ``error`` itself."""
+        """Block until the move has ended. The caller looks at ``error`` itself.
+
+        Raises:
+            BaseException: what :meth:`finish` has raised, so that its owner may not know of the end.
+        """
         self._ended.wait()
+        if self._fault is not None:
+            raise self._fault
 
 
 class TransferQueue:
@@ -131,6 +142,8 @@ class TransferQueue:
         self._busy_s = 0.0
         self._moved_bytes = 0
         self._closed = False
+        self._fault: BaseException | None = None
+        self._is_fault_told = False
         self._threads = [
             threading.Thread(target=self._work, name=f"lightning_ssd-{tier}-{direction}-{i}", daemon=True)
             for i in range(num_workers)
@@ -173,12 +186,24 @@ class TransferQueue:
             return self._moved_bytes, self._busy_s + under_way_s
 
     def wait_idle(self) -> None:
-        """Block until every submitted move has ended."""
+        """Block until every submitted move has ended.
+
+        Raises:
+            BaseException: what a move has raised where it must not: somebody may not know of its end.
+        """
         with self._lock:
             self._idle.wait_for(lambda: not self._num_active and not self._has_work())
+            fault = self._fault
+            self._is_fault_told = fault is not None
+        if fault is not None:
+            raise fault
 
     def close(self) -> None:
-        """Finish what is under way, discard what has not begun, join the workers. Idempotent."""
+        """Finish what is under way, discard what has not begun, join the workers. Idempotent.
+
+        Raises:
+            BaseException: as :meth:`wait_idle`, once everything is done, unless that has told it.
+        """
         with self._lock:
             self._closed = True
             # A transfer that has begun still needs its remaining chunks: workers drain those before they leave.
@@ -188,10 +213,18 @@ class TransferQueue:
             self._wake.notify_all()
             self._idle.notify_all()
         for transfer in unbegun.values():
-            transfer.discard()
+            try:
+                transfer.discard()
+            except BaseException as error:
+                self._keep_fault(transfer, error)
             self._let_go(transfer)
         for thread in self._threads:
             thread.join()
+        with self._lock:
+            fault = None if self._is_fault_told else self._fault
+            self._is_fault_told = True
+        if fault is not None:
+            raise fault
 
     def _announce(self, transfer: Transfer) -> None:
         if self._announces is not None:
@@ -258,11 +291,21 @@ class TransferQueue:
                     self._begin(transfer)
                 else:
                     self._run(transfer, chunk)
+            except BaseException as error:  # the thread goes on: without it, moves would wait for ever
+                self._keep_fault(transfer, error)
             finally:
                 # No reference may outlive the work: an idle worker must not keep a tensor alive.
                 del claim, transfer, chunk
                 self._rest()
             chunk_s = time.perf_counter() - start_s
+
+    def _keep_fault(self, transfer: Transfer, error: BaseException) -> None:
+        """Whoever waits for the move, flushes or closes is told."""
+        traceback.clear_frames(error.__traceback__)  # or it would keep tensors alive
+        with self._lock:
+            transfer.error = transfer.error or error
+            transfer._fault = transfer._fault or error
+            self._fault = self._fault or error
 
     def _rest(self) -> None:
         with self._lock:
@@ -333,6 +376,8 @@ class TransferQueue:
             self._record(transfer, error)
         try:
             transfer.finish(error)
+        except BaseException as fault:
+            self._keep_fault(transfer, fault)
         finally:
             self._let_go(transfer)
         if transfer.outlasts:

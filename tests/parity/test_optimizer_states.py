@@ -360,11 +360,11 @@ def test_what_couples_parameters_is_refused_before_the_first_step(spill_dir: Pat
 class Breaks(torch.optim.AdamW):
     """Fails half way through its second step."""
 
-    num_calls = 0
+    num_calls = 0  # of the class: an attribute of the optimizer counts steps, as in plain training
 
     def step(self, closure: Any = None) -> Any:
-        self.num_calls += 1
-        if self.num_calls > 20:
+        Breaks.num_calls += 1
+        if Breaks.num_calls > 20:
             raise ZeroDivisionError("sabotage")
         return super().step(closure)
 

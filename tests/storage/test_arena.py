@@ -379,6 +379,45 @@ class TestOwnership:
         assert arena.used_bytes == MIB
         os.pwrite(arena.fd, b"still open", extent.offset)
 
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+    @pytest.mark.parametrize("is_mapped", [False, True])
+    def test_a_forked_child_keeps_no_space(self, arena: Arena, is_mapped: bool) -> None:
+        """But where the file is shown as memory, which outlives it."""
+        arena.allocate(MIB)
+        arena.is_mapped = is_mapped
+        size, mine = arena.size_bytes, os.dup(arena.fd)  # looks at the file after it is closed
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(theirs)
+                os.read(ours, 1)  # until the parent has closed the other end
+            finally:
+                os._exit(0)
+        try:
+            arena.close()
+            assert os.fstat(mine).st_size == (size if is_mapped else 0)
+            assert (os.fstat(mine).st_blocks == 0) is not is_mapped
+        finally:
+            os.close(theirs)
+            os.close(ours)
+            os.close(mine)
+            os.waitpid(child, 0)
+
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+    def test_a_forked_child_that_closes_leaves_the_bytes(self, arena: Arena) -> None:
+        extent = arena.allocate(MIB)
+        os.pwrite(arena.fd, b"of the parent", extent.offset)
+        child = os.fork()
+        if child == 0:
+            try:
+                arena.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert os.fstat(arena.fd).st_size == arena.size_bytes > 0
+        assert os.pread(arena.fd, 13, extent.offset) == b"of the parent"
+
     def test_after_close(self, arena: Arena) -> None:
         extent = arena.allocate(MIB)
         arena.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -12,6 +14,9 @@ from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.events import EventLog, TransferEvent
 from lightning_ssd.storage.gate import UrgentGate
 from lightning_ssd.storage.transfer import Transfer, TransferQueue
+from tests.helpers import within
+
+PATIENCE_S = 20.0
 
 
 class Move(Transfer):
@@ -297,4 +302,84 @@ def test_what_comes_later_gives_way_too(events: EventLog) -> None:
     assert gone.calls == later.calls == []
     gate.leave()
     later.wait()
+    queue.close()
+
+
+class Faulty(Move):
+    """Raises where it must not."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(lambda: None)
+        self.where = where
+        self.outlasts = where == "settle"
+
+    def finish(self, error: BaseException | None) -> None:
+        super().finish(error)
+        self._stumble("finish")
+
+    def settle(self) -> BaseException | None:
+        self._stumble("settle")
+        return None
+
+    def discard(self) -> None:
+        super().discard()
+        self._stumble("discard")
+
+    def _stumble(self, where: str) -> None:
+        memory = Memory()
+        memories.append(weakref.ref(memory))
+        if where == self.where:
+            raise LookupError(f"a fault of {where}")
+
+
+class Memory:
+    """Stands for a tensor in a local variable."""
+
+
+memories: list[weakref.ref[Memory]] = []
+
+
+@pytest.mark.parametrize("where", ["finish", "settle"])
+def test_an_end_that_raises_ends_no_worker(where: str, events: EventLog) -> None:
+    """More often than there are workers: then all would have gone, and moves would wait for ever."""
+    memories.clear()
+    queue = TransferQueue("read", 2, events)
+    moves = [Faulty(where) for _ in range(5)]
+    for move in moves:
+        queue.submit(move)
+        if where == "finish":
+            with pytest.raises(LookupError, match=where):
+                within(PATIENCE_S, move.wait)
+    after = Move(lambda: None)
+    queue.submit(after)
+    within(PATIENCE_S, after.wait)
+    assert after.calls == ["begin", "finish"]
+    for _ in range(2):
+        with pytest.raises(LookupError, match=where):
+            within(PATIENCE_S, queue.wait_idle)
+    if where == "finish":
+        assert [str(move.error) for move in moves] == ["a fault of finish"] * 5
+    gc.collect()
+    assert [ref() for ref in memories] == [None] * len(memories), "a kept error must not keep memory"
+    within(PATIENCE_S, queue.close)
+    assert not any(thread.is_alive() for thread in queue._threads)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("where", ["finish", "discard"])
+def test_a_fault_that_nobody_was_told_is_raised_by_close(where: str, events: EventLog) -> None:
+    queue = TransferQueue("read", 1, events)
+    if where == "discard":
+        release = blocked(queue)
+        threading.Timer(0.1, release.set).start()
+    first, second = Faulty(where), Faulty(where)
+    for move in (first, second):
+        queue.submit(move)
+    while where == "finish" and not second.ended:
+        time.sleep(0.001)
+    with pytest.raises(LookupError, match=where):
+        within(PATIENCE_S, queue.close)
+    assert first.ended
+    assert second.ended
+    assert not any(thread.is_alive() for thread in queue._threads)
     queue.close()
