@@ -197,6 +197,8 @@ def test_the_demo_tells_what_was_saved_and_shouts_when_weights_differ() -> None:
     assert "20 MiB of 80 MiB saved activations" in words
     assert "DIFFER" in demo.verdict(plain, summary(weights_digest="other"))
     lines = demo.table(plain, summary()).splitlines()
+    assert 'activations="offload"' in lines[0]
+    assert "ssd_offload" not in lines[0], "that alone would plan, and may keep everything"
     assert any(line.startswith("process peak above rest") and line.endswith("0.25") for line in lines)
     assert any(line.startswith("step time") and line.endswith("1.50") for line in lines)
 
