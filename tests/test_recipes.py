@@ -10,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from hydra.utils import instantiate
 
-from recipes import demo, models, plain_loop
+from recipes import demo, fabric_loop, models, plain_loop
 from recipes.data import EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SyntheticData, TextData, python_text, tokenize
 from recipes.meter import StepMeter, weights_digest
 from recipes.models import LanguageModel, make_inputs
@@ -296,6 +297,29 @@ def test_the_plain_loop_gives_the_weights_of_the_lightning_run(
 def test_the_plain_loop_refuses_mistakes() -> None:
     with pytest.raises(SystemExit, match=r"Did you mean offload\.min_tensor_bytes"):
         plain_loop.main(["+offload.min_tensor_byte=4"])
+
+
+@pytest.mark.parametrize("loop", [plain_loop, fabric_loop], ids=["plain_loop", "fabric_loop"])
+def test_a_loop_tells_how_it_is_used(loop: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        loop.main(["model=gpt", "--help"])
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    assert f"python -m {loop.__name__} model=gpt offload=ssd" in told
+    assert "  offload: auto, budget, fsdp, keep, none, recompute" in told
+    for word in ("--fast", "-m", "model"):
+        with pytest.raises(SystemExit, match=rf"^{word} is no override; allowed: GROUP=OPTION, KEY=VALUE"):
+            loop.main([word])
+
+
+def test_help_of_train_is_short(tmp_path: Path) -> None:
+    done = run_module("recipes.train", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: python -m recipes.train [-m] [GROUP=OPTION ...] [KEY=VALUE ...]")
+    assert "offload: auto, budget, fsdp, keep, none, recompute" in done.stdout
+    assert "_target_" not in done.stdout, "the whole configuration is no usage text"
+    assert len(done.stdout.splitlines()) < 40
+    assert list(tmp_path.iterdir()) == []
 
 
 def run_module(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
