@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from hydra.utils import instantiate
+from torch import Tensor
 
 from recipes import demo, fabric_loop, models, plain_loop
 from recipes.data import EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SyntheticData, TextData, python_text, tokenize
@@ -92,6 +93,19 @@ def test_windows_are_shuffled_alike_and_validation_is_apart() -> None:
     assert torch.equal(first.sort(0).values, data.windows[:20].sort(0).values)
     assert torch.equal(torch.cat(list(data.val_dataloader())), data.windows[20:])
     assert not torch.equal(make(2).windows, data.windows)
+
+
+def test_several_processes_share_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(rank: int, processes: int) -> list[Tensor]:
+        monkeypatch.setattr(SyntheticData, "_part", {"num_replicas": processes, "rank": rank})
+        data = SyntheticData(num_batches=4, vocab_size=64, sequence_length=8, batch_size=2, seed=1)
+        loader = data.train_dataloader()
+        return [torch.cat(list(loader)) for _ in range(2)]
+
+    whole, *parts = read(0, 1), read(0, 2), read(1, 2)
+    for epoch in range(2):
+        assert torch.equal(torch.stack([part[epoch] for part in parts], dim=1).flatten(0, 1), whole[epoch])
+    assert not torch.equal(whole[0], whole[1])
 
 
 def test_too_little_text_and_too_few_tokens_are_refused() -> None:
@@ -345,6 +359,26 @@ def test_a_sweep_from_the_command_line(spill_dir: Path) -> None:
         assert by_name[model, "keep"].losses == by_name[model, "ssd"].losses
         assert by_name[model, "keep"].weights_digest == by_name[model, "ssd"].weights_digest
     assert sum(line.startswith("model=") for line in done.stdout.splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spill_dir: Path) -> None:
+    """Beyond the first epoch too: Lightning would draw another order of the data where there is a process group."""
+    more = ["data.num_batches=2", "data.batch_size=2", "trainer.max_steps=5", "logger=none", "callbacks=none"]
+    plain = train("offload=none", *more)
+    assert len(plain.losses) == 5
+    for loop in (plain_loop, fabric_loop):
+        own = loop.main([*TINY, "offload=none", *more, f"output_dir={spill_dir / loop.__name__}"])
+        assert own.losses == plain.losses, loop.__name__
+    done = run_module(
+        "recipes.train", *TINY, "offload=fsdp", *more, f"hydra.run.dir={spill_dir / 'fsdp'}", cwd=spill_dir
+    )
+    assert done.returncode == 0, done.stderr
+    sharded = RunSummary.read(spill_dir / "fsdp" / "summary.json")
+    assert sharded.losses == plain.losses
+    assert sharded.weights_digest == plain.weights_digest
 
 
 @pytest.mark.slow
