@@ -27,8 +27,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ PATHS_RATIO = 3
 USABLE_SHARE = 0.85
 """Of the memory and the disk that are free."""
 _PAIR = ("two_paths", "one_path")
+_PATHS = ("fast", "slow")
+"""Where several directories are needed and one was named: these two, below it."""
 
 
 def make_jobs(
@@ -74,7 +76,7 @@ def make_jobs(
     """
     first = directories[0]
     several = len(directories) > 1
-    paths = [str(path) for path in directories] if several else [str(first / name) for name in ("fast", "slow")]
+    paths = [str(path) for path in directories] if several else [str(first / name) for name in _PATHS]
     rates = () if several else (rate, rate / PATHS_RATIO)
     chosen = {"two_paths": (tuple(paths), rates), "one_path": ((paths[0],), rates[:1])}
     jobs = []
@@ -287,6 +289,18 @@ def run(args: argparse.Namespace, directories: Sequence[Path]) -> dict[str, Any]
     }
 
 
+@contextmanager
+def removed_again(paths: Sequence[Path]) -> Iterator[None]:
+    """At the end, those of ``paths`` are removed that were not there before and are empty."""
+    made = [path for path in paths if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in made:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 when bits differ or a mode has failed, and, unless tiny, when memory is not as promised."""
     args = parse_arguments(arguments)
@@ -296,7 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             other.mkdir(parents=True, exist_ok=True)
         begin = time.perf_counter()
         try:
-            content = run(args, [directory, *others])
+            with removed_again([directory / name for name in _PATHS]):
+                content = run(args, [directory, *others])
         except ChildDiedError as error:
             sys.exit(str(error))
         print(f"\nTook {time.perf_counter() - begin:.0f} s.")

@@ -11,13 +11,14 @@ import os
 import sysconfig
 import tempfile
 from abc import abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, distributed
+from torch.utils.data import DataLoader, DistributedSampler
 
 __all__ = ["EOS_TOKEN", "MASK_TOKEN", "PAD_TOKEN", "SyntheticData", "TextData", "TokenData", "python_text", "tokenize"]
 
@@ -76,6 +77,29 @@ def _default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_ssd"
 
 
+class _Shuffled(DistributedSampler[int]):
+    """Each epoch another order, drawn from ``generator``; every process reads its part of it.
+
+    Lightning leaves it alone because of its base class. PyTorch's ``RandomSampler`` would be replaced by another order
+    wherever there is a process group, be it of one process; and it draws once more at the end of an epoch, which
+    Lightning does not read to, so that a plain loop would have another second epoch.
+
+    Args:
+        windows: what is read.
+        generator: of the order; equal in all processes.
+        num_replicas: processes that read different parts.
+        rank: which of these this is.
+    """
+
+    def __init__(self, windows: Tensor, generator: torch.Generator, *, num_replicas: int, rank: int) -> None:
+        super().__init__(windows, num_replicas=num_replicas, rank=rank, drop_last=True)  # type: ignore[arg-type]
+        self._generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(len(self.dataset), generator=self._generator)  # type: ignore[arg-type]
+        return iter(order[self.rank : self.total_size : self.num_replicas].tolist())
+
+
 class TokenData(pl.LightningDataModule):
     """Windows of tokens, cut and shuffled the same way in every run.
 
@@ -122,6 +146,17 @@ class TokenData(pl.LightningDataModule):
     def _num_val_windows(self) -> int:
         return self.num_val_batches * self.batch_size
 
+    @property
+    def _part(self) -> dict[str, int]:
+        """Of the data, this process's."""
+        if self.trainer is not None:
+            # The strategy knows which processes share one batch (tensor parallelism).
+            known = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+            return {name: known[name] for name in ("num_replicas", "rank")}
+        if distributed.is_available() and distributed.is_initialized():
+            return {"num_replicas": distributed.get_world_size(), "rank": distributed.get_rank()}
+        return {"num_replicas": 1, "rank": 0}
+
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Shuffled full batches of all but the last windows."""
         windows = self.windows[: len(self.windows) - self._num_val_windows]
@@ -129,7 +164,7 @@ class TokenData(pl.LightningDataModule):
         return DataLoader(
             windows,  # type: ignore[arg-type]  # a tensor is a sequence of its rows
             batch_size=self.batch_size,
-            shuffle=True,
+            sampler=_Shuffled(windows, generator, **self._part),
             drop_last=True,
             generator=generator,
         )

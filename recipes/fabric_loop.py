@@ -1,4 +1,4 @@
-"""The training of ``recipes.train`` as a loop of one's own in Lightning Fabric, with ``strategy="ssd_offload"``.
+"""The training of ``recipes.train`` as a loop of one's own in Lightning Fabric, with ``SSDOffloadFabricStrategy``.
 
     python -m recipes.fabric_loop
     python -m recipes.fabric_loop model=gpt offload=ssd trainer.max_steps=5
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> RunSummary:
     Args:
         arguments: overrides; default: those of ``sys.argv``.
     """
-    return run_command(train, arguments, output_dir="outputs/fabric_loop")
+    return run_command(train, arguments, output_dir="outputs/fabric_loop", usage=__doc__ or "")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from recipes.fault_server import Order, Result, Server
 from recipes.fault_shim import ShimUnavailableError, build
 from recipes.memory_limit import memory_group
 
-__all__ = ["FAULTS", "Fault", "Row", "main", "markdown", "own_disk", "run_fault"]
+__all__ = ["FAULTS", "Fault", "Row", "main", "markdown", "own_disk", "run_fault", "verdict"]
 
 _MIB = 1 << 20
 _DISK_MIB = 384
@@ -158,6 +158,29 @@ def markdown(rows: Sequence[Row]) -> str:
     """The table."""
     lines = [_HEAD, ["---"] * len(_HEAD), *(row.cells for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """What was found, in words."""
+    outcomes = sum((row.outcomes for row in rows), Counter[str]())
+    missed = sum(row.outcomes["wrong"] for row in rows if row.fault.may_be_wrong)
+    bad = {
+        "wrong results where every byte is checked": outcomes["wrong"] - missed,
+        "hangs": outcomes["hang"],
+        "leftovers": sum(len(row.leftovers) for row in rows),
+        "ends that are not documented": outcomes["broken"],
+    }
+    found = ", ".join(f"{number or 'no'} {what}" for what, number in bad.items())
+    text = f"Verdict: {'as promised' if all(row.is_good for row in rows) else 'NOT AS PROMISED'}. "
+    text += f"{sum(outcomes.values())} trials of {sum(not row.skipped for row in rows)} faults: {found}."
+    if missed:
+        text += (
+            f' {missed} wrong results "(unchecked)" are expected: verify="off" checks nothing, and verify="sampled" '
+            'a part; verify="full" is what promises to find every flipped bit.'
+        )
+    if skipped := sum(bool(row.skipped) for row in rows):
+        text += f" {skipped} faults were skipped, for the reasons above."
+    return text
 
 
 @contextmanager
@@ -291,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         directory = place / "trials"
         directory.mkdir()
         server = stack.enter_context(Server.start(library))
+        print(f"{'time':>8}  {' | '.join(_HEAD)}", flush=True)
         for fault in args.faults:
             why = _why_not(fault, shim=why_no_shim, disk=why_no_disk)
             fault = replace(fault, num_trials=max(1, round(fault.num_trials * args.scale)))
@@ -300,6 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             rows.append(row)
             print(f"{row.seconds:6.1f} s  {' | '.join(row.cells)}", flush=True)
+    print(f"\n{verdict(rows)}")
     if args.out is not None:
         args.out.write_text(markdown(rows) + "\n")
     return 0 if all(row.is_good for row in rows) else 1

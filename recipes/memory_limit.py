@@ -1,14 +1,15 @@
-"""The same small GPT in the same too small memory, twice: the kernel kills plain training, ``ssd_offload`` finishes.
+"""The same small GPT in the same too small memory, twice: the kernel kills plain training, ours finishes.
 
     python -m recipes.memory_limit --dir DIR
     python -m recipes.memory_limit --limit 1.5GiB       # of your own; default: half of what the activations take
-    python -m recipes.memory_limit --budget none        # ssd_offload without any option: it finds the limit itself
+    python -m recipes.memory_limit --budget none        # without a budget: ours finds the limit itself
     python -m recipes.memory_limit --tiny               # a toy size, to try the recipe itself
 
 First plain Lightning trains without a limit; this gives the losses to compare with, and what the training takes. Then
 both train in a memory control group, whose every byte the kernel counts, and who takes more is killed. Each training
 is a process of its own with the same seed. Spill files are read and written past the page cache (``O_DIRECT``), so
-that they count for nothing in the group.
+that they count for nothing in the group. Ours is ``SSDOffloadStrategy`` with a budget for activations and the
+optimizer's states on SSD; the exact policy is printed.
 
 Exit codes: 0: plain training was killed, ours finished with the same losses and weights bit for bit; 1: not so;
 2: a mistake on the command line; 3: this machine, or this user, cannot make a memory control group.
@@ -42,7 +43,8 @@ _SHARE = 0.5
 _BUDGET_SHARE = 0.5
 """Of what is allowed above the resting level, saved activations may have so much; gradients and states want the rest.
 """
-_NAMES = {"plain": "plain Lightning", "ssd": 'strategy="ssd_offload"'}
+_NAMES = {"plain": "plain Lightning", "ssd": "SSDOffloadStrategy"}
+_MIN_TENSOR = "256KiB"
 _PEAK_FILES = ("memory.max_usage_in_bytes", "memory.peak")
 _USAGE_FILES = ("memory.usage_in_bytes", "memory.current")
 
@@ -61,7 +63,19 @@ class Job:
     vocabulary: int = 512
     threads: int = 2
     activation_budget: int | None = None
-    """Bytes of saved activations in memory, for ``mode="ssd"``; ``None``: the strategy without any option."""
+    """Bytes of saved activations in memory, for ``mode="ssd"``; ``None``: no budget, the strategy finds the limit."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the policy of ``mode="ssd"``; those that are not the default."""
+        budget = {} if self.activation_budget is None else {"activation_budget": self.activation_budget}
+        return budget | {"optimizer_states": "offload", "min_tensor_bytes": _MIN_TENSOR}
+
+    @property
+    def strategy(self) -> str:
+        """Of ``mode="ssd"``, as a user would write it."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"SSDOffloadStrategy(policy=OffloadPolicy({options}))".replace("'", '"')
 
 
 SIZES = {
@@ -218,15 +232,15 @@ def shown(free: Trial, plain: Trial, ours: Trial) -> tuple[bool, str]:
     if plain.killed and same:
         return True, (
             f"Verdict: in {(plain.limit_bytes or 0) / _MIB:,.0f} MiB the kernel killed plain training in step "
-            f"{len(plain.losses) + 1}; with ssd_offload the same training finished, with losses and weights bit for "
-            f"bit those of plain training without a limit. It wrote {ours.moved_bytes / _MIB:,.0f} MiB to the drive."
+            f"{len(plain.losses) + 1}; with SSDOffloadStrategy the same training finished, with losses and weights "
+            f"bit for bit those without a limit. It wrote {ours.moved_bytes / _MIB:,.0f} MiB to the drive."
         )
     if not free.finished:
         return False, "Not shown: plain training without a limit did not finish; its message is above."
     if not plain.killed:
         return False, "Not shown: the limit is not too small for plain training; give a smaller one by --limit."
     if not ours.finished:
-        return False, "Not shown: the limit is too small for ssd_offload as well; give a larger one by --limit."
+        return False, "Not shown: the limit is too small for SSDOffloadStrategy as well; give a larger one by --limit."
     return False, "LOSSES OR WEIGHTS DIFFER from plain Lightning. That must not happen; please report it."
 
 
@@ -267,9 +281,10 @@ def _trials(args: argparse.Namespace, directory: Path) -> Iterator[Trial]:
     limit = args.limit or choose_limit(free)
     print(f"[2/3] plain Lightning in {limit / _MIB:,.0f} MiB ...", flush=True)
     yield run(job, limit, verbose=args.verbose)
-    print(f'[3/3] strategy="ssd_offload" in {limit / _MIB:,.0f} MiB ...', flush=True)
     budget = max(round(_BUDGET_SHARE * (limit - free.rest_bytes)), _MIB) if args.budget == "half" else None
-    yield run(replace(job, mode="ssd", activation_budget=budget), limit, verbose=args.verbose)
+    ours = replace(job, mode="ssd", activation_budget=budget)
+    print(f"[3/3] {ours.strategy} in {limit / _MIB:,.0f} MiB ...", flush=True)
+    yield run(ours, limit, verbose=args.verbose)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

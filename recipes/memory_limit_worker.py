@@ -20,8 +20,6 @@ from recipes.models import LanguageModel
 
 __all__ = ["main"]
 
-_MIN_TENSOR = "256KiB"
-
 
 class _Diary(pl.Callback):
     """Tells of each step as soon as it is over: a process that is killed has told all before."""
@@ -49,12 +47,7 @@ def _tell(**facts: Any) -> None:
 def _strategy(job: Job) -> Any:
     if job.mode == "plain":
         return "auto"
-    policy = OffloadPolicy(
-        activations="auto",
-        activation_budget=job.activation_budget,
-        optimizer_states="offload",
-        min_tensor_bytes=_MIN_TENSOR,
-    )
+    policy = OffloadPolicy(**job.options)
     return SSDOffloadStrategy(policy=policy, hardware=HardwareProfile(paths=[job.directory]))
 
 

@@ -22,15 +22,19 @@ def endless(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
         yield from loader
 
 
-def run_command(train: Callable[..., RunSummary], arguments: Sequence[str] | None, *, output_dir: str) -> RunSummary:
+def run_command(
+    train: Callable[..., RunSummary], arguments: Sequence[str] | None, *, output_dir: str, usage: str
+) -> RunSummary:
     """Compose the configuration, train and print one line about it. A mistake of the user's ends the process with it.
 
     Args:
         train: gets the configuration, and as ``model`` and ``offload`` the names of what was chosen.
-        arguments: overrides; ``None``: those of ``sys.argv``.
+        arguments: overrides; ``None``: those of ``sys.argv``. ``--help`` among them ends the process.
         output_dir: where to, unless an override says otherwise.
+        usage: what ``--help`` prints first.
     """
     overrides = list(sys.argv[1:] if arguments is None else arguments)
+    _refuse_flags(overrides, usage)
     # There is no Hydra application here that could make an output directory; the user's own comes later and wins.
     overrides.insert(0, f"output_dir={output_dir}")
     try:
@@ -40,3 +44,17 @@ def run_command(train: Callable[..., RunSummary], arguments: Sequence[str] | Non
         sys.exit(str(mistake))
     print(summary.line(), flush=True)
     return summary
+
+
+def _refuse_flags(words: Sequence[str], usage: str) -> None:
+    """Answer ``--help``, and refuse what is no override before Hydra's grammar stumbles over it."""
+    if any(word in ("-h", "--help") for word in words):
+        print(f"{usage.strip()}\n\nGroups and their options (GROUP=OPTION); every value can be overridden (KEY=VALUE):")
+        for group, options in SCHEMA.groups.items():
+            print(f"  {group}: {', '.join(options)}")
+        sys.exit(0)
+    for word in words:
+        if word.startswith("-") or ("=" not in word and not word.startswith("~")):
+            sys.exit(
+                f"{word} is no override; allowed: GROUP=OPTION, KEY=VALUE and ~KEY as of recipes.train, and --help"
+            )

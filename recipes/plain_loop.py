@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> RunSummary:
     Args:
         arguments: overrides; default: those of ``sys.argv``.
     """
-    return run_command(train, arguments, output_dir="outputs/plain_loop")
+    return run_command(train, arguments, output_dir="outputs/plain_loop", usage=__doc__ or "")
 
 
 if __name__ == "__main__":

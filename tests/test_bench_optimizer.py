@@ -192,6 +192,19 @@ def test_a_mode_that_fails_is_left_out(tmp_path: Path) -> None:
     assert run_part([broken], meter, tmp_path, args) == ([], ["ssd"])
 
 
+def test_only_empty_directories_of_its_own_are_removed(tmp_path: Path) -> None:
+    ours, filled, users, never = paths = [tmp_path / name for name in ("ours", "filled", "users", "never")]
+    users.mkdir()
+    with bench_optimizer.removed_again(paths):
+        ours.mkdir()
+        filled.mkdir()
+        (filled / "file").touch()
+    assert not ours.exists()
+    assert (filled / "file").exists()
+    assert users.exists()
+    assert not never.exists()
+
+
 # -- in the worker ---------------------------------------------------------------------------------------------------
 
 
@@ -402,7 +415,7 @@ def test_a_toy_run_of_the_real_thing(
         assert by_mode["ssd"]["settled_s"] >= by_mode["ssd"]["step_s"]
         assert by_mode["ssd"]["limit_ratio"] > 0
     assert part == "odd" or by_mode["two_paths"]["two_paths_gain"] > 0
-    assert not [path for path in spill.rglob("*") if path.is_file()]
+    assert list(spill.iterdir()) == []
     out = capsys.readouterr().out
     assert str(tmp_path) not in out
     assert "## Verdicts" in out

@@ -22,7 +22,7 @@ from lightning_ssd.storage import arena
 from recipes import faults
 from recipes.fault_server import Order, Result, Server, leftovers
 from recipes.fault_shim import ShimUnavailableError, build
-from recipes.faults import FAULTS, Fault, Row, main, markdown, own_disk, run_fault
+from recipes.faults import FAULTS, Fault, Row, main, markdown, own_disk, run_fault, verdict
 from tests.helpers import open_offloader
 
 ROW = {"kill -9": 2, "SIGTERM": 1, "SIGINT": 2}
@@ -116,6 +116,46 @@ def test_rows_tell_good_from_bad(bad: str) -> None:
     row.add(Result(outcome="exact", leftovers=("x",)) if bad == "leftover" else Result(outcome=bad))
     assert not row.is_good
     assert markdown([row]).count("\n") == 2
+
+
+def test_the_verdict_tells_what_is_promised_from_what_is_not() -> None:
+    unchecked = Row(next(fault for fault in FAULTS if fault.may_be_wrong))
+    for outcome in ("exact", "wrong"):
+        unchecked.add(Result(outcome=outcome))
+    told = verdict([unchecked, Row(FAULTS[0], skipped="no C compiler")])
+    assert told.startswith("Verdict: as promised. 2 trials of 1 faults: no wrong results where every byte is checked,")
+    assert '1 wrong results "(unchecked)" are expected' in told
+    assert told.endswith("1 faults were skipped, for the reasons above.")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (Result(outcome="wrong"), "1 wrong results where every byte is checked, no hangs"),
+        (Result(outcome="hang"), "1 hangs, no leftovers"),
+        (Result(outcome="exact", leftovers=("x", "y")), "2 leftovers, no ends"),
+        (Result(outcome="broken"), "1 ends that are not documented."),
+    ],
+    ids=["wrong", "hang", "leftovers", "broken"],
+)
+def test_the_verdict_shouts_what_must_not_be(bad: Result, words: str) -> None:
+    row = Row(FAULTS[0])
+    row.add(bad)
+    told = verdict([row])
+    assert told.startswith("Verdict: NOT AS PROMISED. 1 trials of 1 faults: ")
+    assert words in told
+    assert "expected" not in told
+
+
+@pytest.mark.slow
+def test_the_command_prints_head_rows_and_verdict(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--only", "unsuitable", "--scale", "0.01", "--dir", str(spill_dir)])
+    head, row, *_, last = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert [word.strip() for word in head.split("|")][1:4] == ["trials", "wrong results", "hangs"]
+    assert head.split("|")[0].split() == ["time", "fault"]
+    assert "unsuitable path | 1 | 0 | 0" in row
+    assert last.startswith("Verdict: as promised. 1 trials of 1 faults: no wrong results")
 
 
 def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_ssd import OffloadPolicy
 from recipes import memory_limit
 from recipes.cgroups import GroupUnavailableError
 from recipes.memory_limit import NO_GROUP, Trial, choose_limit, main, memory_group, shown, table
@@ -71,10 +72,10 @@ def test_without_a_control_group_it_says_what_to_do(
 @pytest.mark.parametrize(
     ("free", "plain", "ours", "is_shown", "text"),
     [
-        (FREE, KILLED, OURS, True, "in step 2; with ssd_offload the same training finished"),
+        (FREE, KILLED, OURS, True, "in step 2; with SSDOffloadStrategy the same training finished"),
         (FREE, KILLED, replace(OURS, losses=(3.0, 2.5)), False, "LOSSES OR WEIGHTS DIFFER"),
         (FREE, KILLED, replace(OURS, weights_digest="ba"), False, "LOSSES OR WEIGHTS DIFFER"),
-        (FREE, KILLED, replace(KILLED, mode="ssd"), False, "too small for ssd_offload"),
+        (FREE, KILLED, replace(KILLED, mode="ssd"), False, "too small for SSDOffloadStrategy"),
         (FREE, replace(FREE, limit_bytes=1), OURS, False, "not too small for plain training"),
         (replace(FREE, exit_code=1, weights_digest=""), KILLED, OURS, False, "did not finish"),
     ],
@@ -93,6 +94,18 @@ def test_the_table_says_who_was_killed_where() -> None:
     assert "killed by the kernel in step 2" in lines[2]
     assert "finished 2 steps" in lines[3]
     assert "200" in lines[3]
+
+
+def test_what_is_printed_is_what_trains() -> None:
+    """The policy in words, read as Python, is that of the worker."""
+    plain = memory_limit.SIZES["tiny"]
+    for budget in (None, 7 * MIB):
+        job = replace(plain, mode="ssd", directory="", activation_budget=budget)
+        names = {"SSDOffloadStrategy": lambda policy: policy, "OffloadPolicy": OffloadPolicy}
+        told = eval(job.strategy, names)
+        assert told == OffloadPolicy(**job.options)
+        assert told.optimizer_states == "offload"
+        assert told.activation_budget == budget
 
 
 def test_the_limit_lies_between_rest_and_peak() -> None:

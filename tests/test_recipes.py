@@ -1,4 +1,4 @@
-"""Data, models and meters of the recipes, and every recipe's real entry point in tiny form."""
+"""Models and meters of the recipes, and every recipe's real entry point in tiny form."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from hydra.utils import instantiate
 
-from recipes import demo, models, plain_loop
-from recipes.data import EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SyntheticData, TextData, python_text, tokenize
+from recipes import demo, fabric_loop, models, plain_loop
+from recipes.data import MASK_TOKEN, PAD_TOKEN
 from recipes.meter import StepMeter, weights_digest
 from recipes.models import LanguageModel, make_inputs
 from recipes.runner import run
@@ -27,79 +28,6 @@ ROOT = SCHEMA.config_dir.parent
 MIB = 1 << 20
 TINY = ["experiment=smoke", "trainer.max_steps=2"]
 Train = Callable[..., RunSummary]
-
-
-# -- data ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def text() -> str:
-    return python_text(200_000)
-
-
-def test_pythons_own_text_is_prose_and_code(text: str) -> None:
-    assert 150_000 < len(text) <= 200_000
-    assert 'The "assert" statement' in text or "assert" in text
-    assert python_text(200_000) == text
-    assert python_text(1_000) == text[:1_000]
-    assert "def " in python_text(3_000_000)
-
-
-def test_tokens_are_the_same_every_time_and_few_per_character(text: str) -> None:
-    tokens = tokenize(text, 1024)
-    assert torch.equal(tokens, tokenize(text, 1024))
-    assert tokens.dtype == torch.int32
-    assert tokens.max() < 1024
-    assert len(tokens) < len(text) / 2
-    assert (tokens == EOS_TOKEN).sum() == text.count("\0") + 1
-
-
-def test_text_data_comes_from_the_cache_the_second_time(tmp_path: Path) -> None:
-    data = TextData(cache_dir=str(tmp_path), max_text_bytes=100_000, vocab_size=512, sequence_length=32, batch_size=4)
-    data.prepare_data()
-    (cached,) = tmp_path.iterdir()
-    written_ns = cached.stat().st_mtime_ns
-    tokens = data.make_tokens()
-    assert cached.stat().st_mtime_ns == written_ns
-    assert torch.equal(tokens, tokenize(data.read_text(), 512))
-    TextData(cache_dir=str(tmp_path), max_text_bytes=100_000, vocab_size=600).make_tokens()
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_text_data_reads_the_users_file(tmp_path: Path) -> None:
-    file = tmp_path / "my.txt"
-    file.write_text("ein Stück Text. " * 500, encoding="utf-8")
-    data = TextData(path=str(file), cache_dir=str(tmp_path), vocab_size=300, sequence_length=8, batch_size=2)
-    assert data.read_text() == file.read_text(encoding="utf-8")
-    assert next(iter(data.train_dataloader())).shape == (2, 8)
-    missing = TextData(path=str(tmp_path / "none.txt"))
-    with pytest.raises(FileNotFoundError, match=r"data\.path='.*none\.txt' is no file; give a UTF-8 text file"):
-        missing.read_text()
-
-
-def test_windows_are_shuffled_alike_and_validation_is_apart() -> None:
-    def make(seed: int) -> SyntheticData:
-        return SyntheticData(
-            num_batches=5, vocab_size=64, sequence_length=8, batch_size=4, num_val_batches=2, seed=seed
-        )
-
-    first, again = (torch.cat(list(make(1).train_dataloader())) for _ in range(2))
-    data = make(1)
-    assert torch.equal(first, again)
-    assert first.shape == (20, 8)
-    assert not torch.equal(first, data.windows[:20])
-    assert torch.equal(first.sort(0).values, data.windows[:20].sort(0).values)
-    assert torch.equal(torch.cat(list(data.val_dataloader())), data.windows[20:])
-    assert not torch.equal(make(2).windows, data.windows)
-
-
-def test_too_little_text_and_too_few_tokens_are_refused() -> None:
-    data = TextData(max_text_bytes=2_000, vocab_size=300, sequence_length=512, batch_size=4, cache_dir="unused")
-    data.make_tokens = lambda: tokenize(data.read_text(), 300)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"windows of data\.sequence_length=512; .* need 8\. Give more text"):
-        data.train_dataloader()
-    with pytest.raises(ValueError, match=r"data\.vocab_size=100; allowed: at least 259"):
-        tokenize("text", 100)
 
 
 # -- models --------------------------------------------------------------------------------------------------------
@@ -197,6 +125,8 @@ def test_the_demo_tells_what_was_saved_and_shouts_when_weights_differ() -> None:
     assert "20 MiB of 80 MiB saved activations" in words
     assert "DIFFER" in demo.verdict(plain, summary(weights_digest="other"))
     lines = demo.table(plain, summary()).splitlines()
+    assert 'activations="offload"' in lines[0]
+    assert "ssd_offload" not in lines[0], "that alone would plan, and may keep everything"
     assert any(line.startswith("process peak above rest") and line.endswith("0.25") for line in lines)
     assert any(line.startswith("step time") and line.endswith("1.50") for line in lines)
 
@@ -296,6 +226,29 @@ def test_the_plain_loop_refuses_mistakes() -> None:
         plain_loop.main(["+offload.min_tensor_byte=4"])
 
 
+@pytest.mark.parametrize("loop", [plain_loop, fabric_loop], ids=["plain_loop", "fabric_loop"])
+def test_a_loop_tells_how_it_is_used(loop: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        loop.main(["model=gpt", "--help"])
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    assert f"python -m {loop.__name__} model=gpt offload=ssd" in told
+    assert "  offload: auto, budget, fsdp, keep, none, recompute" in told
+    for word in ("--fast", "-m", "model"):
+        with pytest.raises(SystemExit, match=rf"^{word} is no override; allowed: GROUP=OPTION, KEY=VALUE"):
+            loop.main([word])
+
+
+def test_help_of_train_is_short(tmp_path: Path) -> None:
+    done = run_module("recipes.train", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: python -m recipes.train [-m] [GROUP=OPTION ...] [KEY=VALUE ...]")
+    assert "offload: auto, budget, fsdp, keep, none, recompute" in done.stdout
+    assert "_target_" not in done.stdout, "the whole configuration is no usage text"
+    assert len(done.stdout.splitlines()) < 40
+    assert list(tmp_path.iterdir()) == []
+
+
 def run_module(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", name, *arguments],
@@ -319,6 +272,26 @@ def test_a_sweep_from_the_command_line(spill_dir: Path) -> None:
         assert by_name[model, "keep"].losses == by_name[model, "ssd"].losses
         assert by_name[model, "keep"].weights_digest == by_name[model, "ssd"].weights_digest
     assert sum(line.startswith("model=") for line in done.stdout.splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spill_dir: Path) -> None:
+    """Beyond the first epoch too: Lightning would draw another order of the data where there is a process group."""
+    more = ["data.num_batches=2", "data.batch_size=2", "trainer.max_steps=5", "logger=none", "callbacks=none"]
+    plain = train("offload=none", *more)
+    assert len(plain.losses) == 5
+    for loop in (plain_loop, fabric_loop):
+        own = loop.main([*TINY, "offload=none", *more, f"output_dir={spill_dir / loop.__name__}"])
+        assert own.losses == plain.losses, loop.__name__
+    done = run_module(
+        "recipes.train", *TINY, "offload=fsdp", *more, f"hydra.run.dir={spill_dir / 'fsdp'}", cwd=spill_dir
+    )
+    assert done.returncode == 0, done.stderr
+    sharded = RunSummary.read(spill_dir / "fsdp" / "summary.json")
+    assert sharded.losses == plain.losses
+    assert sharded.weights_digest == plain.weights_digest
 
 
 @pytest.mark.slow

@@ -1,0 +1,94 @@
+"""Token windows: the same tokens, the same order, in every run and for any number of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipes.data import EOS_TOKEN, SyntheticData, TextData, python_text, tokenize
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return python_text(200_000)
+
+
+def test_pythons_own_text_is_prose_and_code(text: str) -> None:
+    assert 150_000 < len(text) <= 200_000
+    assert 'The "assert" statement' in text or "assert" in text
+    assert python_text(200_000) == text
+    assert python_text(1_000) == text[:1_000]
+    assert "def " in python_text(3_000_000)
+
+
+def test_tokens_are_the_same_every_time_and_few_per_character(text: str) -> None:
+    tokens = tokenize(text, 1024)
+    assert torch.equal(tokens, tokenize(text, 1024))
+    assert tokens.dtype == torch.int32
+    assert tokens.max() < 1024
+    assert len(tokens) < len(text) / 2
+    assert (tokens == EOS_TOKEN).sum() == text.count("\0") + 1
+
+
+def test_text_data_comes_from_the_cache_the_second_time(tmp_path: Path) -> None:
+    data = TextData(cache_dir=str(tmp_path), max_text_bytes=100_000, vocab_size=512, sequence_length=32, batch_size=4)
+    data.prepare_data()
+    (cached,) = tmp_path.iterdir()
+    written_ns = cached.stat().st_mtime_ns
+    tokens = data.make_tokens()
+    assert cached.stat().st_mtime_ns == written_ns
+    assert torch.equal(tokens, tokenize(data.read_text(), 512))
+    TextData(cache_dir=str(tmp_path), max_text_bytes=100_000, vocab_size=600).make_tokens()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_text_data_reads_the_users_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.txt"
+    file.write_text("ein Stück Text. " * 500, encoding="utf-8")
+    data = TextData(path=str(file), cache_dir=str(tmp_path), vocab_size=300, sequence_length=8, batch_size=2)
+    assert data.read_text() == file.read_text(encoding="utf-8")
+    assert next(iter(data.train_dataloader())).shape == (2, 8)
+    missing = TextData(path=str(tmp_path / "none.txt"))
+    with pytest.raises(FileNotFoundError, match=r"data\.path='.*none\.txt' is no file; give a UTF-8 text file"):
+        missing.read_text()
+
+
+def test_windows_are_shuffled_alike_and_validation_is_apart() -> None:
+    def make(seed: int) -> SyntheticData:
+        return SyntheticData(
+            num_batches=5, vocab_size=64, sequence_length=8, batch_size=4, num_val_batches=2, seed=seed
+        )
+
+    first, again = (torch.cat(list(make(1).train_dataloader())) for _ in range(2))
+    data = make(1)
+    assert torch.equal(first, again)
+    assert first.shape == (20, 8)
+    assert not torch.equal(first, data.windows[:20])
+    assert torch.equal(first.sort(0).values, data.windows[:20].sort(0).values)
+    assert torch.equal(torch.cat(list(data.val_dataloader())), data.windows[20:])
+    assert not torch.equal(make(2).windows, data.windows)
+
+
+def test_several_processes_share_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(rank: int, processes: int) -> list[Tensor]:
+        monkeypatch.setattr(SyntheticData, "_part", {"num_replicas": processes, "rank": rank})
+        data = SyntheticData(num_batches=4, vocab_size=64, sequence_length=8, batch_size=2, seed=1)
+        loader = data.train_dataloader()
+        return [torch.cat(list(loader)) for _ in range(2)]
+
+    whole, *parts = read(0, 1), read(0, 2), read(1, 2)
+    for epoch in range(2):
+        assert torch.equal(torch.stack([part[epoch] for part in parts], dim=1).flatten(0, 1), whole[epoch])
+    assert not torch.equal(whole[0], whole[1])
+
+
+def test_too_little_text_and_too_few_tokens_are_refused() -> None:
+    data = TextData(max_text_bytes=2_000, vocab_size=300, sequence_length=512, batch_size=4, cache_dir="unused")
+    data.make_tokens = lambda: tokenize(data.read_text(), 300)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"windows of data\.sequence_length=512; .* need 8\. Give more text"):
+        data.train_dataloader()
+    with pytest.raises(ValueError, match=r"data\.vocab_size=100; allowed: at least 259"):
+        tokenize("text", 100)
