@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from lightning_ssd.storage.held_directory import HeldDirectory
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import DeviceMover, Edges, HostMover, Mover, StagedMover
-from lightning_ssd.storage.probe import measure_rates
+from lightning_ssd.storage.probe import Rates, measure_rates
 from lightning_ssd.storage.purse import Purse
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.storage.streams import Copies, Mark
@@ -130,8 +130,9 @@ def assemble(
     wear = open_wear_meter(hardware, default_directory, subdirectory, num_local_processes)
     scheduler = None
     if policy.activations == "auto":
-        probe = partial(measure_rates, backend, directories[0], nbytes=_PROBE_BYTES)
-        meter = TierMeter(ssd, probe, host=host, probe_host=partial(measure_copies, device))
+        place = _place(_directories(hardware, default_directory))
+        probe = partial(_measure_one, backend, directories)
+        meter = TierMeter(ssd, probe, host=host, probe_host=partial(measure_copies, device), place=place)
         wishes = _wishes(policy, wear.capacity_bytes, num_local_processes, is_mapped=is_mapped)
         num_sharing = 1 if _has_own_memory(device) else num_local_processes
         scheduler = Scheduler(wishes, meter.machine, agree=agree, num_sharing=num_sharing)
@@ -237,6 +238,22 @@ def _open_directories(
         stack.callback(backend.close)
         why = f"{why} (encrypt=True takes no other), with AES-256"
     return (backend if wrap_backend is None else wrap_backend(backend)), directories, why
+
+
+def _measure_one(backend: Backend, directories: Sequence[Path]) -> Rates:
+    """Of the first drive that can be measured: a full one is passed over when bytes are written, too.
+
+    Raises:
+        OSError: none can.
+    """
+    for directory in directories[:-1]:
+        with suppress(OSError):
+            return measure_rates(backend, directory, nbytes=_PROBE_BYTES)
+    return measure_rates(backend, directories[-1], nbytes=_PROBE_BYTES)
+
+
+def _place(paths: Sequence[Path]) -> str:
+    return f"{'the directory' if len(paths) == 1 else 'the directories'} {', '.join(map(printable, paths))}"
 
 
 def _wishes(policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, is_mapped: bool) -> Wishes:

@@ -11,11 +11,13 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["HardwareProfile", "OffloadPolicy", "Size", "parse_size"]
+__all__ = ["HardwareProfile", "OffloadPolicy", "Size", "parse_size", "typed"]
+
+_T = TypeVar("_T")
 
 Size = int | str
 """Bytes as an integer, or text such as ``"512KiB"``, ``"1.5 GiB"``, ``"20GB"``."""
@@ -57,6 +59,20 @@ def parse_size(value: Size, *, name: str = "size") -> int:
         raise ConfigError(f"{name}={value!r} is not finite; allowed: {allowed}")
     nbytes: int = round(exact)
     return nbytes
+
+
+def typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:
+    """What the user gave, or the default.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if value is None:
+        return cls()
+    if not isinstance(value, cls):
+        got = f"{name}={value!r} is a {type(value).__name__}"
+        raise ConfigError(f"{got}; allowed: {cls.__name__}, for example {example}")
+    return value
 
 
 def _check_choice(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:

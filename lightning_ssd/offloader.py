@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_ssd import metrics
 from lightning_ssd.assembly import NOTHING, HostMemory, Parts, assemble, open_state_files, open_wear_meter
 from lightning_ssd.blocks import Blocks, find_blocks
-from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, typed
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.events import EventLog
 from lightning_ssd.first_calls import settle_first_calls
@@ -34,8 +33,6 @@ from lightning_ssd.unclosed import close_in_any_case
 from lightning_ssd.wear_meter import WearMeter
 
 __all__ = ["Offloader"]
-
-_T = TypeVar("_T")
 
 
 class Offloader:
@@ -83,8 +80,8 @@ class Offloader:
         _wrap_backend: Callable[[Backend], Backend] | None = None,
         _copies: Copies | None = None,
     ) -> None:
-        self.policy = _typed("policy", policy, OffloadPolicy, 'OffloadPolicy(activations="offload")')
-        self.hardware = _typed("hardware", hardware, HardwareProfile, 'HardwareProfile(paths=["/my/ssd"])')
+        self.policy = typed("policy", policy, OffloadPolicy, 'OffloadPolicy(activations="offload")')
+        self.hardware = typed("hardware", hardware, HardwareProfile, 'HardwareProfile(paths=["/my/ssd"])')
         self._device = None if device is None else torch.device(device)
         self._default_directory = default_directory
         self._subdirectory = subdirectory
@@ -363,6 +360,12 @@ class Offloader:
         return None if scheduler is None else scheduler.comparison.report(scheduler.num_plans, scheduler.given_up_at)
 
     @property
+    def unusable(self) -> str | None:
+        """Why plans move nothing to a drive; ``None``: they may, or none has been made yet."""
+        scheduler = self._parts.scheduler
+        return None if scheduler is None else scheduler.unusable
+
+    @property
     def trace(self) -> Trace | None:
         """The latest profiled pass; ``None`` before there is one."""
         scheduler = self._parts.scheduler
@@ -386,12 +389,3 @@ class Offloader:
             plan=None if scheduler is None else scheduler.readings(),
             drive_life_days=None if wear is None else wear.life_days(self._sampled.bytes_written),
         )
-
-
-def _typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:
-    if value is None:
-        return cls()
-    if not isinstance(value, cls):
-        got = f"{name}={value!r} is a {type(value).__name__}"
-        raise ConfigError(f"{got}; allowed: {cls.__name__}, for example {example}")
-    return value

@@ -137,12 +137,13 @@ class Limits:
         """Whether the limit is no longer the one that the traced pass was planned for."""
         return self.all_counts and others.peak_bytes is not None and others.grown_bytes > 0
 
-    def impossible(self, smallest_bytes: int, others: Others) -> BudgetError:
+    def impossible(self, smallest_bytes: int, others: Others, *, unusable: str | None = None) -> BudgetError:
         """The error for a budget that no plan keeps.
 
         Args:
             smallest_bytes: of saved activations, for which a plan is known.
             others: what else is in memory.
+            unusable: why nothing can be moved to a drive, so that a larger budget is only the second best advice.
         """
         wishes, other = self._wishes, others.peak_bytes or 0
         activations = math.inf if wishes.activation_budget is None else wishes.activation_budget
@@ -159,8 +160,15 @@ class Limits:
             got, smallest = f"OffloadPolicy.activation_budget={wishes.activation_budget}", f"{smallest_bytes} bytes"
             smallest += f" ({smallest_bytes / 2**20:.1f} MiB)"
         wear = "" if wishes.wear_bytes_per_day is None else "raise wear_budget (it limits what may be moved), "
+        fact = f"{got} bytes cannot be kept by any plan for this model and batch"
+        if unusable is not None:
+            return BudgetError(
+                f"{fact}, because no drive could be used: {unusable}. Without one the smallest possible is {smallest}. "
+                "Free space there, or name other directories in HardwareProfile(paths=...): with a drive it is lower. "
+                "Or raise the budget, or make the batch smaller"
+            )
         return BudgetError(
-            f"{got} bytes cannot be kept by any plan for this model and batch; the smallest possible is {smallest}. "
+            f"{fact}; the smallest possible is {smallest}. "
             f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes"
         )
 
