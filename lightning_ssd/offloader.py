@@ -112,6 +112,7 @@ class Offloader:
 
         Raises:
             StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
+            ConfigError: two of ``hardware.paths`` are one directory.
             BackendUnavailableError: ``hardware.backend`` names one that does not work here.
         """
         if not self.is_open:

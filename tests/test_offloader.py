@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -95,6 +97,63 @@ def test_unsuitable_path_is_refused_before_anything_is_open() -> None:
         offloader.open()
     assert not offloader.is_open
     assert not our_threads()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here to be refused")
+@pytest.mark.parametrize("subdirectory", ["", "lightning_ssd-0-rank-0"])
+@pytest.mark.parametrize("policy", [OFFLOAD_ALL, OffloadPolicy(activations="keep", optimizer_states="offload")])
+def test_a_refused_path_is_named_as_given_and_not_left_behind(
+    spill_dir: Path, policy: OffloadPolicy, subdirectory: str
+) -> None:
+    refused = Path(f"/dev/shm/lightning_ssd_test_{os.getpid()}")
+    hardware = HardwareProfile(paths=[spill_dir / "good" / "deep", refused / "x"])
+    offloader = Offloader(policy=policy, hardware=hardware, subdirectory=subdirectory)
+    with pytest.raises(UnsuitablePathError) as caught:
+        offloader.open().offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
+    offloader.close()
+    assert str(caught.value).startswith(f"{refused}/x lies on tmpfs")
+    assert caught.value.errno == errno.EINVAL
+    assert not refused.exists()
+    assert not list(spill_dir.iterdir())
+
+
+def test_what_was_there_before_a_refusal_stays(spill_dir: Path) -> None:
+    (spill_dir / "mine").mkdir()
+    paths = [spill_dir / "mine", spill_dir / "new", spill_dir / "mine"]
+    with pytest.raises(ConfigError, match="names a directory twice"):
+        Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=paths)).open()
+    assert [path.name for path in spill_dir.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("spelling", ["one", "./one", "sub/../one", "link"])
+@pytest.mark.parametrize("subdirectory", ["", "rank-0"])
+def test_one_directory_is_not_two_drives(
+    spill_dir: Path, subdirectory: str, spelling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "sub"):
+        (spill_dir / name).mkdir()
+    (spill_dir / "link").symlink_to("one")
+    other = f"{spill_dir}/{spelling}"
+    message = rf"twice: .*{re.escape(str(Path(other)))}.* would be taken for two drives; allowed: one directory per"
+    hardware = HardwareProfile(paths=[spill_dir / "one", other])
+    with pytest.raises(ConfigError, match=message):
+        Offloader(policy=OFFLOAD_ALL, hardware=hardware, subdirectory=subdirectory).open()
+    monkeypatch.setenv("LIGHTNING_SSD_PATHS", f"{spill_dir / 'one'}{os.pathsep}{other}")
+    with pytest.raises(ConfigError, match=message):
+        Offloader(policy=OFFLOAD_ALL, subdirectory=subdirectory).open()
+    assert not list((spill_dir / "one").iterdir())
+
+
+def test_two_directories_of_one_drive_are_told_of_once(spill_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [spill_dir / "a", spill_dir / "b"]
+    policy = OffloadPolicy(activations="offload", optimizer_states="offload")
+    for allowed, num_told in ((True, 0), (False, 1)):
+        hardware = HardwareProfile(paths=paths, allow_unsuitable_paths=allowed)
+        with Offloader(policy=policy, hardware=hardware) as offloader:
+            offloader.offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
+        told = [record.getMessage() for record in caplog.records if "one file system" in record.getMessage()]
+        assert len(told) == num_told
+    assert told[0].startswith(f"{paths[0]} and {paths[1]} lie on one file system, so that they are one drive")
 
 
 @pytest.mark.parametrize("wrong", [{"policy": "offload"}, {"hardware": "/tmp"}])
