@@ -19,7 +19,7 @@ from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.events import EventLog
 from lightning_ssd.first_calls import settle_first_calls
 from lightning_ssd.memory import read_memory
-from lightning_ssd.optimizer import OffloadedOptimizer
+from lightning_ssd.optimizer import NO_OPTIMIZER, OffloadedOptimizer
 from lightning_ssd.parameters import device_of
 from lightning_ssd.planning.comparison import PlanReport
 from lightning_ssd.planning.plan import Machine
@@ -98,7 +98,8 @@ class Offloader:
         self._optimizers: list[OffloadedOptimizer] = []
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
         self._last_stats = self._sampled = OffloadStats()
-        self.description = "closed"
+        self.expects_optimizer = self.policy.optimizer_states == "offload"  # else nobody forgets offload_optimizer
+        self._has_trained, self.description = False, "closed"
 
     # -- opening and closing -------------------------------------------------------------------------------------
 
@@ -184,9 +185,13 @@ class Offloader:
             self.description = "closed"
         if failure is not None:
             raise failure
+        if self.expects_optimizer and self._has_trained:
+            self.expects_optimizer = False
+            warnings.warn(NO_OPTIMIZER, stacklevel=2)
 
     def abort(self) -> None:
         """A step has failed: drop queued work. :meth:`close` will not raise over the error that is under way."""
+        self.expects_optimizer = False
         if self._cache is not None and not self._is_foreign:
             self._cache.abort()
 
@@ -242,6 +247,7 @@ class Offloader:
             StorageError: a directory cannot serve, or is full.
         """
         self._opened()
+        self.expects_optimizer = False
         resources = self._resources
         parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
@@ -293,6 +299,7 @@ class Offloader:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
         """
         cache = self._opened()
+        self._has_trained = True
         cache.end_backward()
         if self._parts.reload is not None:
             self._parts.reload.release()

@@ -156,6 +156,74 @@ def test_two_directories_of_one_drive_are_told_of_once(spill_dir: Path, caplog: 
     assert told[0].startswith(f"{paths[0]} and {paths[1]} lie on one file system, so that they are one drive")
 
 
+def forgetful(offloader: Offloader, num_passes: int, *, end_each: int = 1 << 30) -> None:
+    x = torch.randn(300, 300, requires_grad=True)
+    for index in range(num_passes):
+        with offloader.saved_tensors():
+            loss = x.exp().sin().cos().tanh().sum()
+        loss.backward()
+        if (index + 1) % end_each == 0:
+            offloader.end_backward()
+    with torch.no_grad(), offloader.saved_tensors():
+        x.exp().sin()
+
+
+def test_backwards_that_nobody_ends_are_told_of_once(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=spill_dir)
+    with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
+        with pytest.warns(
+            UserWarning, match=r"^8 passes have run, and end_backward\(\) was never called, so"
+        ) as caught:
+            forgetful(offloader, 30)
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+        assert "Call offloader.end_backward() after each loss.backward()" in str(caught[0].message)
+        forgetful(offloader, 300)
+        assert len(offloader._cache._passes._finished) <= 256  # type: ignore[union-attr]
+
+
+def test_whoever_ends_backwards_is_told_nothing(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=spill_dir)
+    with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
+        forgetful(offloader, 30, end_each=4)
+    with Offloader(policy=OFFLOAD_ALL, hardware=hardware) as offloader:  # plans nothing
+        forgetful(offloader, 30)
+    with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
+        x = torch.randn(300, 300, requires_grad=True)
+        for _ in range(30):  # forwards alone
+            with offloader.saved_tensors():
+                x.exp().sin()
+
+
+STATES = OffloadPolicy(activations="keep", optimizer_states="offload")
+
+
+def test_an_optimizer_that_was_never_offloaded_is_told_of(spill_dir: Path) -> None:
+    offloader = Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)).open()
+    step(offloader)
+    with pytest.warns(UserWarning, match=r"moved nothing.*offloader\.offload_optimizer\(optimizer\) before") as caught:
+        offloader.close()
+    assert len(caught) == 1
+    offloader.close()
+    with offloader:
+        step(offloader)
+
+
+def test_nothing_is_told_where_no_optimizer_was_missed(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=spill_dir)
+    with Offloader(policy=STATES, hardware=hardware):
+        pass
+    with Offloader(policy=STATES, hardware=hardware) as offloader:
+        offloader.offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
+        step(offloader)
+    with Offloader(policy=OFFLOAD_ALL, hardware=hardware) as offloader:
+        step(offloader)
+    offloader = Offloader(policy=STATES, hardware=hardware).open()
+    step(offloader)
+    offloader.abort()  # something else has failed
+    offloader.close()
+
+
 @pytest.mark.parametrize("wrong", [{"policy": "offload"}, {"hardware": "/tmp"}])
 def test_wrong_types_say_what_to_write(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"for example (OffloadPolicy|HardwareProfile)"):
