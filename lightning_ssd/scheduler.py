@@ -333,9 +333,9 @@ class Scheduler:
             if self._limits.has_moved(kind.others):
                 kind.wants_trace = True  # what has come since may be counted twice: the next trace knows
                 return
-            raise self._limits.impossible(
-                error.smallest_bytes, kind.others, unusable=(machine.ssd or _NOTHING).unusable
-            ) from error
+            unusable = (machine.ssd or _NOTHING).unusable
+            # What the planner was asked is not what the user wrote: it would say "under 0 bytes" of a memory_budget.
+            raise self._limits.impossible(error.smallest_bytes, kind.others, unusable=unusable) from None
         if plan.recompute != trace.recomputed:
             # Another pass altogether: it is traced and planned again as it really is.
             kind.recompute, kind.wants_trace = plan.recompute, True
