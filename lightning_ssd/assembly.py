@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from lightning_ssd.storage.held_directory import HeldDirectory
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import DeviceMover, Edges, HostMover, Mover, StagedMover
-from lightning_ssd.storage.probe import measure_rates
+from lightning_ssd.storage.named_directories import made, tell_of_shared_drives
+from lightning_ssd.storage.probe import Rates, measure_rates
 from lightning_ssd.storage.purse import Purse
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.storage.streams import Copies, Mark
@@ -130,8 +131,9 @@ def assemble(
     wear = open_wear_meter(hardware, default_directory, subdirectory, num_local_processes)
     scheduler = None
     if policy.activations == "auto":
-        probe = partial(measure_rates, backend, directories[0], nbytes=_PROBE_BYTES)
-        meter = TierMeter(ssd, probe, host=host, probe_host=partial(measure_copies, device))
+        place = _place(_directories(hardware, default_directory))
+        probe = partial(_measure_one, backend, directories)
+        meter = TierMeter(ssd, probe, host=host, probe_host=partial(measure_copies, device), place=place)
         wishes = _wishes(policy, wear.capacity_bytes, num_local_processes, is_mapped=is_mapped)
         num_sharing = 1 if _has_own_memory(device) else num_local_processes
         scheduler = Scheduler(wishes, meter.machine, agree=agree, num_sharing=num_sharing)
@@ -208,8 +210,14 @@ def open_wear_meter(
     subdirectory: str,
     num_local_processes: int,
 ) -> WearMeter:
-    """For the directories, which are there: :func:`assemble` or :func:`open_state_files` has made them."""
-    directories = [path / subdirectory for path in _directories(hardware, default_directory)]
+    """For the directories, which are there: :func:`assemble` or :func:`open_state_files` has made them.
+
+    Tells, in the first process of a machine, where drives are counted that are not there.
+    """
+    paths = _directories(hardware, default_directory)
+    if not hardware.allow_unsuitable_paths and os.environ.get("LOCAL_RANK", "0") == "0":
+        tell_of_shared_drives(paths)
+    directories = [path / subdirectory for path in paths]
     return WearMeter(directories, hardware.drive_endurance_nbytes, num_processes=num_local_processes)
 
 
@@ -222,21 +230,40 @@ def _open_directories(
     wrap_backend: Callable[[Backend], Backend] | None,
 ) -> tuple[Backend, list[Path], str]:
     """How bytes get to the user's directories, these, and why in this way."""
-    directories = [path / subdirectory for path in _directories(hardware, default_directory)]
-    for directory in directories if subdirectory else ():
-        stack.callback(HeldDirectory(directory).close)
-    backend, why = open_backend(
-        "posix" if hardware.encrypt else hardware.backend,
-        directories=directories,
-        device_type=device.type,
-        allow_unsuitable_paths=hardware.allow_unsuitable_paths,
-    )
-    stack.callback(backend.close)
-    if hardware.encrypt:
-        backend = EncryptedBackend(backend)
-        stack.callback(backend.close)
-        why = f"{why} (encrypt=True takes no other), with AES-256"
+    paths = _directories(hardware, default_directory)
+    directories = [path / subdirectory for path in paths]
+    with made(paths, allow_unsuitable=hardware.allow_unsuitable_paths), ExitStack() as opened:
+        for directory in directories if subdirectory else ():
+            opened.callback(HeldDirectory(directory).close)
+        backend, why = open_backend(
+            "posix" if hardware.encrypt else hardware.backend,
+            directories=directories,
+            device_type=device.type,
+            allow_unsuitable_paths=hardware.allow_unsuitable_paths,
+        )
+        opened.callback(backend.close)
+        if hardware.encrypt:
+            backend = EncryptedBackend(backend)
+            opened.callback(backend.close)
+            why = f"{why} (encrypt=True takes no other), with AES-256"
+        stack.callback(opened.pop_all().close)
     return (backend if wrap_backend is None else wrap_backend(backend)), directories, why
+
+
+def _measure_one(backend: Backend, directories: Sequence[Path]) -> Rates:
+    """Of the first drive that can be measured: a full one is passed over when bytes are written, too.
+
+    Raises:
+        OSError: none can.
+    """
+    for directory in directories[:-1]:
+        with suppress(OSError):
+            return measure_rates(backend, directory, nbytes=_PROBE_BYTES)
+    return measure_rates(backend, directories[-1], nbytes=_PROBE_BYTES)
+
+
+def _place(paths: Sequence[Path]) -> str:
+    return f"{'the directory' if len(paths) == 1 else 'the directories'} {', '.join(map(printable, paths))}"
 
 
 def _wishes(policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, is_mapped: bool) -> Wishes:

@@ -158,6 +158,7 @@ class OffloadMonitor(Callback):
                 metrics=metrics,
                 step_s=self._run_s + self._step_s,
                 num_processes=trainer.world_size,
+                unusable=None if offloader is None else offloader.unusable,
                 plan=None if report is None else report.text(),
                 drive_life_days=metrics.get("wear/drive_life_days"),
             )

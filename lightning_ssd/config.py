@@ -6,16 +6,20 @@ written, so that ``repr`` prints what the user wrote, and read through :func:`pa
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["HardwareProfile", "OffloadPolicy", "Size", "parse_size"]
+__all__ = ["HardwareProfile", "OffloadPolicy", "Size", "parse_size", "typed"]
+
+_T = TypeVar("_T")
 
 Size = int | str
 """Bytes as an integer, or text such as ``"512KiB"``, ``"1.5 GiB"``, ``"20GB"``."""
@@ -50,13 +54,57 @@ def parse_size(value: Size, *, name: str = "size") -> int:
         return value
     match = _SIZE.fullmatch(value)
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{name}={value!r} is not a size; allowed: {allowed}")
+        hint = ""
+        if match is not None and re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
+            short = f"{match[1]}{match[2][0].upper()}"
+            hint = f'; did you mean "{short}B" (powers of 1,000) or "{short}iB" (of 1,024)?'
+        raise ConfigError(f"{name}={value!r} is not a size{hint}; allowed: {allowed}")
     number, unit = match.groups()
     exact = float(number) * _UNITS[unit.lower()]
     if exact == math.inf:
         raise ConfigError(f"{name}={value!r} is not finite; allowed: {allowed}")
     nbytes: int = round(exact)
     return nbytes
+
+
+def typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:
+    """What the user gave, or the default.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if value is None:
+        return cls()
+    if not isinstance(value, cls):
+        got = f"{name}={value!r} is a {type(value).__name__}"
+        raise ConfigError(f"{got}; allowed: {cls.__name__}, for example {example}")
+    return value
+
+
+class _UnknownSettingError(ConfigError, TypeError):
+    """Also what Python itself raises for it."""
+
+
+def _names_mistakes(cls: type[_T]) -> type[_T]:
+    """Let a dataclass of settings say which one a mistyped name is near to."""
+    build = cls.__init__
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(build)
+    def checked(self: _T, *args: Any, **settings: Any) -> None:
+        if args:
+            raise _UnknownSettingError(
+                f"{cls.__name__} takes its settings by name, and got {args[0]!r} without one; allowed: "
+                f"{', '.join(known)}"
+            )
+        for name in settings.keys() - set(known):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise _UnknownSettingError(f"{cls.__name__} has no setting {name}{hint}; allowed: {', '.join(known)}")
+        build(self, **settings)
+
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def _check_choice(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:
@@ -78,6 +126,7 @@ def _as_tuple(name: str, value: object, allowed: str) -> tuple[object, ...]:
     return tuple(value)
 
 
+@_names_mistakes
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPolicy:
     """What is moved, and how much slower a step may get for it. Every default works without a thought."""
@@ -201,6 +250,7 @@ class OffloadPolicy:
         return parse_size(self.min_tensor_bytes)
 
 
+@_names_mistakes
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
     """Where offloaded bytes go, and with what."""

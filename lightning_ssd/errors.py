@@ -52,6 +52,10 @@ class StorageError(OffloadError, OSError):
 class UnsuitablePathError(StorageError):
     """The directory cannot serve as a tier (tmpfs, network file system, not writable)."""
 
+    def __str__(self) -> str:
+        # "[Errno 22]" in front would tell the user nothing: most often it is our own judgement, not the system's.
+        return self.strerror or super().__str__()
+
 
 class OutOfSpaceError(StorageError):
     """The file system has no room. The message names the path, the need and the free space."""

@@ -156,6 +156,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
                 agree=self._smallest if self.is_distributed else None,
                 num_local_processes=self.num_processes,
             )
+            self._offloader.expects_optimizer = False  # setup_optimizer gives all
             # Processes that multiprocessing started ("fork", "spawn") end without atexit.
             Finalize(None, _end_of_process, (weakref.ref(self._offloader),), exitpriority=0)
         if not self._offloader.is_open:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -18,6 +19,8 @@ from lightning_ssd.scheduler import FinishedPass, Scheduler
 __all__ = ["LivePasses"]
 
 _MAX_PASSES = 256
+_MAX_UNENDED = 8
+"""Passes, until it is said that their ends are not told. Some accumulate gradients, and tell late."""
 
 
 class LivePasses:
@@ -50,7 +53,8 @@ class LivePasses:
         self._scheduler = scheduler
         self._allocation = allocation
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
-        self._finished: list[FinishedPass] = []
+        self._finished: deque[FinishedPass] = deque(maxlen=_MAX_PASSES)  # more, where nobody ends a backward
+        self._may_be_forgotten = scheduler is not None
 
     def __iter__(self) -> Iterator[SavedPass]:
         return iter(self._passes)
@@ -144,11 +148,24 @@ class LivePasses:
         Raises:
             BudgetError: the budget cannot be kept by any plan.
         """
+        self._may_be_forgotten = False
         if self._scheduler is not None:
-            finished, self._finished = self._finished, []
+            finished = list(self._finished)
+            self._finished.clear()
             for done in finished:
                 self._scheduler.observe(done)
             self._scheduler.border()
+
+    def warn_of_forgotten_ends(self) -> None:
+        """Once, where backwards have run and none was ever ended. Not under the lock: a warning may run any code."""
+        if self._may_be_forgotten and len(self._finished) >= _MAX_UNENDED:
+            self._may_be_forgotten = False
+            warnings.warn(
+                f"{len(self._finished)} passes have run, and end_backward() was never called, so that no plan can be "
+                "made: what is moved is only what a budget or scarce memory forces out. Call offloader.end_backward() "
+                "after each loss.backward()",
+                stacklevel=4,
+            )
 
     def prune(self) -> None:
         """Forget passes whose graphs are gone."""

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -15,12 +14,12 @@ from torch.optim import Optimizer
 from lightning_ssd import metrics
 from lightning_ssd.assembly import NOTHING, HostMemory, Parts, assemble, open_state_files, open_wear_meter
 from lightning_ssd.blocks import Blocks, find_blocks
-from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, typed
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.events import EventLog
 from lightning_ssd.first_calls import settle_first_calls
 from lightning_ssd.memory import read_memory
-from lightning_ssd.optimizer import OffloadedOptimizer
+from lightning_ssd.optimizer import NO_OPTIMIZER, OffloadedOptimizer
 from lightning_ssd.parameters import device_of
 from lightning_ssd.planning.comparison import PlanReport
 from lightning_ssd.planning.plan import Machine
@@ -34,8 +33,6 @@ from lightning_ssd.unclosed import close_in_any_case
 from lightning_ssd.wear_meter import WearMeter
 
 __all__ = ["Offloader"]
-
-_T = TypeVar("_T")
 
 
 class Offloader:
@@ -83,8 +80,8 @@ class Offloader:
         _wrap_backend: Callable[[Backend], Backend] | None = None,
         _copies: Copies | None = None,
     ) -> None:
-        self.policy = _typed("policy", policy, OffloadPolicy, 'OffloadPolicy(activations="offload")')
-        self.hardware = _typed("hardware", hardware, HardwareProfile, 'HardwareProfile(paths=["/my/ssd"])')
+        self.policy = typed("policy", policy, OffloadPolicy, 'OffloadPolicy(activations="offload")')
+        self.hardware = typed("hardware", hardware, HardwareProfile, 'HardwareProfile(paths=["/my/ssd"])')
         self._device = None if device is None else torch.device(device)
         self._default_directory = default_directory
         self._subdirectory = subdirectory
@@ -101,7 +98,8 @@ class Offloader:
         self._optimizers: list[OffloadedOptimizer] = []
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
         self._last_stats = self._sampled = OffloadStats()
-        self.description = "closed"
+        self.expects_optimizer = self.policy.optimizer_states == "offload"  # else nobody forgets offload_optimizer
+        self._has_trained, self.description = False, "closed"
 
     # -- opening and closing -------------------------------------------------------------------------------------
 
@@ -115,6 +113,7 @@ class Offloader:
 
         Raises:
             StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
+            ConfigError: two of ``hardware.paths`` are one directory.
             BackendUnavailableError: ``hardware.backend`` names one that does not work here.
         """
         if not self.is_open:
@@ -186,9 +185,13 @@ class Offloader:
             self.description = "closed"
         if failure is not None:
             raise failure
+        if self.expects_optimizer and self._has_trained:
+            self.expects_optimizer = False
+            warnings.warn(NO_OPTIMIZER, stacklevel=2)
 
     def abort(self) -> None:
         """A step has failed: drop queued work. :meth:`close` will not raise over the error that is under way."""
+        self.expects_optimizer = False
         if self._cache is not None and not self._is_foreign:
             self._cache.abort()
 
@@ -244,6 +247,7 @@ class Offloader:
             StorageError: a directory cannot serve, or is full.
         """
         self._opened()
+        self.expects_optimizer = False
         resources = self._resources
         parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
@@ -295,6 +299,7 @@ class Offloader:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
         """
         cache = self._opened()
+        self._has_trained = True
         cache.end_backward()
         if self._parts.reload is not None:
             self._parts.reload.release()
@@ -363,6 +368,12 @@ class Offloader:
         return None if scheduler is None else scheduler.comparison.report(scheduler.num_plans, scheduler.given_up_at)
 
     @property
+    def unusable(self) -> str | None:
+        """Why plans move nothing to a drive; ``None``: they may, or none has been made yet."""
+        scheduler = self._parts.scheduler
+        return None if scheduler is None else scheduler.unusable
+
+    @property
     def trace(self) -> Trace | None:
         """The latest profiled pass; ``None`` before there is one."""
         scheduler = self._parts.scheduler
@@ -386,12 +397,3 @@ class Offloader:
             plan=None if scheduler is None else scheduler.readings(),
             drive_life_days=None if wear is None else wear.life_days(self._sampled.bytes_written),
         )
-
-
-def _typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:
-    if value is None:
-        return cls()
-    if not isinstance(value, cls):
-        got = f"{name}={value!r} is a {type(value).__name__}"
-        raise ConfigError(f"{got}; allowed: {cls.__name__}, for example {example}")
-    return value

@@ -30,7 +30,13 @@ from lightning_ssd.state_loading import load_states
 from lightning_ssd.state_snapshot import Snapshot
 from lightning_ssd.stats import OptimizerStats
 
-__all__ = ["OffloadedOptimizer"]
+__all__ = ["NO_OPTIMIZER", "OffloadedOptimizer"]
+
+NO_OPTIMIZER = (
+    'optimizer_states="offload" moved nothing, because no optimizer was given to the Offloader; call '
+    "optimizer = offloader.offload_optimizer(optimizer) before the first step, and use what it returns"
+)
+"""For who trains without having offloaded one."""
 
 
 class OffloadedOptimizer(Optimizer):

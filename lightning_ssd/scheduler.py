@@ -108,6 +108,7 @@ class Scheduler:
         self.trace: Trace | None = None
         self.num_plans = 0
         self.given_up_at: float | None = None
+        self.unusable: str | None = None  # why the drives were not planned with the last time
         self.comparison = Comparison(wear_bytes_per_day=wishes.wear_bytes_per_day)
         self._wishes = wishes
         self._measure = machine
@@ -244,6 +245,7 @@ class Scheduler:
 
     def _submit(self, kind: _Kind, traced: _Traced) -> None:
         goal, machine = self._goal(traced.trace, kind.others), self.machine
+        self.unusable = (machine.ssd or _NOTHING).unusable
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="lightning_ssd-plan")
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         kind.asked = traced, goal, machine
@@ -286,12 +288,16 @@ class Scheduler:
                 float(-floor),
             ]
         )
+        unusable = ssd.unusable
+        if unusable is None and write < ssd.write_bytes_per_s and not write:
+            unusable = "another process of this run has none that could be measured"
+        ssd = replace(ssd, write_bytes_per_s=write, read_bytes_per_s=read, unusable=unusable)
         self._agreed = Machine(
-            ssd=None if machine.ssd is None else replace(ssd, write_bytes_per_s=write, read_bytes_per_s=read),
+            ssd=None if machine.ssd is None else ssd,
             host=None if host is None or not capacity else replace(host, capacity_bytes=int(capacity)),
         )
         if -negative_floor > self._limits.agreed:
-            raise self._limits.impossible(int(-negative_floor), self._others)
+            raise self._limits.impossible(int(-negative_floor), self._others, unusable=unusable)
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
@@ -331,7 +337,9 @@ class Scheduler:
             if self._limits.has_moved(kind.others):
                 kind.wants_trace = True  # what has come since may be counted twice: the next trace knows
                 return
-            raise self._limits.impossible(error.smallest_bytes, kind.others) from error
+            unusable = (machine.ssd or _NOTHING).unusable
+            # What the planner was asked is not what the user wrote: it would say "under 0 bytes" of a memory_budget.
+            raise self._limits.impossible(error.smallest_bytes, kind.others, unusable=unusable) from None
         if plan.recompute != trace.recomputed:
             # Another pass altogether: it is traced and planned again as it really is.
             kind.recompute, kind.wants_trace = plan.recompute, True

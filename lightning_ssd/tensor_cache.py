@@ -136,6 +136,7 @@ class TensorCache:
         self.check_process()
         if self._fetcher.closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
+        self._passes.warn_of_forgotten_ends()
         self.parameters.refresh()
         with self.ledger.lock:
             self.ledger.settle()

@@ -11,6 +11,7 @@ import torch
 from lightning_ssd.errors import StorageError
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.rates import RateEstimate
+from lightning_ssd.storage.arena import SPACE_ADVICE
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.probe import Rates
 from lightning_ssd.storage.tiers import Progress, SsdTier
@@ -45,6 +46,7 @@ class TierMeter:
             for. ``None``: they are unknown (0) until then.
         host: the host tier, if there is one.
         probe_host: the same for it.
+        place: of the drives, as the user knows it, for messages.
     """
 
     def __init__(
@@ -54,10 +56,13 @@ class TierMeter:
         *,
         host: HostTier | None = None,
         probe_host: Callable[[], Rates] | None = None,
+        place: str = "the SSD tier",
     ) -> None:
-        self._ssd = _Channels(ssd.progress, probe)
+        self._ssd = _Channels(ssd.progress, probe, place)
         self._host_tier = host
-        self._host = None if host is None or probe_host is None else _Channels(host.progress, probe_host)
+        self._host: _Channels | None = None
+        if host is not None and probe_host is not None:
+            self._host = _Channels(host.progress, probe_host, "host memory")
 
     def machine(self) -> Machine:
         """The tiers as they are known now."""
@@ -70,9 +75,11 @@ class TierMeter:
 class _Channels:
     """Both directions of one tier."""
 
-    def __init__(self, progress: Callable[[], Progress], probe: Callable[[], Rates] | None) -> None:
+    def __init__(self, progress: Callable[[], Progress], probe: Callable[[], Rates] | None, place: str) -> None:
         self._progress = progress
         self._probe = probe
+        self._place = place
+        self._unusable: str | None = None
         self._seen = Progress(0, 0.0, 0, 0.0)
         self._seen_s = 0.0
         self._write, self._read = RateEstimate(), RateEstimate()
@@ -89,10 +96,15 @@ class _Channels:
             try:
                 probed = probe()
             except (OSError, StorageError) as error:  # as with a failed write: nothing is moved, training goes on
-                warnings.warn(f"a tier could not be measured ({error}); it is not planned with", stacklevel=2)
+                reason, advice, _ = (error.strerror or str(error)).partition(f". {SPACE_ADVICE}")
+                self._unusable = f"{self._place} could not be measured ({reason})"
+                warnings.warn(f"{self._unusable}; nothing will be moved there{advice}", stacklevel=2)
                 probed = Rates(0.0, 0.0)
             self._write = self._write if self._write.value else RateEstimate(probed.write_per_s)
             self._read = self._read if self._read.value else RateEstimate(probed.read_per_s)
         return TierRates(
-            write_bytes_per_s=self._write.value, read_bytes_per_s=self._read.value, capacity_bytes=capacity_bytes
+            write_bytes_per_s=self._write.value,
+            read_bytes_per_s=self._read.value,
+            capacity_bytes=capacity_bytes,
+            unusable=None if self._write.value and self._read.value else self._unusable,
         )

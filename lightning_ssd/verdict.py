@@ -28,6 +28,8 @@ class Run:
     step_s: float
     """Time in training steps, without data loading and validation."""
     num_processes: int = 1
+    unusable: str | None = None
+    """Why nothing could be moved to a drive; ``None``: it could."""
     plan: str | None = None
     """Predicted against measured; ``None``: no step has followed a plan."""
     drive_life_days: float | None = None
@@ -72,6 +74,8 @@ def _activations(run: Run) -> list[str]:
             f"{counted(stats.failures, 'transfer', 'transfers')} failed; {counted(stats.fallbacks, 'time', 'times')} "
             "training went on with the tensor in memory or a second try."
         )
+    if run.unusable is not None and not stats.bytes_written:
+        sentences.append(f"Nothing was moved to a drive, because {run.unusable}.")
     if run.plan is not None:
         sentences.append(run.plan)
     return [*sentences, f"Backend: {run.backend}."]

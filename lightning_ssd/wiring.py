@@ -94,6 +94,7 @@ class Offloading(WithModule):
             agree=self._smallest if self.is_distributed else None,
             num_local_processes=self.num_processes or None,
         )
+        offloader.expects_optimizer = False  # all that the module has are given below
         self._stall_watch = StallWatch(self._from_all) if self.is_distributed and self.compares_stalls else None
         self._size_trial = SizeTrial(trainer)
         self._is_set_up = False

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "in_one_unit", "printable"]
+import math
+
+__all__ = ["counted", "in_one_unit", "printable", "sized"]
 
 _BINARY = (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1))
+_QUARTER = 1 << 28
 _DECIMAL = (("TB", 10**12, 2), ("GB", 10**9, 2), ("MB", 10**6, 1))
 
 
@@ -24,6 +27,17 @@ def in_one_unit(*sizes: float, decimal: bool = False) -> list[str]:
 
 def _number(value: float, digits: int) -> str:
     return f"{value:.2g}" if 0 < value < 0.95 / 10**digits else f"{value:,.{digits}f}"
+
+
+def sized(nbytes: int) -> str:
+    """``1572864 bytes (1.5 MiB)``: to the byte for who compares, and in a form that can be given back as a setting.
+
+    What is in parentheses is never less than the bytes, so that a budget that is copied from it is large enough.
+    """
+    unit, unit_bytes = ("MiB", 1 << 20) if nbytes >= 1 << 20 else ("KiB", 1 << 10)
+    if nbytes and nbytes % _QUARTER == 0:  # else two digits of GiB would be too coarse
+        unit, unit_bytes = "GiB", 1 << 30
+    return f"{nbytes} bytes ({math.ceil(100 * nbytes / unit_bytes) / 100:.2f}".rstrip("0").rstrip(".") + f" {unit})"
 
 
 def counted(number: int, one: str, many: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +157,28 @@ def test_policy_bounds() -> None:
 def test_hardware_messages(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HardwareProfile(**setting)
+
+
+@pytest.mark.parametrize(
+    ("cls", "mistyped", "near"),
+    [(OffloadPolicy, "activation", "activations"), (HardwareProfile, "path", "paths"), (OffloadPolicy, "zzz", None)],
+)
+def test_a_mistyped_name_gets_the_nearest_one(cls: type, mistyped: str, near: str | None) -> None:
+    hint = f", did you mean {near}?" if near else ""
+    with pytest.raises(
+        ConfigError, match=rf"^{cls.__name__} has no setting {mistyped}{re.escape(hint)}; allowed: \w+, "
+    ):
+        cls(**{mistyped: "offload"})
+    with pytest.raises(TypeError):  # as Python says it
+        cls(**{mistyped: "offload"})
+    with pytest.raises(ConfigError, match=f"{cls.__name__} takes its settings by name, and got 'offload' without one"):
+        cls("offload")
+    assert list(inspect.signature(cls).parameters) == [field.name for field in dataclasses.fields(cls)]
+    assert dataclasses.replace(cls()) == cls()
+
+
+@pytest.mark.parametrize("text", ["4G", "4 g", "4Gi"])
+def test_a_unit_without_its_b_is_named(text: str) -> None:
+    message = r'is not a size; did you mean "4GB" \(powers of 1,000\) or "4GiB" \(of 1,024\)\?; allowed: bytes'
+    with pytest.raises(ConfigError, match=message):
+        parse_size(text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -95,6 +97,131 @@ def test_unsuitable_path_is_refused_before_anything_is_open() -> None:
         offloader.open()
     assert not offloader.is_open
     assert not our_threads()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here to be refused")
+@pytest.mark.parametrize("subdirectory", ["", "lightning_ssd-0-rank-0"])
+@pytest.mark.parametrize("policy", [OFFLOAD_ALL, OffloadPolicy(activations="keep", optimizer_states="offload")])
+def test_a_refused_path_is_named_as_given_and_not_left_behind(
+    spill_dir: Path, policy: OffloadPolicy, subdirectory: str
+) -> None:
+    refused = Path(f"/dev/shm/lightning_ssd_test_{os.getpid()}")
+    hardware = HardwareProfile(paths=[spill_dir / "good" / "deep", refused / "x"])
+    offloader = Offloader(policy=policy, hardware=hardware, subdirectory=subdirectory)
+    with pytest.raises(UnsuitablePathError) as caught:
+        offloader.open().offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
+    offloader.close()
+    assert str(caught.value).startswith(f"{refused}/x lies on tmpfs")
+    assert caught.value.errno == errno.EINVAL
+    assert not refused.exists()
+    assert not list(spill_dir.iterdir())
+
+
+def test_what_was_there_before_a_refusal_stays(spill_dir: Path) -> None:
+    (spill_dir / "mine").mkdir()
+    paths = [spill_dir / "mine", spill_dir / "new", spill_dir / "mine"]
+    with pytest.raises(ConfigError, match="names a directory twice"):
+        Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=paths)).open()
+    assert [path.name for path in spill_dir.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("spelling", ["one", "./one", "sub/../one", "link"])
+@pytest.mark.parametrize("subdirectory", ["", "rank-0"])
+def test_one_directory_is_not_two_drives(
+    spill_dir: Path, subdirectory: str, spelling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "sub"):
+        (spill_dir / name).mkdir()
+    (spill_dir / "link").symlink_to("one")
+    other = f"{spill_dir}/{spelling}"
+    message = rf"twice: .*{re.escape(str(Path(other)))}.* would be taken for two drives; allowed: one directory per"
+    hardware = HardwareProfile(paths=[spill_dir / "one", other])
+    with pytest.raises(ConfigError, match=message):
+        Offloader(policy=OFFLOAD_ALL, hardware=hardware, subdirectory=subdirectory).open()
+    monkeypatch.setenv("LIGHTNING_SSD_PATHS", f"{spill_dir / 'one'}{os.pathsep}{other}")
+    with pytest.raises(ConfigError, match=message):
+        Offloader(policy=OFFLOAD_ALL, subdirectory=subdirectory).open()
+    assert not list((spill_dir / "one").iterdir())
+
+
+def test_two_directories_of_one_drive_are_told_of_once(spill_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [spill_dir / "a", spill_dir / "b"]
+    policy = OffloadPolicy(activations="offload", optimizer_states="offload")
+    for allowed, num_told in ((True, 0), (False, 1)):
+        hardware = HardwareProfile(paths=paths, allow_unsuitable_paths=allowed)
+        with Offloader(policy=policy, hardware=hardware) as offloader:
+            offloader.offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
+        told = [record.getMessage() for record in caplog.records if "one file system" in record.getMessage()]
+        assert len(told) == num_told
+    assert told[0].startswith(f"{paths[0]} and {paths[1]} lie on one file system, so that they are one drive")
+
+
+def forgetful(offloader: Offloader, num_passes: int, *, end_each: int = 1 << 30) -> None:
+    x = torch.randn(300, 300, requires_grad=True)
+    for index in range(num_passes):
+        with offloader.saved_tensors():
+            loss = x.exp().sin().cos().tanh().sum()
+        loss.backward()
+        if (index + 1) % end_each == 0:
+            offloader.end_backward()
+    with torch.no_grad(), offloader.saved_tensors():
+        x.exp().sin()
+
+
+def test_backwards_that_nobody_ends_are_told_of_once(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=spill_dir)
+    with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
+        with pytest.warns(
+            UserWarning, match=r"^8 passes have run, and end_backward\(\) was never called, so"
+        ) as caught:
+            forgetful(offloader, 30)
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+        assert "Call offloader.end_backward() after each loss.backward()" in str(caught[0].message)
+        forgetful(offloader, 300)
+        assert len(offloader._cache._passes._finished) <= 256  # type: ignore[union-attr]
+
+
+def test_whoever_ends_backwards_is_told_nothing(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=spill_dir)
+    with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
+        forgetful(offloader, 30, end_each=4)
+    with Offloader(policy=OFFLOAD_ALL, hardware=hardware) as offloader:  # plans nothing
+        forgetful(offloader, 30)
+    with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
+        x = torch.randn(300, 300, requires_grad=True)
+        for _ in range(30):  # forwards alone
+            with offloader.saved_tensors():
+                x.exp().sin()
+
+
+STATES = OffloadPolicy(activations="keep", optimizer_states="offload")
+
+
+def test_an_optimizer_that_was_never_offloaded_is_told_of(spill_dir: Path) -> None:
+    offloader = Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)).open()
+    step(offloader)
+    with pytest.warns(UserWarning, match=r"moved nothing.*offloader\.offload_optimizer\(optimizer\) before") as caught:
+        offloader.close()
+    assert len(caught) == 1
+    offloader.close()
+    with offloader:
+        step(offloader)
+
+
+def test_nothing_is_told_where_no_optimizer_was_missed(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=spill_dir)
+    with Offloader(policy=STATES, hardware=hardware):
+        pass
+    with Offloader(policy=STATES, hardware=hardware) as offloader:
+        offloader.offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
+        step(offloader)
+    with Offloader(policy=OFFLOAD_ALL, hardware=hardware) as offloader:
+        step(offloader)
+    offloader = Offloader(policy=STATES, hardware=hardware).open()
+    step(offloader)
+    offloader.abort()  # something else has failed
+    offloader.close()
 
 
 @pytest.mark.parametrize("wrong", [{"policy": "offload"}, {"hardware": "/tmp"}])

@@ -82,6 +82,16 @@ def test_ranks_agree_on_rates_and_limit() -> None:
     assert group.num_calls == 4, "with the 1st, 2nd, 4th and 8th backward"
 
 
+def test_ranks_say_whose_drive_cannot_be_used() -> None:
+    nothing = Machine(ssd=TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0, unusable="the directory /x is full"))
+    traces = make_trace(), make_trace()
+    mine, others = on_ranks([rank(nothing, traces[0], NBYTES // 2), rank(FAST, traces[1], NBYTES // 2)])[0]
+    assert isinstance(mine, BudgetError)
+    assert "because no drive could be used: the directory /x is full. Without one the smallest possible" in str(mine)
+    assert isinstance(others, BudgetError)
+    assert "no drive could be used: another process of this run has none that could be measured" in str(others)
+
+
 def test_ranks_agree_on_a_host_tier_that_all_have() -> None:
     def host(capacity: int) -> Machine:
         rates = TierRates(write_bytes_per_s=9e9, read_bytes_per_s=9e9, capacity_bytes=capacity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -210,8 +211,26 @@ def test_a_probe_that_fails_costs_no_step() -> None:
     def full() -> Rates:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    meter = TierMeter(FakeTier().as_ssd, full)
-    with pytest.warns(UserWarning, match="No space left"):
+    meter = TierMeter(FakeTier().as_ssd, full, place="the directory /spill")
+    reason = "the directory /spill could not be measured (No space left on device)"
+    with pytest.warns(UserWarning, match=rf"^{re.escape(reason)}; nothing will be moved there$"):
         machine = meter.machine()
+    assert machine.ssd is not None
+    assert machine.ssd.unusable == reason
     assert machine.ssd == TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
     assert meter.machine() == machine
+
+
+def test_a_tier_that_works_after_all_is_not_called_unusable(wait: Callable[[float], None]) -> None:
+    def full() -> Rates:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tier = FakeTier()
+    meter = TierMeter(tier.as_ssd, full)
+    with pytest.warns(UserWarning, match="could not be measured"):
+        meter.machine()
+    wait(1)
+    tier.move(written=100 * MIB, write_s=1.0, read=50 * MIB, read_s=0.25)
+    ssd = meter.machine().ssd
+    assert ssd is not None
+    assert ssd.unusable is None

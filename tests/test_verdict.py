@@ -97,6 +97,12 @@ def test_whose_numbers_they_are():
     assert verdict(run(num_processes=4)).endswith("Numbers of the first of 4 processes.")
 
 
+def test_why_no_drive_was_used():
+    text = verdict(run(stats=replace(STATS, bytes_written=0), unusable="the directory /spill is full"))
+    assert "overlap 98 %. Nothing was moved to a drive, because the directory /spill is full. Backend: " in text
+    assert "Nothing was moved" not in verdict(run(unusable="the directory /spill was full at first"))
+
+
 PLAN = "Plan: 1 s per pass predicted, 1.1 s measured (+10 %)."
 
 

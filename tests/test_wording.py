@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ssd.wording import counted, in_one_unit
+from lightning_ssd.config import parse_size
+from lightning_ssd.wording import counted, in_one_unit, sized
 
 MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
 
@@ -38,3 +39,22 @@ def test_drives_are_told_of_in_powers_of_ten(sizes: tuple[int, ...], texts: list
 
 def test_one_is_one() -> None:
     assert [counted(n, "pass", "passes") for n in (0, 1, 2)] == ["0 passes", "1 pass", "2 passes"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes (0 KiB)"),
+        (1, "1 bytes (0.01 KiB)"),
+        (1 << 20, "1048576 bytes (1 MiB)"),
+        (3 << 19, "1572864 bytes (1.5 MiB)"),
+        ((100 << 20) + 1, "104857601 bytes (100.01 MiB)"),
+        (1 << 30, "1073741824 bytes (1 GiB)"),
+        (5 << 28, "1342177280 bytes (1.25 GiB)"),
+        (4082 << 20, "4280287232 bytes (4082 MiB)"),
+        (2000 << 30, "2147483648000 bytes (2000 GiB)"),
+    ],
+)
+def test_a_size_can_be_given_back_as_a_setting(nbytes: int, text: str) -> None:
+    assert sized(nbytes) == text
+    assert parse_size(text.partition("(")[2].rstrip(")")) >= nbytes

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_ssd.errors import BudgetError
+from lightning_ssd.wording import sized
 
 __all__ = ["Limits", "Others", "Wishes"]
 
@@ -137,32 +138,44 @@ class Limits:
         """Whether the limit is no longer the one that the traced pass was planned for."""
         return self.all_counts and others.peak_bytes is not None and others.grown_bytes > 0
 
-    def impossible(self, smallest_bytes: int, others: Others) -> BudgetError:
+    def impossible(self, smallest_bytes: int, others: Others, *, unusable: str | None = None) -> BudgetError:
         """The error for a budget that no plan keeps.
 
         Args:
             smallest_bytes: of saved activations, for which a plan is known.
             others: what else is in memory.
+            unusable: why nothing can be moved to a drive, so that a larger budget is only the second best advice.
         """
-        wishes, other = self._wishes, others.peak_bytes or 0
-        activations = math.inf if wishes.activation_budget is None else wishes.activation_budget
-        if wishes.memory_budget is not None and wishes.memory_budget - other < activations:
-            got = f"OffloadPolicy.memory_budget={wishes.memory_budget}"
-            # What else is in memory differs from run to run by a few MiB: named to the byte, it could fail again.
-            least = smallest_bytes + other
-            least += max(int(_MARGIN * least), _MIN_MARGIN_BYTES)
-            mib = math.ceil(least / 2**20)
-            smallest = f"about {least} bytes ({mib} MiB), of which {other} are not saved activations"
-            if others.num_traces < 2:
-                smallest += " (optimizer states that come with the first step are not in it)"
-        else:
-            got, smallest = f"OffloadPolicy.activation_budget={wishes.activation_budget}", f"{smallest_bytes} bytes"
-            smallest += f" ({smallest_bytes / 2**20:.1f} MiB)"
-        wear = "" if wishes.wear_bytes_per_day is None else "raise wear_budget (it limits what may be moved), "
+        got, smallest = self._got_and_smallest(smallest_bytes, others)
+        is_worn = self._wishes.wear_bytes_per_day is not None
+        wear = "raise wear_budget (it limits what may be moved), " if is_worn else ""
+        fact = f"OffloadPolicy.{got} cannot be kept by any plan for this model and batch"
+        if unusable is not None:
+            return BudgetError(
+                f"{fact}, because no drive could be used: {unusable}. Without one the smallest possible is {smallest}. "
+                "Free space there, or name other directories in HardwareProfile(paths=...): with a drive it is lower. "
+                "Or raise the budget, or make the batch smaller"
+            )
         return BudgetError(
-            f"{got} bytes cannot be kept by any plan for this model and batch; the smallest possible is {smallest}. "
+            f"{fact}; the smallest possible is {smallest}. "
             f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes"
         )
+
+    def _got_and_smallest(self, smallest_bytes: int, others: Others) -> tuple[str, str]:
+        """The budget that is in the way, and the one in its place for which a plan is known."""
+        wishes, other = self._wishes, others.peak_bytes or 0
+        memory, activations = wishes.memory_budget, wishes.activation_budget
+        if memory is None or (activations is not None and memory - other >= activations):
+            # One that another process has agreed on has no number here.
+            return f"activation_budget={sized(activations) if activations is not None else None}", sized(smallest_bytes)
+        # What else is in memory differs from run to run by a few MiB: named to the byte, it could fail again.
+        least = smallest_bytes + other
+        least += max(int(_MARGIN * least), _MIN_MARGIN_BYTES)
+        least = math.ceil(least / 2**20) << 20
+        smallest = f"about {sized(least)}, of which {sized(other)} are not saved activations"
+        if others.num_traces < 2:
+            smallest += " (optimizer states that come with the first step are not in it)"
+        return f"memory_budget={sized(memory)}", smallest
 
 
 def _least(*limits: float | None) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_ssd.planning.placement import Placement
 
@@ -17,6 +17,8 @@ class TierRates:
     read_bytes_per_s: float
     capacity_bytes: int | None = None
     """``None``: more than a pass can use."""
+    unusable: str | None = field(default=None, compare=False)
+    """Where the rates are 0 because the tier failed: how, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

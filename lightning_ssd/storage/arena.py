@@ -24,8 +24,10 @@ from lightning_ssd.storage.extents import Extent, ExtentAllocator
 from lightning_ssd.storage.private_directory import MAX_VANISHED, open_private
 from lightning_ssd.tensors import Region
 
-__all__ = ["Arena", "Extent", "ExtentAllocator", "as_storage_error"]
+__all__ = ["SPACE_ADVICE", "Arena", "Extent", "ExtentAllocator", "as_storage_error"]
 
+SPACE_ADVICE = "Free space there, or name other directories in HardwareProfile(paths=...)"
+"""How the message of a full file system ends."""
 _FIRST_GROWTH_BYTES = 64 << 20
 _MAX_GROWTH_BYTES = 4 << 30
 _RETRY_AFTER_S = 5.0
@@ -291,8 +293,7 @@ class Arena:
         return OutOfSpaceError(
             errno.ENOSPC,
             f"the file system of {self.path} is full: {need:,} more bytes are needed, "
-            f"{facts.f_bavail * facts.f_frsize:,} are free, the spill file has {self.size_bytes:,}. "
-            "Free space there, or name other directories in HardwareProfile(paths=...)",
+            f"{facts.f_bavail * facts.f_frsize:,} are free, the spill file has {self.size_bytes:,}. " + SPACE_ADVICE,
         )
 
 

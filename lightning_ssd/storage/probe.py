@@ -32,6 +32,7 @@ __all__ = [
     "make_directory",
     "measure_rates",
     "read_back_ok",
+    "refuse_unsuitable",
 ]
 
 _MEMORY_TYPES = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
@@ -114,6 +115,15 @@ def check_directory(path: str | os.PathLike[str], *, allow_unsuitable: bool = Fa
         raise _unsuitable(
             path, "is not writable for this user", "change its owner or mode, or name another", errno.EACCES
         )
+    return refuse_unsuitable(path, allow_unsuitable=allow_unsuitable)
+
+
+def refuse_unsuitable(path: Path, *, allow_unsuitable: bool) -> DirectoryFacts:
+    """Judge what an existing directory lies on.
+
+    Raises:
+        UnsuitablePathError: without ``allow_unsuitable``: memory and network file systems.
+    """
     facts = inspect_directory(path)
     if facts.is_memory and not allow_unsuitable:
         raise _unsuitable(
