@@ -7,9 +7,6 @@ before the step and all end alike; random numbers come in another order, so that
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.generators import Source, default_sources, shared_sources, source_of
 from lightning_ssd.own_attributes import INCOMPLETE, Attributes
 
 __all__ = ["Byproducts", "RandomStates", "untouched"]
@@ -28,43 +26,29 @@ class RandomStates:
     Args:
         optimizer: whose attributes and options may have generators.
         devices: where its parameters are.
+        shared: those of Python and NumPy, too.
     """
 
-    def __init__(self, optimizer: Optimizer, devices: Iterable[torch.device]) -> None:
-        self._cpu = torch.get_rng_state()
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy.random")
-        self._numpy = None if numpy is None else numpy.get_state(legacy=False)
-        self._devices = {device: torch.cuda.get_rng_state(device) for device in set(devices) if device.type == "cuda"}
-        self._generators = {generator: generator.get_state() for generator in _generators(optimizer)}
+    def __init__(self, optimizer: Optimizer, devices: Iterable[torch.device], *, shared: bool = True) -> None:
+        sources = [*default_sources(devices), *_sources(optimizer), *(shared_sources() if shared else ())]
+        self._states = [(source, source.read()) for source in sources]
 
-    def is_like(self, later: RandomStates) -> bool:
-        """Whether nobody has drawn in between."""
-        return (
-            torch.equal(self._cpu, later._cpu)
-            and self._python == later._python
-            and pickle.dumps(self._numpy) == pickle.dumps(later._numpy)
-            and all(torch.equal(state, later._devices[device]) for device, state in self._devices.items())
-            and all(torch.equal(state, generator.get_state()) for generator, state in self._generators.items())
-        )
+    def are_used(self) -> bool:
+        """Whether somebody has drawn since."""
+        return not all(source.is_same(state, source.read()) for source, state in self._states)
 
     def restore(self) -> None:
         """Nobody has drawn."""
-        torch.set_rng_state(self._cpu)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
-        for device, state in self._devices.items():
-            torch.cuda.set_rng_state(state, device)
-        for generator, state in self._generators.items():
-            generator.set_state(state)
+        for source, state in self._states:
+            source.write(state)
 
 
-def _generators(optimizer: Optimizer) -> Iterator[torch.Generator]:
+def _sources(optimizer: Optimizer) -> Iterator[Source]:
+    """Generators of an optimizer's own."""
     for owner in (vars(optimizer), *optimizer.param_groups):
         for value in owner.values():
             items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
-            yield from (item for item in items if isinstance(item, torch.Generator))
+            yield from filter(None, map(source_of, items))
 
 
 class Byproducts:
@@ -72,10 +56,13 @@ class Byproducts:
 
     Args:
         optimizer: the user's.
+        is_rehearsal: Python's and NumPy's shared random numbers count, too. In a step of the model's they do not: any
+            thread may draw some at any time, and the optimizer would be blamed for it.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, is_rehearsal: bool = False) -> None:
         self._optimizer = optimizer
+        self._is_rehearsal = is_rehearsal
         self._before: Attributes | None = None
         self._after: Attributes | None = None
         self._has_drawn = False
@@ -91,12 +78,11 @@ class Byproducts:
         Raises:
             ConfigError: it is not what earlier calls did: the optimizer couples its parameters.
         """
-        devices = tuple(devices)
         before = self._before = self._before or Attributes(self._optimizer)
         before.restore()
-        numbers = RandomStates(self._optimizer, devices)
+        numbers = RandomStates(self._optimizer, devices, shared=self._is_rehearsal)
         yield
-        self._check_numbers(not numbers.is_like(RandomStates(self._optimizer, devices)))
+        self._check_numbers(numbers.are_used())
         after = Attributes(self._optimizer)
         if is_idle and self._after is not None and not before.changed(after):
             self._after.restore()

@@ -7,7 +7,6 @@ Python or NumPy.
 from __future__ import annotations
 
 import operator
-import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -41,7 +40,7 @@ def source_of(value: object) -> Source | None:
             value = value.bit_generator
         if isinstance(value, numpy_random.BitGenerator):
             bits: Any = value
-            return Source(lambda: bits.state, lambda state: setattr(bits, "state", state), _is_same_pickle)
+            return Source(lambda: bits.state, lambda state: setattr(bits, "state", state), _is_same_state)
         if isinstance(value, numpy_random.RandomState):
             return Source(value.get_state, value.set_state, _is_same_twister)
     return None
@@ -74,8 +73,11 @@ def _is_same_twister(one: Any, other: Any) -> bool:
     return bool(one[2:] == other[2:] and (one[1] == other[1]).all())
 
 
-def _is_same_pickle(one: Any, other: Any) -> bool:
-    return pickle.dumps(one) == pickle.dumps(other)
+def _is_same_state(one: Any, other: Any) -> bool:
+    """For those of NumPy's newer kinds: names, numbers and arrays in dictionaries."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same_state(item, other[key]) for key, item in one.items())
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
 
 
 def _numpy_random() -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,10 +50,10 @@ class GroupChanges:
     All calls begin with the same options, so that they have to change them in the same way.
 
     Args:
-        byproducts: what the calls change elsewhere.
+        byproducts: what the calls change elsewhere; ``None``: nothing, as is known of PyTorch's own.
     """
 
-    def __init__(self, byproducts: Byproducts) -> None:
+    def __init__(self, byproducts: Byproducts | None = None) -> None:
         self.byproducts = byproducts
         self._changes: dict[int, dict[str, Any]] = {}
 
@@ -131,13 +131,10 @@ class InnerStep:
         }
         state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         state.update((t, s) for t, s in zip(tensors, states, strict=True) if s)
-        devices = {tensor.device for tensor in tensors}
-        around = (
-            untouched(self._optimizer, devices)
-            if changes is None
-            else changes.byproducts.noted(devices, is_idle=is_idle)
-        )
-        with around, self.lent(list(mine.values()), state):
+        with (
+            self._around({tensor.device for tensor in tensors}, changes, is_idle),
+            self.lent(list(mine.values()), state),
+        ):
             self._step(self._optimizer)
         if changes is not None:
             for index, after in mine.items():
@@ -149,6 +146,13 @@ class InnerStep:
                 f"this optimizer keeps states for more than its parameters ({found}): it couples them. {INCOMPLETE}"
             )
         return [state.get(tensor, {}) for tensor in tensors]
+
+    def _around(
+        self, devices: set[torch.device], changes: GroupChanges | None, is_idle: bool
+    ) -> AbstractContextManager[None]:
+        if changes is None:
+            return untouched(self._optimizer, devices)
+        return nullcontext() if changes.byproducts is None else changes.byproducts.noted(devices, is_idle=is_idle)
 
     def run_idle(self, groups: Iterable[int], changes: GroupChanges) -> None:
         """As the plain step, which sees groups without a gradient too: it may count the step in their options."""
@@ -171,7 +175,7 @@ class InnerStep:
         Raises:
             ConfigError: the optimizer turns out to couple its parameters.
         """
-        changes = GroupChanges(Byproducts(self._optimizer))
+        changes = GroupChanges(Byproducts(self._optimizer, is_rehearsal=True))
         with untouched(self._optimizer, [tensor.device]):
             for num in (1, 2):
                 twins = [_twin(tensor) for _ in range(num)]

@@ -161,7 +161,7 @@ class OffloadedOptimizer(Optimizer):
         self._states.register(self.param_groups)
         visits = self._states.plan_visits(self.param_groups, self._num_steps)
         begin_s = time.perf_counter()
-        changes = GroupChanges(Byproducts(self.inner))
+        changes = GroupChanges(None if self._states.trials.is_elementwise else Byproducts(self.inner))
         try:
             with self._told_by_scaler():
                 self._states.update(visits, changes)

@@ -263,7 +263,7 @@ def test_what_differs_between_parameters_is_refused_before_they_are_touched(
         with pytest.raises(ConfigError, match=COUPLED[kind]):
             optimizer.step()
         assert pair.are_untouched()
-        assert before.is_like(RandomStates(pair.inner, []))
+        assert not before.are_used()
         with pytest.raises(RuntimeError, match="incomplete"):
             optimizer.step()
 
@@ -278,6 +278,42 @@ def test_a_generator_of_its_own_is_no_way_out(spill_dir: Path) -> None:
             optimizer.step()
         assert pair.are_untouched()
         assert torch.equal(pair.inner.generator.get_state(), before)
+
+
+class Disturbed(Custom):
+    """While it runs, another thread (a loader of data, say) draws from the random numbers that all share."""
+
+    def change(self, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        if p.numel() > 1 and self.is_disturbed:
+            random.random()
+            np.random.rand()
+        return update
+
+    is_disturbed = False
+
+
+def test_random_numbers_of_others_are_not_blamed_on_the_optimizer(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(Disturbed)
+    with offloaded(pair.inner, spill_dir) as optimizer:
+        for _ in range(3):
+            pair.set_gradients()
+            optimizer.step()
+            pair.twin.step()
+            monkeypatch.setattr(Disturbed, "is_disturbed", True)  # not in the rehearsal
+        assert pair.are_equal()
+
+
+def test_pytorchs_own_are_trusted(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may draw from PyTorch's random numbers, too, while Adam runs."""
+    pair = Pair(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    monkeypatch.setattr("lightning_ssd.inner_step.Byproducts.noted", None)
+    with offloaded(pair.inner, spill_dir) as optimizer:
+        pair.set_gradients()
+        optimizer.step()
+        pair.twin.step()
+        assert pair.are_equal()
 
 
 class DrawsLater(Custom):
