@@ -12,18 +12,17 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.recompute import CallInputs, attempt, device_of, is_plain, recompute, who_else_decides
+from lightning_ssd.recompute import CallInputs, device_of, is_plain, recompute, watch, who_else_decides
 from lightning_ssd.stand_in import StandIn
-from lightning_ssd.trial import Trial
 
-__all__ = ["BlockObserver", "BlockProver", "Blocks", "find_blocks"]
+__all__ = ["BlockObserver", "Blocks", "find_blocks"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -189,28 +188,10 @@ class BlockObserver(Protocol):
         ...
 
 
-class BlockProver(Protocol):
-    """A pass that recomputes a block only after it was tried: called, repeated at once, and equal bit for bit."""
-
-    @property
-    def must_recompute(self) -> bool:
-        """Whether a block that cannot be is an error. Else it is kept, also the first time, before it is known."""
-        ...
-
-    def block_kept(self) -> None:
-        """The block that entered will not be recomputed, although that was asked for."""
-        ...
-
-    def block_tried(self) -> AbstractContextManager[None]:
-        """Entered while the block is repeated."""
-        ...
-
-
 class _Active(threading.local):
     """Who watches, in this thread."""
 
     observer: BlockObserver | None = None
-    prover: BlockProver | None = None
 
 
 _NOBODY = _Active()  # nobody sets its observer, so that whoever has it does nothing
@@ -263,22 +244,16 @@ class Blocks:
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     @contextmanager
-    def observe(self, observer: BlockObserver, prover: BlockProver | None = None) -> Iterator[None]:
-        """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over.
-
-        Args:
-            observer: is told.
-            prover: wants blocks tried before they are recomputed; ``None``: they are taken at their word.
-        """
-        before, before_prover = self._active.observer, self._active.prover
-        self._active.observer, self._active.prover = observer, prover
+    def observe(self, observer: BlockObserver) -> Iterator[None]:
+        """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
+        before, self._active.observer = self._active.observer, observer
         if before is None and observer.wants_inputs:
             for wrapper in self._wrappers:
                 wrapper.begin_measuring()
         try:
             yield
         finally:
-            self._active.observer, self._active.prover = before, before_prover
+            self._active.observer = before
 
     def remove(self) -> None:
         """Give every block its forward back. Idempotent.
@@ -299,8 +274,7 @@ class _Wrapper(StandIn):
         self._warned = warned
         self._refusal: str | None = None
         self._edited = False
-        self._differs: str | None = None
-        self._proven: set[bool] = set()
+        self._edits: str | None = None
         self._probes: list[tuple[torch.Tensor, int]] = []
         super().__init__(module, label=f"block {name!r}")
 
@@ -330,11 +304,12 @@ class _Wrapper(StandIn):
                 if observer.wants_inputs:
                     observer.block_inputs(inputs.nbytes_on(device_of(module)))
                 if self._may_recompute(inputs, wanted=wants_recompute):
-                    return self._recompute(module, inputs, args, kwargs)
-                if wants_recompute and active.prover is not None:
-                    active.prover.block_kept()
+                    return recompute(module, self.__wrapped__, inputs, args, kwargs)
                 if observer.wants_inputs:
                     self._probes += map(_probe, filter(is_plain, inputs.tensors))
+                    if self._refusal is None:
+                        result, self._edits = watch(module, self.__wrapped__, inputs, args, kwargs)
+                        return result
                 del inputs
                 return self.__wrapped__(*args, **kwargs)
             finally:
@@ -342,37 +317,16 @@ class _Wrapper(StandIn):
         finally:
             active.observer = observer
 
-    def _recompute(self, module: nn.Module, inputs: CallInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        prover, is_training = self._active.prover, module.training
-        if prover is None or is_training in self._proven:
-            return recompute(module, self.__wrapped__, inputs, args, kwargs)
-        trial = Trial(module, inputs.tensors, prover.block_tried)
-        if prover.must_recompute:
-            result = recompute(module, self.__wrapped__, inputs, args, kwargs, trial)
-        else:
-            # What it saves is kept or moved this time: should the trial fail, nothing is lost.
-            prover.block_kept()
-            result = attempt(module, self.__wrapped__, inputs, args, kwargs, trial)
-            self._differs = trial.reason
-            self._warn(module, trial.reason)
-        if trial.reason is None:
-            self._proven.add(is_training)
-        return result
-
-    def _warn(self, module: nn.Module | None, reason: str | None) -> None:
-        kind = type(module).__name__
-        if reason is not None and kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(f"block {self.name!r} ({kind}) is not recomputed: {reason}", stacklevel=5)
-
     def _may_recompute(self, inputs: CallInputs, *, wanted: bool) -> bool:
         checkpointed = who_else_decides()
         refusal = inputs.opaque or checkpointed
         self._refusal = self._refusal or refusal
-        reason = refusal or self._differs or (_EDITED if self._edited else None)
+        reason = refusal or self._edits or (_EDITED if self._edited else None)
+        kind = type(self._module()).__name__
         # Whoever checkpoints by himself has what he wants.
-        if wanted and checkpointed is None:
-            self._warn(self._module(), reason)
+        if wanted and reason is not None and checkpointed is None and kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"block {self.name!r} ({kind}) is not recomputed: {reason}", stacklevel=4)
         return wanted and reason is None
 
     def begin_measuring(self) -> None:
@@ -383,7 +337,7 @@ class _Wrapper(StandIn):
     def why_not(self) -> str | None:
         """Why a call cannot be recomputed, as far as is known."""
         self._edited = self._edited or any(alias._version != version for alias, version in self._probes)
-        return self._refusal or self._differs or (_EDITED if self._edited else None)
+        return self._refusal or self._edits or (_EDITED if self._edited else None)
 
 
 _EDITED = "an input of it is edited in place"

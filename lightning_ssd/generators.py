@@ -42,7 +42,7 @@ def source_of(value: object) -> Source | None:
             bits: Any = value
             return Source(lambda: bits.state, lambda state: setattr(bits, "state", state), _is_same_state)
         if isinstance(value, numpy_random.RandomState):
-            return Source(value.get_state, value.set_state, _is_same_twister)
+            return Source(lambda: value.get_state(legacy=False), value.set_state, _is_same_state)
     return None
 
 
@@ -51,7 +51,7 @@ def shared_sources() -> list[Source]:
     sources = [Source(random.getstate, random.setstate, operator.eq)]
     numpy_random = _numpy_random()
     if numpy_random is not None:
-        sources.append(Source(numpy_random.get_state, numpy_random.set_state, _is_same_twister))
+        sources.append(Source(lambda: numpy_random.get_state(legacy=False), numpy_random.set_state, _is_same_state))
     return sources
 
 
@@ -68,13 +68,8 @@ def _of_torch(generator: torch.Generator) -> Source:
     return Source(generator.get_state, generator.set_state, torch.equal)
 
 
-def _is_same_twister(one: Any, other: Any) -> bool:
-    """For states of NumPy's oldest kind: a name, an array, numbers. Asked for at each call, so that it is quick."""
-    return bool(one[2:] == other[2:] and (one[1] == other[1]).all())
-
-
 def _is_same_state(one: Any, other: Any) -> bool:
-    """For those of NumPy's newer kinds: names, numbers and arrays in dictionaries."""
+    """For those of NumPy: names, numbers and arrays in dictionaries."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_is_same_state(item, other[key]) for key, item in one.items())
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)

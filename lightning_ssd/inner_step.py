@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from lightning_ssd.byproducts import Byproducts, untouched
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.own_attributes import INCOMPLETE, same
+from lightning_ssd.shards import is_shard
+from lightning_ssd.tensors import PLAIN_TYPES
 
 __all__ = ["GroupChanges", "InnerStep", "State", "refuse_coupling"]
 
@@ -175,6 +177,8 @@ class InnerStep:
         Raises:
             ConfigError: the optimizer turns out to couple its parameters.
         """
+        if type(tensor) not in PLAIN_TYPES and not is_shard(tensor):
+            return  # a copy of what keeps its data in a way of its own may not be one
         changes = GroupChanges(Byproducts(self._optimizer, is_rehearsal=True))
         with untouched(self._optimizer, [tensor.device]):
             for num in (1, 2):
@@ -208,6 +212,7 @@ def _own(value: Any) -> Any:
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:
     twin = torch.nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
-    vars(twin).update(vars(tensor))  # optimizers may be told by marks on a parameter what to do with it
+    # Optimizers may be told by marks on a parameter what to do with it, or keep a gradient there.
+    vars(twin).update({name: _own(value) for name, value in vars(tensor).items()})
     twin.grad = None if tensor.grad is None else tensor.grad.detach().clone()
     return twin

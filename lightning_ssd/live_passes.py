@@ -131,7 +131,6 @@ class LivePasses:
             guide=guide,
             recorder=recorder,
             refused=frozenset() if recorder is None else current.refused_blocks,
-            has_tried=recorder is not None and recorder.has_tried,
             clock=self._clock,
             begin=begin.stamp,
             end=self._clock.stamp(),

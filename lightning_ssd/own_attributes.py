@@ -22,6 +22,7 @@ INCOMPLETE = (
 
 _NOT_ITS_OWN = frozenset(
     {
+        "defaults",
         "param_groups",
         "state",
         "step",  # schedulers put a counting function there

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 _STEADY = frozenset(
     {bool, int, float, complex, str, bytes, type(None), range, slice, property, classmethod, staticmethod}
     | {types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.GetSetDescriptorType}
+    | {weakref.ProxyType, weakref.CallableProxyType}  # whose object may be dead
     | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, nn.Parameter}
 )
 _CONTAINERS = (list, dict, set, deque)
@@ -82,7 +84,7 @@ class Reach:
         elif isinstance(value, tuple):
             for item in value if depth else ():
                 self._look(item, label, seen, depth - 1)
-        elif type(attributes := getattr(value, "__dict__", None)) is dict and (
+        elif type(attributes := _attributes(value)) is dict and (
             type(value) is types.SimpleNamespace or not _is_foreign(type(value))
         ):
             self._enter(attributes, label, seen, depth)
@@ -121,6 +123,13 @@ def _restore(places: list[tuple[Any, list[Any]]], states: list[tuple[Source, Any
         _put(place, contents)
     for source, state in states:
         source.write(state)
+
+
+def _attributes(value: object) -> Any:
+    try:
+        return getattr(value, "__dict__", None)
+    except Exception:  # a class that answers for others' attributes and cannot, a proxy whose object is dead
+        return None
 
 
 def _is_foreign(kind: type) -> bool:

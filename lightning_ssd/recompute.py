@@ -5,8 +5,8 @@ autocast. What it leaves to its caller is done here, so that the results are tho
 attributes that the forward changes (running statistics, states), whatever else it changes within its reach (lists and
 generators of its own, see ``reach.py``) and the training mode are as they were while it runs again, and as they are
 afterwards; a tensor given twice stays one; lists that the forward fills are filled once; weights that have changed
-raise, and so do tensors that the forward edits and that are no buffers. For what all this does not see there is a trial
-(``trial.py``).
+raise, and so do tensors that the forward edits and that are no buffers. What lies out of reach (files, globals, objects
+that cannot be looked into) is changed once more by each repetition.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.reach import Reach
 from lightning_ssd.tensors import PLAIN_TYPES
-from lightning_ssd.trial import Trial
 
-__all__ = ["CallInputs", "attempt", "device_of", "is_plain", "recompute", "who_else_decides"]
+__all__ = ["CallInputs", "device_of", "is_plain", "recompute", "watch", "who_else_decides"]
 
 # Whoever installed saved-tensor hooks last, and the innermost transform of torch.func. Neither has a public name.
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -62,7 +61,6 @@ def recompute(
     inputs: CallInputs,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    trial: Trial | None = None,
 ) -> Any:
     """``run(*args, **kwargs)``, and again whenever backward needs what it computed.
 
@@ -74,43 +72,32 @@ def recompute(
         inputs: made of ``args`` and ``kwargs``; not ``opaque``.
         args: as the caller gave them.
         kwargs: as the caller gave them.
-        trial: repeats the call at once, too; ``None``: it is known to be repeatable.
 
     Raises:
-        ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor; or the
-            trial has failed.
+        ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor.
     """
     tensors = list(inputs.tensors)
     device = device_of(module)
     if device.type != "cpu" and all(tensor.device != device for tensor in tensors):
         # checkpoint looks after the random numbers of the devices of its inputs, and of no others.
         tensors.append(torch.empty(0, device=device))
-    call = _Call(module, run, inputs, (args, kwargs), trial)
+    call = _Call(module, run, inputs, (args, kwargs))
     result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
     if call.edits is not None:
         raise ConfigError(
             f"a {type(module).__name__} edits {call.edits} in place, so that it cannot be recomputed; let it edit a "
             "copy (or a buffer), or name classes of other blocks in OffloadPolicy.recompute_modules"
         )
-    if trial is not None and trial.reason is not None:
-        raise ConfigError(
-            f"a {type(module).__name__} cannot be recomputed exactly: {trial.reason}; let what its forward computes "
-            "depend on its inputs, attributes and buffers alone, name classes of other blocks in "
-            "OffloadPolicy.recompute_modules, or use activations='offload'"
-        )
     return result
 
 
-def attempt(
-    module: nn.Module,
-    run: Callable[..., Any],
-    inputs: CallInputs,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    trial: Trial,
-) -> Any:
-    """``run(*args, **kwargs)``, kept; ``trial.reason`` then says why it had better not be recomputed next time."""
-    return _Call(module, run, inputs, (args, kwargs), trial)(*inputs.tensors)
+def watch(
+    module: nn.Module, run: Callable[..., Any], inputs: CallInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, str | None]:
+    """``run(*args, **kwargs)``, kept, and why it had better not be recomputed: what it edits; ``None``: it may be."""
+    call = _Call(module, run, inputs, (args, kwargs))
+    result = call(*inputs.tensors)
+    return result, None if call.edits is None else f"it edits {call.edits} in place"
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -211,7 +198,6 @@ class _Call:
         run: Callable[..., Any],
         inputs: CallInputs,
         first: tuple[Any, Any],
-        trial: Trial | None = None,
     ) -> None:
         self.edits: str | None = None
         """After the first run: what it has edited in place that cannot be put back."""
@@ -220,23 +206,12 @@ class _Call:
         self._pattern = inputs.pattern
         self._versions = [(tensor, tensor._version) for tensor in inputs.tensors]
         self._first: tuple[Any, Any] | None = first
-        self._trial = trial
         self._state = _State(module)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._first is None:
             return self._run_again(tensors)
-        first, self._first = self._first, None
-        trial, self._trial = self._trial, None
-        if trial is None:
-            return self._run_first(first)
-        return trial.run(lambda: self._run_first(first), lambda: self._run_again(tensors), self._why_not)
-
-    def _why_not(self) -> str | None:
-        return None if self.edits is None else f"it edits {self.edits} in place"
-
-    def _run_first(self, first: tuple[Any, Any]) -> Any:
-        args, kwargs = first
+        (args, kwargs), self._first = self._first, None
         result = self._run(*args, **kwargs)
         self.edits = self._state.settle(self._module)
         if any(tensor._version != version for tensor, version in self._versions):

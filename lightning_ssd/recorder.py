@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -72,8 +71,6 @@ class Recorder:
         self._next_sample_s = 0.0
         self._begin: Stamp = clock.stamp()
         self._turn: Stamp | None = None
-        self.has_tried = False
-        """Whether a block was repeated at once, to prove that it can be recomputed."""
 
     # -- told by the pass ----------------------------------------------------------------------------------------
 
@@ -121,20 +118,6 @@ class Recorder:
         """Forward enters a block."""
         self._block = len(self._calls)
         self._calls.append(_Call(name, self._clock.stamp(), is_recomputed=recompute))
-
-    def block_kept(self) -> None:
-        """The entered block is not recomputed after all."""
-        self._calls[-1].is_recomputed = False
-
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Around a repetition that is no part of the pass."""
-        self.has_tried = True
-        begin = self._clock.stamp()
-        try:
-            yield
-        finally:
-            self.stalled(begin, self._clock.stamp())
 
     def block_inputs(self, nbytes: int) -> None:
         """The entered block was given tensors of so many bytes."""

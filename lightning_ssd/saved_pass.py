@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -88,7 +88,7 @@ class SavedPass:
         # graph has its own reference to what it still needs.
         with ExitStack() as stack:
             for blocks in self._blocks:
-                stack.enter_context(blocks.observe(self, self))
+                stack.enter_context(blocks.observe(self))
             stack.enter_context(saved_tensors_hooks(partial(self._pack, self), self._unpack))
             self._installed.append(stack.pop_all())
 
@@ -133,20 +133,6 @@ class SavedPass:
         if self.recorder is not None:
             self.recorder.block_enters(name, recompute=recompute)
         return recompute
-
-    @property
-    def must_recompute(self) -> bool:
-        """Whether a block that cannot be recomputed exactly is an error."""
-        return self._recompute_all
-
-    def block_kept(self) -> None:
-        """The entered block is not recomputed after all."""
-        if self.recorder is not None:
-            self.recorder.block_kept()
-
-    def block_tried(self) -> AbstractContextManager[None]:
-        """Around a repetition of the entered block that is no part of the pass."""
-        return nullcontext() if self.recorder is None else self.recorder.trial()
 
     def block_inputs(self, nbytes: int) -> None:
         """The entered block was given tensors of so many bytes."""

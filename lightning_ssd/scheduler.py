@@ -51,8 +51,6 @@ class FinishedPass:
     recorder: Recorder | None
     refused: frozenset[str] = frozenset()
     """Names of blocks that cannot be recomputed exactly."""
-    has_tried: bool = False
-    """Whether blocks were kept that were to be recomputed, because they first had to prove that they can be."""
     clock: Clock
     begin: Stamp
     end: Stamp
@@ -217,9 +215,7 @@ class Scheduler:
             self.trace = trace = done.recorder.trace(done.end, done.refused)
             self._others = kind.others
             self._others.traced(trace.other_peak_bytes, done.level_bytes)
-            if done.has_tried and trace.recomputed:
-                kind.wants_trace = True  # some blocks had to prove themselves first: the next pass is as it will be
-            elif trace.storages:
+            if trace.storages:
                 self._peak_bytes = done.peak_bytes
                 self._traced.append((kind, _Traced(done.sizes, trace, done.peak_bytes)))
 
@@ -347,8 +343,6 @@ class Scheduler:
             kind.plans.clear()
             self.num_plans += 1
             return
-        # Blocks that were called and kept all the same: they have failed their trial, or the plan has changed its mind.
-        kind.recompute -= frozenset(range(len(trace.blocks))) - plan.recompute
         new = StoredPlan(sizes=sizes, trace=trace, goal=goal, rates=machine.ssd or _NOTHING, plan=plan)
         old = kind.plans.get(sizes)
         kind.plans[sizes] = new if old is None else self._better(old, new, machine)

@@ -385,3 +385,22 @@ def test_what_cannot_be_rehearsed_is_judged_in_the_step(spill_dir: Path) -> None
         optimizer.step()
         pair.twin.step()
         assert pair.are_equal()
+
+
+class ScalesMark(Custom):
+    """Keeps a gradient of its own beside each parameter, as Megatron does, and edits it."""
+
+    def change(self, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        return p.main_grad.mul_(0.5) + update  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_rehearsal_does_not_touch_what_is_marked_on_a_parameter(spill_dir: Path) -> None:
+    pair = Pair(ScalesMark)
+    for parameter in (*pair.mine, *pair.plain):
+        parameter.main_grad = torch.ones_like(parameter)
+    with offloaded(pair.inner, spill_dir) as optimizer:
+        pair.set_gradients()
+        optimizer.step()
+        pair.twin.step()
+        assert pair.are_equal()
+        assert all(torch.equal(a.main_grad, b.main_grad) for a, b in zip(pair.mine, pair.plain, strict=True))

@@ -29,7 +29,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "inplace",
         "parameters",
         "reach",
-        "trial",
         "clock",
         "signature",
         "stall_watch",
