@@ -97,7 +97,7 @@ def watch(
     """``run(*args, **kwargs)``, kept, and why it had better not be recomputed: what it edits; ``None``: it may be."""
     call = _Call(module, run, inputs, (args, kwargs))
     result = call(*inputs.tensors)
-    return result, None if call.edits is None else f"it edits {call.edits} in place"
+    return result, None if call.edits is None else f"{call.edits} is edited in place by it"
 
 
 def device_of(module: nn.Module) -> torch.device:
