@@ -24,7 +24,7 @@ from lightning_ssd.stand_in import StandIn
 __all__ = ["Reach"]
 
 _DEPTH = 4
-"""So many steps from an attribute. What lies deeper is left to those who repeat a call and compare."""
+"""So many steps from an attribute. What lies deeper is changed once more by each repetition."""
 _MANY = 256
 """Containers of more items are compared, but their items are not looked into: vocabularies, data."""
 _OF_MODULES = frozenset(nn.Module().__dict__)
@@ -128,7 +128,7 @@ def _restore(places: list[tuple[Any, list[Any]]], states: list[tuple[Source, Any
 def _attributes(value: object) -> Any:
     try:
         return getattr(value, "__dict__", None)
-    except Exception:  # a class that answers for others' attributes and cannot, a proxy whose object is dead
+    except Exception:  # a class that answers for others' attributes, and cannot
         return None
 
 

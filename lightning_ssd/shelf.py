@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import weakref
 
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.slots import Slots
 from lightning_ssd.state_files import StateFiles
-from lightning_ssd.state_home import Copy, Writer
+from lightning_ssd.state_home import Copy, Hold, Writer
 from lightning_ssd.state_store import StateStore
 from lightning_ssd.storage.file_view import FileView
+from lightning_ssd.storage.movers import storage_bytes
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
 
 __all__ = ["Shelf"]
@@ -38,11 +37,10 @@ class Shelf:
         self._files = files
         self._slots = Slots(files.device)
         self._held: list[Copy] = []
-        self._hold = _Hold()
+        self._hold = Hold(store.release, self._held)
         self._turn = 0
         self._refusal: Exception | None = None
         self._refused_bytes = 0
-        weakref.finalize(self._hold, store.release, self._held).atexit = False
         try:
             for tier in files.tiers:
                 tier.reserve(tier.disk_bytes - (-nbytes // len(files.tiers)))
@@ -74,16 +72,14 @@ class Shelf:
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         nbytes, block = tensor.numel() * tensor.element_size(), self._files.block_bytes
         storage = self._slots.take(-(-nbytes // block) * block)
-        room = torch.empty(0, dtype=tensor.dtype, device=self._files.device).set_(
-            storage, 0, tensor.shape, _contiguous_stride(tensor.shape)
-        )
+        room = storage_bytes(storage, 0, nbytes).view(tensor.dtype).view(tensor.shape)
         room.copy_(tensor)
         copy = self._write(storage)
         # Not after an error that interrupts the wait: then the memory may be read still.
         self._slots.give_back(storage)
         view = FileView(copy.stored.body_nbytes, keeps=self._hold)
         copy.show(view, 0, 0, copy.stored.body_nbytes)
-        return view.tensor(0, tensor.dtype, tuple(tensor.shape), _contiguous_stride(tensor.shape))
+        return view.tensor(0, tensor.dtype, tuple(room.shape), room.stride())
 
     def _write(self, storage: torch.UntypedStorage) -> Copy:
         """To the next directory in turn, or to one that does not refuse it."""
@@ -115,11 +111,3 @@ class Shelf:
         tier.write(Writer(storage, write_ended), storage.nbytes(), self._files.mark(), label="a collected state")
         ended.wait()
         return found[0]
-
-
-class _Hold:
-    """While it lives, extents stay as they are. The memory of every tensor keeps it alive."""
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))

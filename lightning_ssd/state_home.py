@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
 from lightning_ssd.tensors import Region
 
-__all__ = ["Copy", "Home", "Reader", "Where", "Writer", "copied"]
+__all__ = ["Copy", "Hold", "Home", "Reader", "Where", "Writer", "copied"]
 
 
 class Where(enum.Enum):
@@ -72,6 +73,18 @@ class Copy:
         self.num_holders = left = self.num_holders - 1
         if left == 0:
             self.tier.free(self.stored)
+
+
+class Hold:
+    """While it lives, extents stay as they are. Memory that shows them keeps it alive.
+
+    Args:
+        release: given the copies when it dies, perhaps by the garbage collector.
+        copies: whose extents; more may come.
+    """
+
+    def __init__(self, release: Callable[[list[Copy]], None], copies: list[Copy]) -> None:
+        weakref.finalize(self, release, copies).atexit = False
 
 
 @dataclass(slots=True)

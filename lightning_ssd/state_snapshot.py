@@ -7,7 +7,6 @@ are while training goes on. Saving them streams through the page cache.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning_ssd.inner_step import State
 from lightning_ssd.partition import Partition
 from lightning_ssd.planning.subgroups import Part
 from lightning_ssd.shards import local_of, spec_of, wrap
-from lightning_ssd.state_home import Copy
+from lightning_ssd.state_home import Copy, Hold
 from lightning_ssd.state_layout import MOVED, Field
 from lightning_ssd.state_store import StateStore
 from lightning_ssd.storage.file_view import FileView
@@ -47,8 +46,7 @@ class Snapshot:
             elif held is not None:
                 self._memory[index] = held
         self._made: dict[int, State] | None = None
-        self._hold = _Hold()
-        weakref.finalize(self._hold, store.release, list(self._copies.values())).atexit = False
+        self._hold = Hold(store.release, list(self._copies.values()))
 
     def map_all(self) -> None:
         """Make all tensors now, while files are open; they outlive the files."""
@@ -114,10 +112,6 @@ class Snapshot:
 
     def _part(self, index: int, number: int) -> Part:
         return self._partition.subgroups[index].parts[number]
-
-
-class _Hold:
-    """While it lives, extents stay as they are. The memory of every tensor of a snapshot keeps it alive."""
 
 
 def _shared(values: Sequence[Any], key: Hashable) -> Any:
