@@ -129,6 +129,11 @@ class Pair:
             is_active = num is None or number < num
             mine.grad, plain.grad = (torch.ones_like(p) * (number + 1) if is_active else None for p in (mine, plain))
 
+    def step(self, optimizer: Optimizer) -> None:
+        self.set_gradients()
+        optimizer.step()
+        self.twin.step()
+
     def are_equal(self) -> bool:
         return all(map(torch.equal, self.mine, self.plain))
 
@@ -298,9 +303,7 @@ def test_random_numbers_of_others_are_not_blamed_on_the_optimizer(
     pair = Pair(Disturbed)
     with offloaded(pair.inner, spill_dir) as optimizer:
         for _ in range(3):
-            pair.set_gradients()
-            optimizer.step()
-            pair.twin.step()
+            pair.step(optimizer)
             monkeypatch.setattr(Disturbed, "is_disturbed", True)  # not in the rehearsal
         assert pair.are_equal()
 
@@ -310,9 +313,7 @@ def test_pytorchs_own_are_trusted(spill_dir: Path, monkeypatch: pytest.MonkeyPat
     pair = Pair(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     monkeypatch.setattr("lightning_ssd.inner_step.Byproducts.noted", None)
     with offloaded(pair.inner, spill_dir) as optimizer:
-        pair.set_gradients()
-        optimizer.step()
-        pair.twin.step()
+        pair.step(optimizer)
         assert pair.are_equal()
 
 
@@ -381,9 +382,7 @@ def test_what_cannot_be_rehearsed_is_judged_in_the_step(spill_dir: Path) -> None
 
     pair = Pair(Odd, ((128, 150),) * 4 + ((3, 7),) * 2)
     with offloaded(pair.inner, spill_dir) as optimizer:
-        pair.set_gradients()
-        optimizer.step()
-        pair.twin.step()
+        pair.step(optimizer)
         assert pair.are_equal()
 
 
@@ -399,8 +398,6 @@ def test_a_rehearsal_does_not_touch_what_is_marked_on_a_parameter(spill_dir: Pat
     for parameter in (*pair.mine, *pair.plain):
         parameter.main_grad = torch.ones_like(parameter)
     with offloaded(pair.inner, spill_dir) as optimizer:
-        pair.set_gradients()
-        optimizer.step()
-        pair.twin.step()
+        pair.step(optimizer)
         assert pair.are_equal()
         assert all(torch.equal(a.main_grad, b.main_grad) for a, b in zip(pair.mine, pair.plain, strict=True))
