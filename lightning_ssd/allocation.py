@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_ssd.memory import MallocThreshold, level_bytes, trim
+from lightning_ssd.malloc import MallocThreshold, trim
+from lightning_ssd.memory import level_bytes
 
 __all__ = ["Allocation"]
 
@@ -35,16 +36,19 @@ class Allocation:
     free memory stays until that is exceeded, and is given back at once then (``malloc_trim``).
 
     Where the limit is one of all memory, or there is little, nothing may stay: glibc maps each tensor on its own
-    (:class:`~lightning_ssd.memory.MallocThreshold`). A pass that keeps everything needs none of that, nor does the
+    (:class:`~lightning_ssd.malloc.MallocThreshold`). A pass that keeps everything needs none of that, nor does the
     optimizer, whose temporaries are not ours.
 
+    A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
+
     Args:
-        is_ours: whether activations live in memory of glibc; False does nothing.
+        is_ours: whether activations live in memory of malloc; False does nothing.
         level: bytes resident in this process.
     """
 
     def __init__(self, *, is_ours: bool = False, level: Callable[[], int] = _resident_bytes) -> None:
-        self._threshold = MallocThreshold() if is_ours else None
+        threshold = MallocThreshold() if is_ours else None
+        self._threshold = None if threshold is None or threshold.reason else threshold
         self._level = level
         self._last_border_s = 0.0
         self._next_look_s = 0.0
@@ -85,7 +89,7 @@ class Allocation:
 
     @property
     def is_ours(self) -> bool:
-        """Whether activations live in memory of glibc."""
+        """Whether activations live in memory that glibc manages."""
         return self._threshold is not None
 
     def look(self, resident_bytes: int) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import lightning_ssd
-from lightning_ssd.memory import MallocThreshold
+from lightning_ssd.malloc import MallocThreshold
 from recipes.mode_spec import ModeSpec, parse_mode
 from recipes.profile_json import trace_to_json
 from recipes.throttle import Throttle, parse_rate, throttled

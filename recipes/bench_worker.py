@@ -20,7 +20,8 @@ import transformers
 import xxhash
 from torch import Tensor, nn
 
-from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak, trim
+from lightning_ssd.malloc import trim
+from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak
 from recipes.bench_child import answer_parent
 from recipes.bench_modes import Account, Mode, Settings, open_mode
 from recipes.bench_shapes import Shape

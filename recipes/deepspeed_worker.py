@@ -20,7 +20,8 @@ import transformers
 from torch import Tensor
 
 import lightning_ssd
-from lightning_ssd.memory import read_memory, reset_host_peak, trim
+from lightning_ssd.malloc import trim
+from lightning_ssd.memory import read_memory, reset_host_peak
 from recipes.bench_child import answer_parent
 from recipes.bench_shapes import Shape
 from recipes.meter import weights_digest

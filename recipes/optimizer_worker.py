@@ -21,8 +21,9 @@ import xxhash
 from torch import Tensor, nn
 
 import lightning_ssd
+from lightning_ssd.malloc import trim
 from lightning_ssd.master_weights import MASTER
-from lightning_ssd.memory import MemoryReadings, read_memory, reset_device_peak, reset_host_peak, trim
+from lightning_ssd.memory import MemoryReadings, read_memory, reset_device_peak, reset_host_peak
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tensors import Region

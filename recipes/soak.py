@@ -39,7 +39,7 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import BudgetError, OutOfSpaceError, ShortTransferError, StorageError
-from lightning_ssd.memory import trim
+from lightning_ssd.malloc import trim
 from lightning_ssd.planning import worth
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import Backend, WrappedBackend

@@ -10,7 +10,8 @@ import torch
 
 from lightning_ssd import allocation as module
 from lightning_ssd.allocation import Allocation
-from lightning_ssd.memory import MallocThreshold, level_bytes
+from lightning_ssd.malloc import MallocThreshold
+from lightning_ssd.memory import level_bytes
 from tests.helpers import Setup, open_offloader
 
 pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
@@ -197,6 +198,20 @@ def test_where_memory_is_not_of_malloc_nothing_happens() -> None:
     elsewhere.border()
     elsewhere.close()
     assert before == MallocThreshold._users
+
+
+def test_a_foreign_malloc_is_neither_watched_nor_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libtcmalloc_minimal.so.4")
+    heap = Heap(monkeypatch)
+    foreign = Allocation(is_ours=True, level=heap.level)
+    assert not foreign.is_ours
+    foreign.enter(True)
+    foreign.expect(0, 0)
+    heap.free = 1_000
+    foreign.look(0)
+    foreign.border()
+    foreign.close()
+    assert heap.num_trims == 0
 
 
 @pytest.mark.parametrize(("activations", "watched"), [("offload", True), ("auto", False), ("recompute_offload", True)])

@@ -18,7 +18,19 @@ PACKAGE = Path(lightning_ssd.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
-        *("config", "events", "shards", "stats", "tensors", "memory", "first_calls", "wording", "stand_in", "unclosed"),
+        *(
+            "config",
+            "events",
+            "shards",
+            "stats",
+            "tensors",
+            "memory",
+            "malloc",
+            "first_calls",
+            "wording",
+            "stand_in",
+            "unclosed",
+        ),
         "generators",
     ),
     (

@@ -10,7 +10,8 @@ import torch
 
 from lightning_ssd import Offloader, OffloadPolicy, tensor_cache
 from lightning_ssd.config import HardwareProfile
-from lightning_ssd.memory import level_bytes, trim
+from lightning_ssd.malloc import trim
+from lightning_ssd.memory import level_bytes
 from tests.helpers import AUTO, Session, assert_identical, assert_released, open_offloader, outcome
 from tests.parity.models import Perceptrons
 from tests.test_plan_runtime import loss_of, trains

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ssd.memory import _HeldHoles
+from lightning_ssd.malloc import _HeldHoles
 from tests.helpers import (
     DRAINED,
     EAGER,

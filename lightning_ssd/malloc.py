@@ -1,0 +1,196 @@
+"""How to make glibc give freed memory back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from lightning_ssd.errors import ConfigError
+
+__all__ = ["MallocThreshold", "trim"]
+
+_KIB = 1024
+
+
+def trim() -> bool:
+    """Give the free memory inside glibc's heap back to the system; whether there was any. Costs milliseconds."""
+    libc, _ = _glibc()
+    return libc is not None and bool(libc.malloc_trim(0))
+
+
+def _glibc() -> tuple[Any, str | None]:
+    """The C library if it is glibc and its malloc is in use, else the reason why not."""
+    if sys.platform != "linux":
+        return None, f"the C library of {sys.platform} is not glibc"
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return None, "the C library is not glibc"
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    for name in ("jemalloc", "tcmalloc", "mimalloc"):
+        if name in preloaded:
+            return None, f"{name} replaces glibc's malloc (LD_PRELOAD)"
+    libc.mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
+    libc.malloc_trim.argtypes = (ctypes.c_size_t,)
+    return libc, None
+
+
+class MallocThreshold:
+    """Makes freed tensors leave the process: glibc then maps each allocation from ``nbytes`` up on its own.
+
+    By default glibc raises that threshold to the size of whatever mapped block was freed last, up to 32 MiB. From then
+    on tensors live in its heap, where a freed one stays resident as long as anything above it lives: on a CPU,
+    offloading would free nothing. Mapping costs page faults on each allocation, so that small ones stay in the heap.
+    Holes that the heap has by then would still be used first, so that :class:`_HeldHoles` occupies them meanwhile.
+
+    The setting belongs to the process. Several users count; the lowest ``nbytes`` among them holds. When the last one
+    restores, the dynamic adjustment cannot be switched on again: thresholds are then fixed to where it ends up after
+    a 32 MiB tensor was freed (map from 32 MiB, trim at 64 MiB), or to the user's own ``MALLOC_*_THRESHOLD_`` variables.
+
+    Example::
+
+        with MallocThreshold() as threshold:
+            ...             # freed tensors leave the resident set
+            print(threshold.reason or "fixed")
+    """
+
+    # mallopt is process-wide, hence this bookkeeping. The lock is a leaf: nothing is called while it is held but libc.
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _users: ClassVar[set[MallocThreshold]] = set()
+    _holes: ClassVar[_HeldHoles | None] = None
+
+    _M_TRIM_THRESHOLD = -1
+    _M_MMAP_THRESHOLD = -3
+    _RESTORED_MMAP_NBYTES = 32 << 20
+    _RESTORED_TRIM_NBYTES = 64 << 20
+    _FIXED_TRIM_NBYTES = 1 << 20
+    """Small tensors stay in the heap; below 1 MiB of free top, giving it back would cost a system call too often."""
+
+    def __init__(self, nbytes: int = 64 * _KIB) -> None:
+        """Changes nothing yet.
+
+        Args:
+            nbytes: allocations from this size up are mapped; 4 KiB to 32 MiB.
+        """
+        if not 4 * _KIB <= nbytes <= 32 << 20:
+            raise ConfigError(f"MallocThreshold.nbytes={nbytes!r}; allowed: an integer from 4096 to {32 << 20}")
+        self.nbytes = nbytes
+        self._libc, self.reason = _glibc()
+
+    def fix(self) -> bool:
+        """Fix the threshold. Again from the same object: no effect.
+
+        Returns:
+            Whether the C library took it; if not, :attr:`reason` says why.
+        """
+        if self._libc is None:
+            return False
+        with self._lock:
+            if not self._users:
+                MallocThreshold._holes = _HeldHoles(self._libc, self.nbytes)
+            self._users.add(self)
+            taken = self._apply()
+        self.reason = None if taken else "mallopt refused the value"
+        return taken
+
+    def restore(self) -> None:
+        """End this object's claim. Without a claim: no effect."""
+        if self._libc is None:
+            return
+        with self._lock:
+            if self in self._users:
+                self._users.remove(self)
+                self._apply()
+                if not self._users and self._holes is not None:
+                    self._holes.release()
+                    MallocThreshold._holes = None
+
+    def _apply(self) -> bool:
+        """Called with the lock held."""
+        if self._users:
+            mmap_nbytes = min(user.nbytes for user in self._users)
+            trim_nbytes = self._FIXED_TRIM_NBYTES
+        else:
+            mmap_nbytes = _user_setting("mmap", self._RESTORED_MMAP_NBYTES)
+            trim_nbytes = _user_setting("trim", self._RESTORED_TRIM_NBYTES)
+        taken = self._libc.mallopt(self._M_MMAP_THRESHOLD, mmap_nbytes)
+        return bool(taken and self._libc.mallopt(self._M_TRIM_THRESHOLD, trim_nbytes))
+
+    def __enter__(self) -> Self:
+        self.fix()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+class _MallInfo2(ctypes.Structure):
+    """glibc's ``struct mallinfo2``; only the first field, the bytes of all heaps, is of use here."""
+
+    _fields_: ClassVar = [("arena", ctypes.c_size_t), ("others", ctypes.c_size_t * 9)]
+
+
+class _HeldHoles:
+    """Occupies the free holes of the heap without touching them, so that tensors do not land in them.
+
+    glibc looks for a hole before it maps an allocation, whatever the threshold. After training without offloading the
+    heap is full of large holes; a tensor that is freed there leaves its pages resident until somebody trims. A block
+    that nobody writes to costs addresses only. Where glibc cannot tell its heap's size (before 2.33), nothing is held.
+    """
+
+    _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+    _LARGEST = (32 << 20) - 4096  # from 32 MiB up glibc maps in any case
+
+    def __init__(self, libc: Any, nbytes: int) -> None:
+        """Hold every hole of at least ``nbytes``. Leaves both thresholds changed: the caller sets them next."""
+        self._libc = libc
+        self._blocks: list[int] = []
+        if not hasattr(libc, "mallinfo2"):
+            return
+        libc.mallinfo2.restype = _MallInfo2
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+        libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
+        libc.malloc_trim(0)
+        libc.mallopt(self._M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(self._M_TRIM_THRESHOLD, (1 << 31) - 1)
+        size = self._LARGEST
+        while size > nbytes:
+            self._hold(size)
+            size //= 2
+        self._hold(nbytes)
+
+    def _hold(self, size: int) -> None:
+        """Take blocks of one size until the heap would have to grow for the next."""
+        while True:
+            before = self._libc.mallinfo2().arena
+            block = self._libc.malloc(size)
+            if not block:
+                return
+            if self._libc.mallinfo2().arena != before:
+                self._libc.free(block)
+                return
+            self._blocks.append(block)
+
+    def release(self) -> None:
+        """Give the holes back to malloc."""
+        for block in self._blocks:
+            self._libc.free(block)
+        self._blocks.clear()
+
+
+def _user_setting(name: str, default: int) -> int:
+    """What the user told glibc itself through the environment, if it is a number that mallopt can take."""
+    settings = [os.environ.get(f"MALLOC_{name.upper()}_THRESHOLD_", "")]
+    for tunable in os.environ.get("GLIBC_TUNABLES", "").split(":"):
+        key, _, value = tunable.partition("=")
+        if key == f"glibc.malloc.{name}_threshold":
+            settings.append(value)
+    for setting in settings:
+        if setting.isdigit() and int(setting) < 1 << 31:
+            return int(setting)
+    return default
