@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["MallocThreshold", "trim"]
+__all__ = ["MallocThreshold", "preloaded_malloc", "trim"]
 
 _KIB = 1024
 
@@ -22,6 +22,12 @@ def trim() -> bool:
     return libc is not None and bool(libc.malloc_trim(0))
 
 
+def preloaded_malloc() -> str | None:
+    """The name of the library that replaces the C library's malloc, as far as the environment tells."""
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    return next((name for name in ("jemalloc", "tcmalloc", "mimalloc") if name in preloaded), None)
+
+
 def _glibc() -> tuple[Any, str | None]:
     """The C library if it is glibc and its malloc is in use, else the reason why not."""
     if sys.platform != "linux":
@@ -29,10 +35,8 @@ def _glibc() -> tuple[Any, str | None]:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return None, "the C library is not glibc"
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    for name in ("jemalloc", "tcmalloc", "mimalloc"):
-        if name in preloaded:
-            return None, f"{name} replaces glibc's malloc (LD_PRELOAD)"
+    if (name := preloaded_malloc()) is not None:
+        return None, f"{name} replaces glibc's malloc (LD_PRELOAD)"
     libc.mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
     libc.malloc_trim.argtypes = (ctypes.c_size_t,)
     return libc, None

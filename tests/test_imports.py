@@ -18,20 +18,8 @@ PACKAGE = Path(lightning_ssd.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
-        *(
-            "config",
-            "events",
-            "shards",
-            "stats",
-            "tensors",
-            "memory",
-            "malloc",
-            "first_calls",
-            "wording",
-            "stand_in",
-            "unclosed",
-        ),
-        "generators",
+        *("config", "events", "shards", "stats", "tensors", "memory", "malloc"),
+        *("first_calls", "wording", "stand_in", "unclosed", "generators"),
     ),
     (
         "storage",
