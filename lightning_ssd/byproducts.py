@@ -14,33 +14,21 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.generators import Source, default_sources, shared_sources, source_of
+from lightning_ssd.generators import RandomStates, Source, default_sources, shared_sources, source_of
 from lightning_ssd.own_attributes import INCOMPLETE, Attributes
 
-__all__ = ["Byproducts", "RandomStates", "untouched"]
+__all__ = ["Byproducts", "random_states", "untouched"]
 
 
-class RandomStates:
-    """What random numbers will come next: PyTorch's, Python's, NumPy's where it is in use, and an optimizer's own.
+def random_states(optimizer: Optimizer, devices: Iterable[torch.device], *, shared: bool = True) -> RandomStates:
+    """Of PyTorch's random numbers, Python's, NumPy's where it is in use, and an optimizer's own.
 
     Args:
         optimizer: whose attributes and options may have generators.
         devices: where its parameters are.
         shared: those of Python and NumPy, too.
     """
-
-    def __init__(self, optimizer: Optimizer, devices: Iterable[torch.device], *, shared: bool = True) -> None:
-        sources = [*default_sources(devices), *_sources(optimizer), *(shared_sources() if shared else ())]
-        self._states = [(source, source.read()) for source in sources]
-
-    def are_used(self) -> bool:
-        """Whether somebody has drawn since."""
-        return not all(source.is_same(state, source.read()) for source, state in self._states)
-
-    def restore(self) -> None:
-        """Nobody has drawn."""
-        for source, state in self._states:
-            source.write(state)
+    return RandomStates([*default_sources(devices), *_sources(optimizer), *(shared_sources() if shared else ())])
 
 
 def _sources(optimizer: Optimizer) -> Iterator[Source]:
@@ -80,7 +68,7 @@ class Byproducts:
         """
         before = self._before = self._before or Attributes(self._optimizer)
         before.restore()
-        numbers = RandomStates(self._optimizer, devices, shared=self._is_rehearsal)
+        numbers = random_states(self._optimizer, devices, shared=self._is_rehearsal)
         yield
         self._check_numbers(numbers.are_used())
         after = Attributes(self._optimizer)
@@ -109,7 +97,7 @@ class Byproducts:
 @contextmanager
 def untouched(optimizer: Optimizer, devices: Iterable[torch.device]) -> Iterator[None]:
     """For calls that do not count: attributes and random numbers are put back."""
-    attributes, numbers = Attributes(optimizer), RandomStates(optimizer, devices)
+    attributes, numbers = Attributes(optimizer), random_states(optimizer, devices)
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Source", "default_sources", "shared_sources", "source_of"]
+__all__ = ["RandomStates", "Source", "default_sources", "shared_sources", "source_of"]
 
 
 class Source(NamedTuple):
@@ -26,6 +26,39 @@ class Source(NamedTuple):
     """Takes such a state."""
     is_same: Callable[[Any, Any], bool]
     """Whether two such states are equal."""
+
+
+class RandomStates:
+    """What random numbers will come next from some sources."""
+
+    def __init__(self, sources: Iterable[Source] = ()) -> None:
+        self._states = [(source, source.read()) for source in sources]
+
+    def add(self, source: Source) -> None:
+        """One more, as it is now."""
+        self._states.append((source, source.read()))
+
+    def are_used(self) -> bool:
+        """Whether somebody has drawn since."""
+        return any(map(_is_used, self._states))
+
+    def forget_unused(self) -> None:
+        """Leave alone from now on where nobody has drawn since."""
+        self._states = list(filter(_is_used, self._states))
+
+    def now(self) -> RandomStates:
+        """The same sources as they are now."""
+        return RandomStates(source for source, _ in self._states)
+
+    def restore(self) -> None:
+        """Nobody has drawn."""
+        for source, state in self._states:
+            source.write(state)
+
+
+def _is_used(pair: tuple[Source, Any]) -> bool:
+    source, state = pair
+    return not source.is_same(state, source.read())
 
 
 def source_of(value: object) -> Source | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ssd.generators import Source, shared_sources, source_of
+from lightning_ssd.generators import RandomStates, shared_sources, source_of
 from lightning_ssd.stand_in import StandIn
 
 __all__ = ["Reach"]
@@ -50,7 +50,7 @@ class Reach:
         self.edited: str | None = None
         """After :meth:`settle`: a tensor, neither buffer nor argument, that the call has edited in place."""
         self._places: list[tuple[Any, list[Any]]] = []
-        self._states: list[tuple[Source, Any]] = [(source, source.read()) for source in shared_sources()]
+        self._numbers = RandomStates(shared_sources())
         self._tensors: list[tuple[str, torch.Tensor, int]] = []
         seen: set[int] = set()
         for part in parts:
@@ -78,7 +78,7 @@ class Reach:
                 self._tensors.append((label, value, value._version))
         elif (source := source_of(value)) is not None:
             seen.add(id(value))
-            self._states.append((source, source.read()))
+            self._numbers.add(source)
         elif isinstance(value, _CONTAINERS):
             self._enter(value, label, seen, depth)
         elif isinstance(value, tuple):
@@ -101,7 +101,7 @@ class Reach:
     def settle(self) -> list[Any]:
         """After the call: keep what is needed to repeat it. Returns the containers that the call has changed."""
         self._places = [(place, before) for place, before in self._places if not _is_same(_contents(place), before)]
-        self._states = [(source, state) for source, state in self._states if not source.is_same(state, source.read())]
+        self._numbers.forget_unused()
         self.edited = next((label for label, tensor, version in self._tensors if tensor._version != version), None)
         self._tensors.clear()
         return [place for place, _ in self._places]
@@ -110,19 +110,18 @@ class Reach:
     def as_before(self) -> Iterator[None]:
         """While it is entered all is as it was before the call; then as it was when it was entered."""
         places = [(place, _contents(place)) for place, _ in self._places]
-        states = [(source, source.read()) for source, _ in self._states]
+        numbers = self._numbers.now()
         try:
-            _restore(self._places, self._states)
+            _restore(self._places, self._numbers)
             yield
         finally:
-            _restore(places, states)
+            _restore(places, numbers)
 
 
-def _restore(places: list[tuple[Any, list[Any]]], states: list[tuple[Source, Any]]) -> None:
+def _restore(places: list[tuple[Any, list[Any]]], numbers: RandomStates) -> None:
     for place, contents in places:
         _put(place, contents)
-    for source, state in states:
-        source.write(state)
+    numbers.restore()
 
 
 def _attributes(value: object) -> Any:

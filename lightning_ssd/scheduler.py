@@ -21,6 +21,7 @@ from lightning_ssd.planning.guide import Guide, StoredPlan
 from lightning_ssd.planning.limits import Limits, Others, Wishes
 from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
+from lightning_ssd.planning.rates import leaves_band
 from lightning_ssd.planning.recomputation import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
@@ -74,6 +75,8 @@ class _Kind:
     """Of recomputed blocks: what a checkpoint computes again goes past us."""
     watch: Watch = field(default_factory=Watch)
     wants_trace: bool = True
+    traced_s: float = 0.0
+    """What the pass took that was planned for last."""
     future: Future[Plan] | None = None
     asked: tuple[_Traced, Goal, Machine] | None = None
     unplanned: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=_MAX_PLANS))
@@ -204,8 +207,11 @@ class Scheduler:
         known = done.guide.completed()
         self._is_following = known is not None and done.guide.recompute == kind.recompute
         if done.guide.keeps_all and not self._wishes.has_budget:
-            kind.worth.kept(done.clock.seconds(done.begin, done.end))
-            kind.wants_trace = kind.wants_trace or not kind.plans
+            step_s = done.clock.seconds(done.begin, done.end)
+            kind.worth.kept(step_s)
+            # The first pass may have had allocators to warm: a plan made from it would move what has no time to move.
+            is_faster = step_s < kind.traced_s and leaves_band(step_s, kind.traced_s)
+            kind.wants_trace = kind.wants_trace or not kind.plans or is_faster
         elif known is not None and self._is_following:
             kind.wants_trace = self._compare(kind, known, done) or kind.wants_trace
         elif done.sizes not in kind.unplanned:
@@ -243,6 +249,7 @@ class Scheduler:
         goal, machine = self._goal(traced.trace, kind.others), self.machine
         self.unusable = (machine.ssd or _NOTHING).unusable
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="lightning_ssd-plan")
+        kind.traced_s = traced.trace.end_s
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         kind.asked = traced, goal, machine
         kind.future = self._executor.submit(make_plan, traced.trace, machine, goal)

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from lightning_ssd.malloc import preloaded_malloc
 from lightning_ssd.memory import host_available_bytes
 from recipes.bench_child import Child, ChildDiedError
 from recipes.bench_hooks import bench_hooks
@@ -163,8 +164,8 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def environment(recipe: str, threads: int, shape: Shape) -> dict[str, Any]:
-    """What a reader needs to judge the numbers. No host name, no paths."""
+def environment(recipe: str, threads: int, shape: Shape | None = None) -> dict[str, Any]:
+    """What a reader needs to judge the numbers. No host name, no paths. Without a shape: no model is trained."""
     cpu = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
@@ -177,10 +178,11 @@ def environment(recipe: str, threads: int, shape: Shape) -> dict[str, Any]:
         "kernel": platform.release(),
         "processor": cpu[0] if cpu else platform.processor(),
         "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if shape.device == "cuda" else "cpu",
+        "malloc": preloaded_malloc() or "of the C library",
+        "device": torch.cuda.get_device_name() if shape is not None and shape.device == "cuda" else "cpu",
         "threads": threads,
         "load_average": os.getloadavg()[0],
-        "shape": asdict(shape),
+        **({} if shape is None else {"shape": asdict(shape)}),
     }
 
 

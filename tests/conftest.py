@@ -74,6 +74,13 @@ def plans_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worth, "_SCATTER", math.inf)
 
 
+@pytest.fixture
+def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are many more than fit into memory, and a step is many calls."""
+    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
+    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
+
+
 @pytest.fixture(autouse=True)
 def no_leaked_threads() -> Iterator[None]:
     """A test that leaves one of our threads behind fails."""

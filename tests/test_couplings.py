@@ -11,24 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, paged_states
-from lightning_ssd.byproducts import RandomStates
+from lightning_ssd.byproducts import random_states
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.inner_step import InnerStep
 from lightning_ssd.optimizer import OffloadedOptimizer
 from lightning_ssd.own_attributes import Attributes
+from tests import optimizer_pairs
 
 MANY = ((128, 150),) * 6 + ((7,),)
 """Five large ones of one size, each a subgroup by itself."""
 
 
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a step is many calls."""
-    monkeypatch.setattr(paged_states, "_MIN_SUBGROUP_BYTES", 64 << 10)
+pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
 class Custom(Optimizer):
@@ -112,30 +108,16 @@ class Remembers(Custom):
         return self.memory[p]
 
 
-class Pair:
-    """The same parameters twice: the one optimizer is offloaded, its twin is plain."""
+class Pair(optimizer_pairs.Pair):
+    """The last parameter is a group of its own."""
 
-    def __init__(self, kind: Callable[[Any], Custom], shapes: tuple[tuple[int, ...], ...] = MANY) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.mine = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-        self.plain = [nn.Parameter(p.detach().clone()) for p in self.mine]
+    def __init__(self, kind: Callable[[Any], Optimizer], shapes: tuple[tuple[int, ...], ...] = MANY) -> None:
+        super().__init__(lambda made: kind([{"params": made[:-1]}, {"params": made[-1:]}]), shapes)
         self.start = [p.detach().clone() for p in self.mine]
-        self.inner, self.twin = (
-            kind([{"params": made[:-1]}, {"params": made[-1:]}]) for made in (self.mine, self.plain)
-        )
 
-    def set_gradients(self, num: int | None = None) -> None:
-        for number, (mine, plain) in enumerate(zip(self.mine, self.plain, strict=True)):
-            is_active = num is None or number < num
-            mine.grad, plain.grad = (torch.ones_like(p) * (number + 1) if is_active else None for p in (mine, plain))
-
-    def step(self, optimizer: Optimizer) -> None:
-        self.set_gradients()
-        optimizer.step()
-        self.twin.step()
-
-    def are_equal(self) -> bool:
-        return all(map(torch.equal, self.mine, self.plain))
+    def set_first_gradients(self, num: int | None) -> None:
+        """Of so many parameters; ``None``: all."""
+        self.set_gradients(None if num is None else list(range(num)))
 
     def are_untouched(self) -> bool:
         return all(map(torch.equal, self.mine, self.start))
@@ -143,10 +125,7 @@ class Pair:
 
 @contextmanager
 def offloaded(inner: Optimizer, directory: Path) -> Iterator[OffloadedOptimizer]:
-    policy = OffloadPolicy(activations="keep", optimizer_states="offload")
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[str(directory)])).open() as offloader:
-        optimizer = offloader.offload_optimizer(inner)
-        assert isinstance(optimizer, OffloadedOptimizer)
+    with optimizer_pairs.offloaded(inner, directory) as (optimizer, _):
         yield optimizer
 
 
@@ -171,10 +150,10 @@ def test_attributes_are_those_of_a_plain_step(
     held = pair.inner.beta
     with offloaded(pair.inner, spill_dir) as optimizer:
         for num in nums:
-            pair.set_gradients(num)
+            pair.set_first_gradients(num)
             optimizer.step()
             pair.twin.step()
-            assert pair.are_equal()
+            pair.check()
             assert pair.inner.t == pair.twin.t
             assert pair.inner.notes == pair.twin.notes
             assert torch.equal(held, pair.twin.beta)
@@ -264,7 +243,7 @@ def test_what_differs_between_parameters_is_refused_before_they_are_touched(
     pair = Pair(kind)
     pair.set_gradients()
     with offloaded(pair.inner, spill_dir) as optimizer:
-        before = RandomStates(pair.inner, [])
+        before = random_states(pair.inner, [])
         with pytest.raises(ConfigError, match=COUPLED[kind]):
             optimizer.step()
         assert pair.are_untouched()
@@ -305,7 +284,7 @@ def test_random_numbers_of_others_are_not_blamed_on_the_optimizer(
         for _ in range(3):
             pair.step(optimizer)
             monkeypatch.setattr(Disturbed, "is_disturbed", True)  # not in the rehearsal
-        assert pair.are_equal()
+        pair.check()
 
 
 def test_pytorchs_own_are_trusted(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +293,7 @@ def test_pytorchs_own_are_trusted(spill_dir: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("lightning_ssd.inner_step.Byproducts.noted", None)
     with offloaded(pair.inner, spill_dir) as optimizer:
         pair.step(optimizer)
-        assert pair.are_equal()
+        pair.check()
 
 
 class DrawsLater(Custom):
@@ -334,7 +313,7 @@ def test_noise_that_comes_later_ends_training_there(spill_dir: Path) -> None:
         for _ in range(2):
             optimizer.step()
             pair.twin.step()
-        assert pair.are_equal()
+        pair.check()
         with pytest.raises(ConfigError, match="random numbers"):
             optimizer.step()
         with pytest.raises(RuntimeError, match="incomplete"):
@@ -347,14 +326,14 @@ def test_one_call_is_a_plain_step(kind: type[Custom], spill_dir: Path) -> None:
     pair = Pair(kind, ((30, 4), (5,), (7,)))
     with offloaded(pair.inner, spill_dir) as optimizer:
         for num in (None, 2, None):  # the last group has no gradient
-            pair.set_gradients(num)
+            pair.set_first_gradients(num)
             state = torch.get_rng_state()
             optimizer.step()
             after = torch.get_rng_state()
             torch.set_rng_state(state)
             pair.twin.step()
             assert torch.equal(torch.get_rng_state(), after)
-            assert pair.are_equal()
+            pair.check()
             assert pair.inner.notes == pair.twin.notes
         assert optimizer.stats.num_subgroups == 1
 
@@ -383,7 +362,7 @@ def test_what_cannot_be_rehearsed_is_judged_in_the_step(spill_dir: Path) -> None
     pair = Pair(Odd, ((128, 150),) * 4 + ((3, 7),) * 2)
     with offloaded(pair.inner, spill_dir) as optimizer:
         pair.step(optimizer)
-        assert pair.are_equal()
+        pair.check()
 
 
 class ScalesMark(Custom):
@@ -399,5 +378,5 @@ def test_a_rehearsal_does_not_touch_what_is_marked_on_a_parameter(spill_dir: Pat
         parameter.main_grad = torch.ones_like(parameter)
     with offloaded(pair.inner, spill_dir) as optimizer:
         pair.step(optimizer)
-        assert pair.are_equal()
+        pair.check()
         assert all(torch.equal(a.main_grad, b.main_grad) for a, b in zip(pair.mine, pair.plain, strict=True))

@@ -28,11 +28,7 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 SHAPES = ((257, 129), (64, 1024), (65, 40), (3,))
 
 
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there are many more than fit into memory."""
-    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
-    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
+pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
 def make_parameters(dtype: torch.dtype) -> list[nn.Parameter]:

@@ -87,11 +87,7 @@ def grouped(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.05}]
 
 
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there are many more than fit into memory."""
-    monkeypatch.setattr(module_under_test, "_MIN_SUBGROUP_BYTES", 64 << 10)
-    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
+pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
 @contextmanager

@@ -12,17 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd import paged_states as module_under_test
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
 from tests.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, opened, used_bytes
 from tests.storage.faults import Fail, always, eio, enospc, on_calls
 
-
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there are many more than fit into memory."""
-    monkeypatch.setattr(module_under_test, "_MIN_SUBGROUP_BYTES", 64 << 10)
-    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
+pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
 # -- drives that fail --------------------------------------------------------------------------------------------------

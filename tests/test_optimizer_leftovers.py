@@ -16,17 +16,11 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd import paged_states as module_under_test
 from lightning_ssd.errors import StorageError
 from lightning_ssd.optimizer import OffloadedOptimizer
 from tests.optimizer_pairs import Pair, adamw, offloaded, opened
 
-
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there are many more than fit into memory."""
-    monkeypatch.setattr(module_under_test, "_MIN_SUBGROUP_BYTES", 64 << 10)
-    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
+pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
 # -- nothing is left ---------------------------------------------------------------------------------------------------

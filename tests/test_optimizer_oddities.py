@@ -12,17 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ssd import paged_states as module_under_test
 from lightning_ssd import slicing
 from lightning_ssd.inner_step import InnerStep
 from tests.optimizer_pairs import Nested, Pair, adamw, assert_same_states, equal, offloaded
 
-
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there are many more than fit into memory."""
-    monkeypatch.setattr(module_under_test, "_MIN_SUBGROUP_BYTES", 64 << 10)
-    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
+pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
 # -- odd states, parameters and gradients ------------------------------------------------------------------------------

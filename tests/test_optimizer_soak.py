@@ -20,12 +20,7 @@ from lightning_ssd.errors import StorageError
 from tests.optimizer_pairs import Nested, Pair, assert_same_states, offloaded, used_bytes
 from tests.storage.faults import eio
 
-
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there are many more than fit into memory."""
-    monkeypatch.setattr(module_under_test, "_MIN_SUBGROUP_BYTES", 64 << 10)
-    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
+pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
 # -- a soak ------------------------------------------------------------------------------------------------------------

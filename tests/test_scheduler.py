@@ -62,6 +62,23 @@ def test_moving_that_does_not_pay_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     assert "given up for a while, because passes took 2.00 times as long" in report.text()
 
 
+@pytest.mark.parametrize(("second_s", "is_planned_anew"), [(1.0, True), (7.6, True), (7.8, False), (9.5, False)])
+def test_a_plan_is_not_left_to_a_pass_that_warmed_up(second_s: float, is_planned_anew: bool) -> None:
+    """The first pass maps memory and takes longer; what it has time to move the others have not."""
+    with opened() as made:
+        seen = []
+        for step_s in (9.0, second_s, second_s):
+            _, wants_trace = run_pass(made, make_trace(step_s=step_s), step_s=step_s, available_bytes=1 << 40)
+            made.wait()
+            seen.append(wants_trace)
+        assert seen == [True, False, is_planned_anew]
+        guide, wants_trace = run_pass(made, make_trace(step_s=second_s), step_s=second_s, available_bytes=1 << 40)
+        assert not wants_trace
+        assert guide.followed is not None
+        assert guide.followed.trace is made.trace
+        assert guide.followed.plan.keep_step_s == (second_s if is_planned_anew else 9.0)
+
+
 def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:
     with opened() as made:
         for count, signature in ((12, "a"), (8, "a"), (6, "b")):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
@@ -14,11 +15,18 @@ from lightning_ssd.optimizer import OffloadedOptimizer
 from lightning_ssd.strategy import SSDOffloadStrategy
 from tests.helpers import assert_identical
 from tests.trainers import (
+    LIGHTNING_NOISE,
     Net,
     fit,
     result,
 )
 
+MARKS = [
+    *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),
+    pytest.mark.usefixtures("small_subgroups"),
+]
 SHORT = {"limit_train_batches": 4, "limit_val_batches": 1}
 Make = Callable[[], Net]
 Settings = Callable[[Path], dict[str, Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,32 +26,18 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_ssd.errors import BudgetError
 from tests.helpers import assert_identical
-from tests.parity.lightning_pairs import Settings, all_on_ssd, both, everything
+from tests.parity.lightning_pairs import MARKS, Settings, all_on_ssd, both, everything
 from tests.trainers import (
     BATCH_SIZE,
-    LIGHTNING_NOISE,
     NUM_BATCHES,
     Block,
     ManualNet,
     Net,
     fit,
     make_trainer,
-    one_thread,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),
-]
-
-
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that the states of small models do not fit into the memory that stays."""
-    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 192 << 10)
-    with one_thread():
-        yield
+pytestmark = MARKS
 
 
 # -- what the Trainer is told -----------------------------------------------------------------------------------------

@@ -14,29 +14,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers import assert_identical
-from tests.parity.lightning_pairs import Make, all_on_ssd, assert_moved, both, everything
+from tests.parity.lightning_pairs import MARKS, Make, all_on_ssd, assert_moved, both, everything
 from tests.trainers import (
-    LIGHTNING_NOISE,
     WIDTH,
     Block,
     Net,
     make_trainer,
-    one_thread,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),
-]
-
-
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that the states of small models do not fit into the memory that stays."""
-    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 192 << 10)
-    with one_thread():
-        yield
+pytestmark = MARKS
 
 
 # -- how modules are made ----------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,31 +12,17 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
 from tests.helpers import assert_identical
-from tests.parity.lightning_pairs import all_on_ssd, both
+from tests.parity.lightning_pairs import MARKS, all_on_ssd, both
 from tests.trainers import (
-    LIGHTNING_NOISE,
     WIDTH,
     Block,
     ManualNet,
     Net,
     fit,
-    one_thread,
     result,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),
-]
-
-
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that the states of small models do not fit into the memory that stays."""
-    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 192 << 10)
-    with one_thread():
-        yield
+pytestmark = MARKS
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
