@@ -49,23 +49,24 @@ def alone(values: Sequence[float]) -> list[float]:
 @pytest.mark.parametrize(
     ("at_once", "in_turns", "pays"),
     [
-        ((1.0, 1.0), (0.9, 0.9), True),
-        ((1.0, 1.0), (0.98, 0.98), False),
-        ((1.0, 1.0), (1.2, 1.2), False),
-        ((5.0, 1.0), (1.0, 4.0), False),
-        ((5.0, 4.0), (6.0, 1.0), True),
-        ((1.0, 1.0), (math.inf, math.inf), False),
-        ((math.inf, math.inf), (1.0, 1.0), True),
-        ((math.inf, math.inf), (math.inf, math.inf), False),
+        ((1.0,) * 4, (0.9,) * 4, True),
+        ((1.0,) * 4, (0.98,) * 4, False),
+        ((1.0,) * 4, (1.2,) * 4, False),
+        ((1.0, 5.0, 2.0, 1.0), (0.9, 4.0, 1.9, 0.9), True),
+        ((1.0, 5.0, 2.0, 1.0), (0.5, 0.5, 0.5, 1.0), False),  # the last round says no
+        ((1.0, 1.0, 1.0, 1.0), (1.0, 0.5, 0.5, 0.5), False),  # the first one
+        ((1.0,) * 4, (math.inf,) * 4, False),
+        ((math.inf,) * 4, (1.0,) * 4, True),
+        ((math.inf,) * 4, (math.inf,) * 4, False),
     ],
 )
-def test_the_best_round_decides_and_must_gain(at_once: tuple[float], in_turns: tuple[float], pays: bool) -> None:
+def test_turns_must_gain_in_each_round(at_once: tuple[float], in_turns: tuple[float], pays: bool) -> None:
     assert turns_pay(times(*at_once), times(*in_turns), alone) is pays
 
 
 def test_the_slowest_process_counts() -> None:
     theirs = -10.0  # another process, slow in whatever way
-    assert not turns_pay(times(1.0, 1.0), times(0.1, 0.1), lambda values: [min(value, theirs) for value in values])
+    assert not turns_pay(times(1.0), times(0.1), lambda values: [min(value, theirs) for value in values])
 
 
 def test_all_wait_for_each_other_before_each_measurement() -> None:
@@ -75,11 +76,11 @@ def test_all_wait_for_each_other_before_each_measurement() -> None:
         order.append("agree")
         return list(values)
 
-    def measured(name: str) -> Callable[[], float]:
-        return lambda: (order.append(name), 1.0)[1]
+    def measured(name: str, seconds: float) -> Callable[[], float]:
+        return lambda: (order.append(name), seconds)[1]
 
-    turns_pay(measured("at once"), measured("in turns"), agree)
-    assert order == ["agree", "at once", "agree", "agree", "in turns", "agree"] * 2
+    turns_pay(measured("at once", 1.0), measured("in turns", 0.5), agree)
+    assert order == ["agree", "in turns", "agree", "agree", "at once", "agree"] * 4
 
 
 @pytest.mark.parametrize("gains", [True, False])
