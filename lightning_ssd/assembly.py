@@ -23,7 +23,6 @@ from lightning_ssd.slots import SlotMover
 from lightning_ssd.state_files import StateFiles
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, open_backend
 from lightning_ssd.storage.encryption import EncryptedBackend
-from lightning_ssd.storage.heap import reload_block_kind
 from lightning_ssd.storage.held_directory import HeldDirectory
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
@@ -283,7 +282,7 @@ def _open_mover(
     stack: ExitStack, policy: OffloadPolicy, backend: Backend, copies: Copies | None, device: torch.device
 ) -> tuple[Mover, ReloadPool | None]:
     if copies is None:
-        reload = ReloadPool(_SPARE_BYTES, new_block=reload_block_kind())
+        reload = ReloadPool(_SPARE_BYTES)
         stack.callback(reload.close)
         return HostMover(backend, reload), reload
     if backend.moves_device_memory and policy.verify == "off":

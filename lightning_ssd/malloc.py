@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -11,9 +12,11 @@ from typing import Any, ClassVar, Self
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["MallocThreshold", "preloaded_malloc", "trim"]
+__all__ = ["MallocThreshold", "foreign_malloc", "trim"]
 
 _KIB = 1024
+_C_LIBRARIES = ("libc.", "libc-", "ld-")
+"""Beginnings of the file names of glibc and musl."""
 
 
 def trim() -> bool:
@@ -22,10 +25,26 @@ def trim() -> bool:
     return libc is not None and bool(libc.malloc_trim(0))
 
 
-def preloaded_malloc() -> str | None:
-    """The name of the library that replaces the C library's malloc, as far as the environment tells."""
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    return next((name for name in ("jemalloc", "tcmalloc", "mimalloc") if name in preloaded), None)
+class _DlInfo(ctypes.Structure):
+    """``Dl_info``: which file an address belongs to."""
+
+    _fields_: ClassVar = [("file", ctypes.c_char_p), ("others", ctypes.c_void_p * 3)]
+
+
+@functools.cache
+def foreign_malloc() -> str | None:
+    """The library (tcmalloc, jemalloc ...) that this process has its malloc from; ``None``: the C library, or unknown.
+
+    ``LD_PRELOAD`` may name what could not be loaded, and a library may come in other ways.
+    """
+    libc, found = ctypes.CDLL(None), _DlInfo()
+    malloc = ctypes.cast(libc.malloc, ctypes.c_void_p)
+    if not hasattr(libc, "dladdr") or not libc.dladdr(malloc, ctypes.byref(found)) or not found.file:
+        return None
+    path = os.fsdecode(found.file)
+    own = (os.path.realpath(sys.executable), os.path.realpath("/proc/self/exe"))  # may stand in for what it imports
+    name = os.path.basename(path)
+    return None if name.startswith(_C_LIBRARIES) or os.path.realpath(path) in own else name
 
 
 def _glibc() -> tuple[Any, str | None]:
@@ -35,8 +54,8 @@ def _glibc() -> tuple[Any, str | None]:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return None, "the C library is not glibc"
-    if (name := preloaded_malloc()) is not None:
-        return None, f"{name} replaces glibc's malloc (LD_PRELOAD)"
+    if (name := foreign_malloc()) is not None:
+        return None, f"{name} replaces glibc's malloc"
     libc.mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
     libc.malloc_trim.argtypes = (ctypes.c_size_t,)
     return libc, None

@@ -21,7 +21,6 @@ from lightning_ssd.planning.guide import Guide, StoredPlan
 from lightning_ssd.planning.limits import Limits, Others, Wishes
 from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
-from lightning_ssd.planning.rates import leaves_band
 from lightning_ssd.planning.recomputation import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
@@ -38,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_KINDS = 64
 _MAX_PLANS = 8
+_MAX_PASSED_OVER = 8
 _DAY_S = 86_400
 _NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
 
@@ -75,8 +75,8 @@ class _Kind:
     """Of recomputed blocks: what a checkpoint computes again goes past us."""
     watch: Watch = field(default_factory=Watch)
     wants_trace: bool = True
-    traced_s: float = 0.0
-    """What the pass took that was planned for last."""
+    num_to_pass_over: int = 0
+    """So many traced passes at most are passed over, while sizes without a plan are waited for."""
     future: Future[Plan] | None = None
     asked: tuple[_Traced, Goal, Machine] | None = None
     unplanned: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=_MAX_PLANS))
@@ -207,23 +207,29 @@ class Scheduler:
         known = done.guide.completed()
         self._is_following = known is not None and done.guide.recompute == kind.recompute
         if done.guide.keeps_all and not self._wishes.has_budget:
-            step_s = done.clock.seconds(done.begin, done.end)
-            kind.worth.kept(step_s)
-            # The first pass may have had allocators to warm: a plan made from it would move what has no time to move.
-            is_faster = step_s < kind.traced_s and leaves_band(step_s, kind.traced_s)
-            kind.wants_trace = kind.wants_trace or not kind.plans or is_faster
+            kind.worth.kept(done.clock.seconds(done.begin, done.end))
+            kind.wants_trace = kind.wants_trace or not kind.plans
         elif known is not None and self._is_following:
             kind.wants_trace = self._compare(kind, known, done) or kind.wants_trace
         elif done.sizes not in kind.unplanned:
-            kind.wants_trace = True
+            kind.wants_trace, kind.num_to_pass_over = True, _MAX_PASSED_OVER
         if kind.wants_trace and done.recorder is not None and kind.future is None:
-            kind.wants_trace = False
-            self.trace = trace = done.recorder.trace(done.end, done.refused)
-            self._others = kind.others
-            self._others.traced(trace.other_peak_bytes, done.level_bytes)
-            if trace.storages:
-                self._peak_bytes = done.peak_bytes
-                self._traced.append((kind, _Traced(done.sizes, trace, done.peak_bytes)))
+            if known is not None and kind.num_to_pass_over:
+                kind.num_to_pass_over -= 1  # this one has a plan: it is another one that lacks one
+            else:
+                self._keep_trace(kind, done, done.recorder)
+        if done.guide.keeps_all and kind.worth.has_warmed_up:
+            # The first ones mapped memory: a plan made from them moves what has no time to move later.
+            kind.wants_trace = True
+
+    def _keep_trace(self, kind: _Kind, done: FinishedPass, recorder: Recorder) -> None:
+        kind.wants_trace, kind.num_to_pass_over = False, 0
+        self.trace = trace = recorder.trace(done.end, done.refused)
+        self._others = kind.others
+        self._others.traced(trace.other_peak_bytes, done.level_bytes)
+        if trace.storages:
+            self._peak_bytes = done.peak_bytes
+            self._traced.append((kind, _Traced(done.sizes, trace, done.peak_bytes)))
 
     def _compare(self, kind: _Kind, known: StoredPlan, done: FinishedPass) -> bool:
         """Whether measured and predicted have parted."""
@@ -249,7 +255,6 @@ class Scheduler:
         goal, machine = self._goal(traced.trace, kind.others), self.machine
         self.unusable = (machine.ssd or _NOTHING).unusable
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="lightning_ssd-plan")
-        kind.traced_s = traced.trace.end_s
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         kind.asked = traced, goal, machine
         kind.future = self._executor.submit(make_plan, traced.trace, machine, goal)

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.malloc import preloaded_malloc
+from lightning_ssd.malloc import foreign_malloc
 from lightning_ssd.memory import host_available_bytes
 from recipes.bench_child import Child, ChildDiedError
 from recipes.bench_hooks import bench_hooks
@@ -178,7 +178,7 @@ def environment(recipe: str, threads: int, shape: Shape | None = None) -> dict[s
         "kernel": platform.release(),
         "processor": cpu[0] if cpu else platform.processor(),
         "cores": os.cpu_count(),
-        "malloc": preloaded_malloc() or "of the C library",
+        "malloc": foreign_malloc() or "of the C library",
         "device": torch.cuda.get_device_name() if shape is not None and shape.device == "cuda" else "cpu",
         "threads": threads,
         "load_average": os.getloadavg()[0],

@@ -156,7 +156,7 @@ def report(content: dict[str, Any], args: argparse.Namespace) -> None:
     """The table."""
     at_once, in_turns = ([turn[mode] for turn in content["seconds"]] for mode in MODES)
     ratios = [b / a for a, b in zip(at_once, in_turns, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
     print(f"\n{args.processes} processes, {args.parameters} million parameters each; slowest process of each step\n")
     print("| mode | update s | / at once | quartiles |\n|---|---|---|---|")
     print(f"| at once | {statistics.median(at_once):.2f} | 1.000 | |")
@@ -173,7 +173,7 @@ def report(content: dict[str, Any], args: argparse.Namespace) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench_turns", description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", type=Path, help="on the drive; default: a directory beside this project")
+    parser.add_argument("--dir", type=Path, help="on the drive; default: a temporary one")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--parameters", type=int, default=64, help="of each process, in millions (2**20)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each mode")

@@ -201,7 +201,7 @@ def test_where_memory_is_not_of_malloc_nothing_happens() -> None:
 
 
 def test_a_foreign_malloc_is_neither_watched_nor_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libtcmalloc_minimal.so.4")
+    monkeypatch.setattr("lightning_ssd.malloc.foreign_malloc", lambda: "libtcmalloc_minimal.so.4")
     heap = Heap(monkeypatch)
     foreign = Allocation(is_ours=True, level=heap.level)
     assert not foreign.is_ours

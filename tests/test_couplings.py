@@ -21,7 +21,7 @@ from lightning_ssd.own_attributes import Attributes
 from tests import optimizer_pairs
 
 MANY = ((128, 150),) * 6 + ((7,),)
-"""Five large ones of one size, each a subgroup by itself."""
+"""Large ones of one size, each a subgroup by itself where parameters are not cut."""
 
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")

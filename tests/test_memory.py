@@ -218,6 +218,3 @@ def test_no_cgroup_limit(tmp_path, limit):
 
 def test_a_system_without_cgroups(tmp_path):
     assert cgroup_limit_bytes(tmp_path) is None
-
-
-# malloc: each in a process of its own, because glibc's threshold depends on what was freed before.

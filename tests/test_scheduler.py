@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_ssd import scheduler as module
+from lightning_ssd.clock import Clock, HostClock
 from lightning_ssd.planning import worth
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
@@ -62,21 +63,43 @@ def test_moving_that_does_not_pay_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     assert "given up for a while, because passes took 2.00 times as long" in report.text()
 
 
-@pytest.mark.parametrize(("second_s", "is_planned_anew"), [(1.0, True), (7.6, True), (7.8, False), (9.5, False)])
-def test_a_plan_is_not_left_to_a_pass_that_warmed_up(second_s: float, is_planned_anew: bool) -> None:
-    """The first pass maps memory and takes longer; what it has time to move the others have not."""
+@pytest.mark.parametrize("clock", [HostClock, LateClock])
+def test_a_plan_is_not_left_to_a_pass_that_warmed_up(clock: type[Clock]) -> None:
+    """The first ones map memory and take longer; what they have time to move the others have not."""
     with opened() as made:
-        seen = []
-        for step_s in (9.0, second_s, second_s):
-            _, wants_trace = run_pass(made, make_trace(step_s=step_s), step_s=step_s, available_bytes=1 << 40)
+        traced_s = []
+        for step_s in (9.0, 5.0, 2.0, 2.0, 2.0, 2.0, 2.0):
+            trace = make_trace(step_s=step_s)
+            guide, wants_trace = run_pass(made, trace, step_s=step_s, clock=clock, available_bytes=1 << 40)
+            traced_s += [step_s] * wants_trace
             made.wait()
-            seen.append(wants_trace)
-        assert seen == [True, False, is_planned_anew]
-        guide, wants_trace = run_pass(made, make_trace(step_s=second_s), step_s=second_s, available_bytes=1 << 40)
-        assert not wants_trace
+        assert traced_s[0] == 9.0
+        assert traced_s[-1] == 2.0
         assert guide.followed is not None
-        assert guide.followed.trace is made.trace
-        assert guide.followed.plan.keep_step_s == (second_s if is_planned_anew else 9.0)
+        assert guide.followed.plan.keep_step_s == 2.0
+
+
+def test_passes_of_two_lengths_have_their_plans_and_are_not_traced_for_ever() -> None:
+    """Tracing takes time itself, and one signature may stand for short passes and long ones, in turns."""
+    with opened() as made:
+        num_traced = 0
+        for number in range(60):
+            count = 12 if number % 2 else 6
+            trace = make_trace(count, step_s=count / 6)
+            guide, wants_trace = run_pass(made, trace, step_s=count / 6, available_bytes=1 << 40)
+            num_traced += wants_trace
+            made.wait()
+            assert guide.followed is not None or number < 6
+        assert 2 <= num_traced <= 5
+
+
+def test_sizes_that_never_come_again_are_not_waited_for() -> None:
+    with opened() as made:
+        for number in range(40):
+            count = 6 if number == 5 else 12
+            _, wants_trace = run_pass(made, make_trace(count), step_s=1.0, available_bytes=1 << 40)
+            made.wait()
+        assert not wants_trace
 
 
 def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:

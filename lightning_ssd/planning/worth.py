@@ -46,6 +46,11 @@ class Worth:
         """Whether the next pass keeps everything."""
         return self._num_to_keep > 0
 
+    @property
+    def has_warmed_up(self) -> bool:
+        """Whether the next pass is the first one that may be expected to take as long as all later ones that keep."""
+        return self._num_kept == NUM_KEPT - 1
+
     def kept(self, step_s: float) -> None:
         """A pass that kept everything has ended, after so many seconds."""
         self._num_kept += 1

@@ -1,7 +1,7 @@
 """Host memory for transfers: bounded staging buffers, and recycled memory that reloads go to.
 
-Both pools hold anonymous memory in transparent huge pages (reloads: or malloc's, see ``storage/heap.py``). Fresh memory
-is dear: its first touch costs a page fault per 4 KiB, which takes longer than reading the page from a drive.
+Both pools hold anonymous memory in transparent huge pages. Fresh memory is dear: its first touch costs a page fault
+per 4 KiB, which takes longer than reading the page from a drive.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError
-from lightning_ssd.storage.heap import Block
 from lightning_ssd.storage.mapped import PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
 from lightning_ssd.tensors import Region
 
@@ -26,7 +24,6 @@ __all__ = ["ReloadPool", "StagingPool"]
 
 _log = logging.getLogger(__name__)
 
-_AnyBlock = TypeVar("_AnyBlock", bound=Block)
 _MAX_WASTE = 1.25
 _SMALL_NBYTES = 64 << 10
 
@@ -35,7 +32,7 @@ def _round_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-def _best_fit(spare: list[_AnyBlock], need: int, alignment: int = PAGE_BYTES) -> _AnyBlock | None:
+def _best_fit(spare: list[MappedBlock], need: int, alignment: int = PAGE_BYTES) -> MappedBlock | None:
     """The smallest spare block that fits without much waste."""
     fitting = (b for b in spare if need <= b.nbytes <= need * _MAX_WASTE and b.address % alignment == 0)
     return min(fitting, key=lambda block: block.nbytes, default=None)
@@ -167,7 +164,7 @@ class _Loan(weakref.ref["ctypes.Array[ctypes.c_char]"]):
 
     __slots__ = ("block",)
 
-    block: Block
+    block: MappedBlock
 
 
 class ReloadPool:
@@ -178,13 +175,11 @@ class ReloadPool:
 
     Args:
         max_spare_bytes: memory that may be kept for the next reload; beyond it the least recently used is freed.
-        new_block: where memory comes from.
     """
 
-    def __init__(self, max_spare_bytes: int, *, new_block: Callable[[int, int], Block] = MappedBlock) -> None:
+    def __init__(self, max_spare_bytes: int) -> None:
         self._max_spare_bytes = max_spare_bytes
-        self._new_block = new_block
-        self._spare: list[Block] = []
+        self._spare: list[MappedBlock] = []
         self._lent: dict[int, _Loan] = {}
         self._returned: deque[_Loan] = deque()
         self._closed = False
@@ -238,7 +233,7 @@ class ReloadPool:
             surplus = self._surplus()
         del surplus  # unmapped here, outside of the lock
         if block is None:
-            block = self._new_block(need, memory_alignment)
+            block = MappedBlock(need, memory_alignment)
         array = block.export()
         loan = _Loan(array, self._returned.append)
         loan.block = block
@@ -277,7 +272,7 @@ class ReloadPool:
             if self._lent.pop(id(loan), None) is not None:
                 self._spare.append(loan.block)
 
-    def _surplus(self) -> list[Block]:
+    def _surplus(self) -> list[MappedBlock]:
         surplus = []
         spare_bytes = sum(block.nbytes for block in self._spare)
         while spare_bytes > self._max_spare_bytes:

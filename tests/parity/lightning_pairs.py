@@ -25,7 +25,7 @@ MARKS = [
     *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),
-    pytest.mark.usefixtures("small_subgroups"),
+    pytest.mark.usefixtures("lightning_twins"),
 ]
 SHORT = {"limit_train_batches": 4, "limit_val_batches": 1}
 Make = Callable[[], Net]

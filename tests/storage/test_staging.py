@@ -17,7 +17,6 @@ import torch
 
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.storage import staging
-from lightning_ssd.storage.heap import HeapBlock
 from lightning_ssd.storage.mapped import MappedBlock
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.tensors import Region, TensorSpec
@@ -240,9 +239,9 @@ def fill(storage: torch.UntypedStorage, value: int) -> None:
 
 
 class TestReloadPool:
-    @pytest.fixture(params=[MappedBlock, HeapBlock])
-    def pool(self, request: pytest.FixtureRequest) -> Iterator[ReloadPool]:
-        pool = ReloadPool(256 * MIB, new_block=request.param)
+    @pytest.fixture
+    def pool(self) -> Iterator[ReloadPool]:
+        pool = ReloadPool(256 * MIB)
         yield pool
         pool.close()
 
@@ -420,7 +419,6 @@ class TestReloadPool:
         with pytest.raises(ValueError, match="0 up to 511"):
             pool.take(MIB, phase, 512)
 
-    @pytest.mark.parametrize("pool", [MappedBlock], indirect=True)
     def test_lies_in_huge_pages(self, pool: ReloadPool) -> None:
         setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
         if not setting.exists() or "[never]" in setting.read_text():
