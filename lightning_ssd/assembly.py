@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from lightning_ssd.allocation import Allocation
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.events import EventLog
+from lightning_ssd.malloc import foreign_malloc
 from lightning_ssd.memory import host_available_bytes
 from lightning_ssd.planning.limits import Wishes
 from lightning_ssd.scheduler import Agree, Scheduler
@@ -118,6 +120,8 @@ def assemble(
     is_mapped = device.type == "cpu" and copies is None
     allocation = Allocation(is_ours=is_mapped)
     stack.callback(allocation.close)
+    if is_mapped and policy.memory_budget is not None:
+        _tell_of_foreign_malloc(policy.memory_budget)
     if policy.activations == "recompute":
         description = "blocks are recomputed, all else is kept in memory and counted"
         return Parts(description=description, allocation=allocation)
@@ -201,6 +205,16 @@ def open_state_files(
             wait=(lambda mark: mark.synchronize()) if copies is None else copies.wait_on_current_stream,
             first=int(os.environ.get("LOCAL_RANK", "0")),
             resources=stack.pop_all(),
+        )
+
+
+def _tell_of_foreign_malloc(memory_budget: int | str) -> None:
+    if (library := foreign_malloc()) is not None:
+        warnings.warn(
+            f"OffloadPolicy.memory_budget={memory_budget!r} goes by what this process holds, and {library}, which it "
+            "has its malloc from, keeps what is freed: what would fit may be refused. Use glibc's malloc (unset "
+            "LD_PRELOAD), or activation_budget in its place",
+            stacklevel=2,
         )
 
 

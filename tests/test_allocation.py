@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd import allocation as module
 from lightning_ssd.allocation import Allocation
 from lightning_ssd.malloc import MallocThreshold
@@ -212,6 +214,20 @@ def test_a_foreign_malloc_is_neither_watched_nor_trimmed(monkeypatch: pytest.Mon
     foreign.border()
     foreign.close()
     assert heap.num_trims == 0
+
+
+@pytest.mark.parametrize(("library", "is_told"), [("libtcmalloc_minimal.so.4", True), (None, False)])
+def test_a_foreign_malloc_makes_a_memory_budget_vague(
+    library: str | None, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_ssd.assembly.foreign_malloc", lambda: library)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        policy = OffloadPolicy(memory_budget="64GiB")
+        hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
+        Offloader(policy=policy, hardware=hardware).open().close()
+    found = [str(warning.message) for warning in told if "memory_budget='64GiB'" in str(warning.message)]
+    assert [library is not None and library in message for message in found] == [True] * is_told
 
 
 @pytest.mark.parametrize(("activations", "watched"), [("offload", True), ("auto", False), ("recompute_offload", True)])
