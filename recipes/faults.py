@@ -1,6 +1,6 @@
 """Faults on purpose, many trials of each: what happens to results, whether anything hangs, and what is left behind.
 
-    python -m recipes.faults --dir DIR                    # all: some 1,100 processes, about ten minutes
+    python -m recipes.faults --dir DIR                    # all: some 1,100 processes, about six minutes
     python -m recipes.faults --only "kill,full disk" --scale 0.1
     python -m recipes.faults --out recipes/results/faults_table.md
 
