@@ -100,6 +100,11 @@ class Updater:
         return time.perf_counter() - start_s
 
 
+def threads_of(num_processes: int) -> int:
+    """For computing, of each process."""
+    return max(1, (os.cpu_count() or 1) // num_processes)
+
+
 def smallest(values: Sequence[float]) -> list[float]:
     """Of each number over all processes."""
     found = torch.tensor(values, dtype=torch.float64)
@@ -123,7 +128,7 @@ def measure(updaters: dict[str, Updater], num_steps: int, num_warmup: int) -> li
 
 def work(rank: int, args: argparse.Namespace, directory: Path, meeting: Path, results: Path) -> None:
     """One process."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.processes))
+    torch.set_num_threads(threads_of(args.processes))
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(meeting), args.processes),
@@ -190,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 when weights differ. Speed is only reported."""
     args = parse_arguments(arguments)
     with spill_directory(args.dir, "bench_turns") as directory, tempfile.TemporaryDirectory() as own:
-        facts = environment("bench_turns", max(1, (os.cpu_count() or 1) // args.processes))
+        facts = environment("bench_turns", threads_of(args.processes))
         print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", flush=True)
         meeting, results = Path(own) / "meeting", Path(own) / "results"
         torch.multiprocessing.spawn(work, (args, directory, meeting, results), nprocs=args.processes)
