@@ -213,7 +213,7 @@ class Arena:
             # The lock may have been taken by another thread at the fork: it is never released in this process.
             if not self._closed:
                 self._closed = True
-                os.close(self._fd)
+                self._close_file()
             return
         with self._lock:
             if self._closed:
@@ -237,10 +237,19 @@ class Arena:
             # Forked processes (workers of a DataLoader) have the file open too, and would keep its space.
             with suppress(OSError):
                 os.ftruncate(self._fd, 0)
-        os.close(self._fd)
+        self._close_file()
         # Removing the directory is a courtesy: it may be gone, or (without O_TMPFILE) in use by another process.
         with suppress(OSError):
             os.rmdir(self.path)
+
+    def _close_file(self) -> None:
+        try:
+            os.close(self._fd)
+        except OSError as error:
+            # A network file system that has gone says so here, too. The descriptor is closed all the same, and the bytes
+            # were not to outlive it; raised, this would hide the failed read that the caller has to hear of.
+            if error.errno == errno.EBADF:
+                raise
 
     def _drain_returned(self) -> None:
         if os.getpid() == self._pid and self._lock.acquire(blocking=False):
