@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd import metrics
-from lightning_ssd.assembly import NOTHING, HostMemory, Parts, assemble, open_state_files, open_wear_meter
+from lightning_ssd.assembly import NOTHING, Parts, assemble, open_state_files, open_wear_meter
 from lightning_ssd.blocks import Blocks, find_blocks
 from lightning_ssd.config import HardwareProfile, OffloadPolicy, typed
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
@@ -25,6 +25,7 @@ from lightning_ssd.planning.comparison import PlanReport
 from lightning_ssd.planning.plan import Machine
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduler import Agree
+from lightning_ssd.site import HostMemory, Site
 from lightning_ssd.stats import OffloadStats, OptimizerStats
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.streams import Copies, CudaCopies
@@ -130,13 +131,27 @@ class Offloader:
             device = torch.device("cuda", torch.cuda.current_device())
         settle_first_calls()
         self._host_memory = HostMemory(self.hardware, self._num_local)
-        copies = self._copies or (CudaCopies(device) if device.type == "cuda" else None)
-        parts = self._parts = assemble(
-            stack,
-            self.policy,
-            self.hardware,
+        site = self._site(device, self._copies)
+        parts = self._parts = assemble(stack, self.policy, site)
+        self.description, self._wear, self._last_optimizer_stats = parts.description, parts.wear, ()
+        self._cache = TensorCache(
+            parts.tiers,
             device=device,
-            copies=copies,
+            min_tensor_nbytes=self.policy.min_tensor_nbytes,
+            events=self._events,
+            copies=site.copies,
+            scheduler=parts.scheduler,
+            recompute=self.policy.activations in ("recompute", "recompute_offload"),
+            allocation=parts.allocation,
+        )
+        stack.callback(self._cache.close)
+        self._last_stats = self._sampled = OffloadStats()
+
+    def _site(self, device: torch.device, copies: Copies | None) -> Site:
+        return Site(
+            hardware=self.hardware,
+            device=device,
+            copies=copies or (CudaCopies(device) if device.type == "cuda" else None),
             events=self._events,
             default_directory=self._default_directory,
             subdirectory=self._subdirectory,
@@ -145,19 +160,6 @@ class Offloader:
             host_memory=self._host_memory,
             wrap_backend=self._wrap_backend,
         )
-        self.description, self._wear, self._last_optimizer_stats = parts.description, parts.wear, ()
-        self._cache = TensorCache(
-            parts.tiers,
-            device=device,
-            min_tensor_nbytes=self.policy.min_tensor_nbytes,
-            events=self._events,
-            copies=copies,
-            scheduler=parts.scheduler,
-            recompute=self.policy.activations in ("recompute", "recompute_offload"),
-            allocation=parts.allocation,
-        )
-        stack.callback(self._cache.close)
-        self._last_stats = self._sampled = OffloadStats()
 
     def close(self) -> None:
         """Join the threads, close the files, restore malloc. Idempotent.
@@ -252,19 +254,8 @@ class Offloader:
         parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
             return optimizer
-        files = open_state_files(
-            self.policy,
-            self.hardware,
-            device=parameter.device,
-            copies=CudaCopies(parameter.device) if parameter.device.type == "cuda" else None,
-            events=self._events,
-            default_directory=self._default_directory,
-            subdirectory=self._subdirectory,
-            agree=self._agree,
-            num_local_processes=self._num_local,
-            host_memory=self._host_memory,
-            wrap_backend=self._wrap_backend,
-        )
+        site = self._site(parameter.device, copies=None)
+        files = open_state_files(self.policy, site)
         try:
             offloaded = OffloadedOptimizer(
                 optimizer, files, master_weights=self.policy.master_weights, events=self._events
@@ -275,7 +266,7 @@ class Offloader:
         resources.callback(offloaded.close)
         self._optimizers.append(offloaded)
         if self._wear is None:
-            self._wear = open_wear_meter(self.hardware, self._default_directory, self._subdirectory, self._num_local)
+            self._wear = open_wear_meter(site)
         return offloaded
 
     def saved_tensors(self, *, signature: Hashable = None) -> AbstractContextManager[None]:

@@ -52,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("state_snapshot", "state_loading", "shard_checkpoint", "full_states", "shelf"),
     ("paged_states",),
     ("optimizer",),
+    ("site",),
     ("assembly",),
     ("offloader",),
     ("ddp_options",),

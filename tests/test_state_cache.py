@@ -36,7 +36,7 @@ STATE_BYTES = 8 * 600 * 512 * 8
 
 @pytest.fixture(autouse=True)
 def a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ssd.assembly._has_own_memory", lambda device: True)
+    monkeypatch.setattr("lightning_ssd.site._has_own_memory", lambda device: True)
     monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 256 << 10)
 
 

@@ -246,7 +246,7 @@ class Arena:
         try:
             os.close(self._fd)
         except OSError as error:
-            # A network file system that has gone says so here, too. The descriptor is closed all the same, and the bytes
+            # A network file system that has gone says so here, too. The descriptor is closed all the same, its bytes
             # were not to outlive it; raised, this would hide the failed read that the caller has to hear of.
             if error.errno == errno.EBADF:
                 raise

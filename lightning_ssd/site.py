@@ -1,0 +1,99 @@
+"""Where an offloader works: the machine, the directories in it, and with whom both are shared."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from lightning_ssd.config import HardwareProfile
+from lightning_ssd.events import EventLog
+from lightning_ssd.memory import host_available_bytes
+from lightning_ssd.scheduler import Agree
+from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.purse import Purse
+from lightning_ssd.storage.streams import Copies
+
+__all__ = ["PATHS_VARIABLE", "HostMemory", "Site"]
+
+PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
+_HOST_SHARE = 4
+"""One part in so many of the host's available memory is for the host tier of a CUDA device."""
+
+
+class HostMemory:
+    """What an offloader's activations and optimizers take of the host's memory, together.
+
+    Args:
+        hardware: says how much.
+        num_processes: of this run on this machine.
+    """
+
+    def __init__(self, hardware: HardwareProfile, num_processes: int) -> None:
+        self._hardware = hardware
+        self._num_processes = num_processes
+        self._purse = Purse(0)
+
+    def purse(self, device: torch.device) -> Purse:
+        """The one for all, measured for the first device that makes it more than nothing: "auto" is that for a CPU."""
+        if not self._purse.total_bytes:
+            nbytes = self._hardware.host_memory_nbytes
+            if nbytes is None:
+                available = host_available_bytes() or 0 if _has_own_memory(device) else 0
+                nbytes = available // (_HOST_SHARE * self._num_processes)
+            self._purse = Purse(nbytes)
+        return self._purse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """For the tensors of one device."""
+
+    hardware: HardwareProfile
+    device: torch.device
+    copies: Copies | None
+    """Between device and host; ``None``: the device's memory is the host's."""
+    events: EventLog
+    """Where transfers and waiting are noted."""
+    default_directory: str | os.PathLike[str] | None
+    """Where the user has named none."""
+    subdirectory: str
+    """Of this process, in each of the user's directories; may be empty."""
+    agree: Agree | None
+    """With the other processes of the run; ``None``: there are none."""
+    num_local_processes: int
+    """Of this run on this machine."""
+    host_memory: HostMemory
+    wrap_backend: Callable[[Backend], Backend] | None
+
+    @property
+    def paths(self) -> list[Path]:
+        """The user's directories: from the profile, else the environment, else the default."""
+        named = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
+        fallback = self.default_directory or tempfile.gettempdir()
+        paths = tuple(cast(Sequence[str], self.hardware.paths)) or tuple(named) or (fallback,)
+        return [Path(path).expanduser().absolute() for path in paths]
+
+    @property
+    def directories(self) -> list[Path]:
+        """Ours, one in each of :attr:`paths`."""
+        return [path / self.subdirectory for path in self.paths]
+
+    @property
+    def purse(self) -> Purse:
+        """Of the host's memory."""
+        return self.host_memory.purse(self.device)
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether what waits in the host's memory has left the device's."""
+        return _has_own_memory(self.device)
+
+
+def _has_own_memory(device: torch.device) -> bool:
+    return device.type != "cpu"
