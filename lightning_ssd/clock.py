@@ -22,9 +22,14 @@ class Clock(Protocol):
 
     lag: int
     """How many passes later a stamp can be read without waiting."""
+    noise_s: float
+    """Two stamps may be so far apart although nothing happened between them."""
 
     def stamp(self) -> Stamp:
         """This moment of the current stream."""
+
+    def has_passed(self, stamp: Stamp) -> bool:
+        """Whether the device has got there."""
 
     def seconds(self, start: Stamp, end: Stamp) -> float:
         """From one stamp to another; waits until the device has passed both."""
@@ -34,7 +39,12 @@ class HostClock:
     """Work is done when a call returns."""
 
     lag = 0
+    noise_s = 0.0
     stamp = staticmethod(time.perf_counter)
+
+    @staticmethod
+    def has_passed(stamp: Stamp) -> bool:
+        return True
 
     @staticmethod
     def seconds(start: Stamp, end: Stamp) -> float:
@@ -45,6 +55,7 @@ class CudaClock:
     """Timing events in the current stream of one CUDA device."""
 
     lag = 1
+    noise_s = 20e-6
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,6 +65,10 @@ class CudaClock:
         event = constructor(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    @staticmethod
+    def has_passed(stamp: Stamp) -> bool:
+        return cast(bool, stamp.query())
 
     @staticmethod
     def seconds(start: Stamp, end: Stamp) -> float:

@@ -260,7 +260,7 @@ class HardwareProfile:
     default root directory, else a temporary directory."""
 
     backend: Literal["auto", "kvikio", "posix"] = "auto"
-    """How bytes reach a file: "auto" takes kvikio where GPU and kvikio work, else posix."""
+    """How bytes reach a file: "auto" takes kvikio for a GPU with GPUDirect Storage, else posix."""
 
     host_memory: Size | Literal["auto"] = "auto"
     """Cap of what activations and the states of all optimizers of a process take of the host's memory in place of the

@@ -10,11 +10,13 @@ import torch
 
 from lightning_ssd.clock import Clock, Stamp
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from lightning_ssd.events import EventLog, StallEvent
+from lightning_ssd.events import EventLog
 from lightning_ssd.ledger import Ledger
 from lightning_ssd.live_passes import LivePasses
 from lightning_ssd.prefetcher import Prefetcher, is_out_of_memory
+from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.saved_storage import SavedStorage, State
+from lightning_ssd.stalls import Stalls
 from lightning_ssd.storage.streams import Copies
 from lightning_ssd.storage.tiers import Tier
 from lightning_ssd.storage.transfer import Transfer
@@ -51,6 +53,7 @@ class Fetcher:
         tier: Tier | None,
     ) -> None:
         self.prefetcher = Prefetcher(ledger, passes, device)
+        self.stalls = Stalls(clock, ledger.counters, events, self.prefetcher.budget.stalled)
         self.closed = False
         self.failure: BaseException | None = None
         """The last read that failed for good."""
@@ -58,7 +61,6 @@ class Fetcher:
         self._passes = passes
         self._device = device
         self._clock = clock
-        self._events = events
         self._copies = copies
         self._tier = tier
         self._consumed: deque[SavedStorage] = deque()
@@ -79,21 +81,24 @@ class Fetcher:
             for read in reads:
                 read.wait()
             self._raise_if_failed(record)
-        if start_s:
-            with self._ledger.lock:
-                self.count_stall(record.nbytes, start_s, time.perf_counter())
-                self.prefetcher.budget.stalled()
         if mark is not None and self._copies is not None:
-            begin = begin or self._clock.stamp()
+            if begin is None:
+                start_s, begin = time.perf_counter(), self._clock.stamp()
             self._copies.wait_on_current_stream(mark)
-        if begin is not None and record.home is not None and record.home.recorder is not None:
-            record.home.recorder.stalled(begin, self._clock.stamp())
+        if begin is not None:
+            end = self._clock.stamp()
+            with self._ledger.lock:
+                self._stalled(record.home, record.nbytes, start_s, begin, end, for_read=True)
         return storage
 
-    def count_stall(self, nbytes: int, start_s: float, end_s: float) -> None:
+    def _stalled(
+        self, home: SavedPass | None, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool
+    ) -> None:
         """The training thread has waited. The lock is held."""
-        self._events.append(StallEvent(nbytes, start_s, end_s))
-        self._ledger.counters.stall_s += end_s - start_s
+        self.stalls.add(nbytes, start_s, begin, end, for_read=for_read)
+        self._passes.stalled(begin, end)
+        if home is not None and home.recorder is not None:
+            home.recorder.stalled(begin, end)
 
     def prune(self) -> None:
         """Forget storages whose graphs are gone. The lock is held."""
@@ -153,39 +158,39 @@ class Fetcher:
         if excess <= 0:
             return True
         self.prefetcher.drop_ahead(excess)
-        begin = self._clock.stamp()
-        waited = self.admit(record.nbytes, guide.limit_bytes, wanted=record)
-        if waited is not None:
-            self.count_stall(record.nbytes, *waited)
-            if record.home is not None and record.home.recorder is not None:
-                record.home.recorder.stalled(begin, self._clock.stamp())
+        self.admit(record.home, record.nbytes, guide.limit_bytes, wanted=record)
         return record.state is State.ON_DISK
 
-    def admit(self, nbytes: int, limit_bytes: int, *, wanted: SavedStorage | None = None) -> tuple[float, float] | None:
+    def admit(
+        self, home: SavedPass | None, nbytes: int, limit_bytes: int, *, wanted: SavedStorage | None = None
+    ) -> None:
         """Wait until so much more fits under the limit, as far as writes can make room. The lock is held.
 
         When no write is left, what was to stay is written too: a plan counts on having the budget for itself, and
         another pass may be alive.
 
         Args:
+            home: the pass that waits.
             nbytes: of what comes.
             limit_bytes: of all that is in memory.
             wanted: what comes, if it comes back.
-
-        Returns:
-            When the wait began and ended; ``None``: there was none.
         """
+        begin, start_s = self._clock.stamp(), time.perf_counter()
+        if self._make_way(nbytes, limit_bytes, wanted):
+            self._stalled(home, nbytes, start_s, begin, self._clock.stamp(), for_read=False)
+
+    def _make_way(self, nbytes: int, limit_bytes: int, wanted: SavedStorage | None) -> bool:
+        """Return whether this took a wait."""
         if self._ledger.counters.resident_bytes + nbytes > limit_bytes:
             self._drop_consumed(wanted)
-        first = last = self._ledger.admit(nbytes, limit_bytes)
+        has_waited = self._ledger.admit(nbytes, limit_bytes)
         while self._ledger.counters.resident_bytes + nbytes > limit_bytes:
             if (wanted is not None and wanted.state is not State.ON_DISK) or not self._evict(
                 self._ledger.counters.resident_bytes + nbytes - limit_bytes, wanted
             ):
                 break
-            last = self._ledger.admit(nbytes, limit_bytes) or last
-            first = first or last
-        return None if first is None or last is None else (first[0], last[1])
+            has_waited = self._ledger.admit(nbytes, limit_bytes) or has_waited
+        return has_waited
 
     def _drop_consumed(self, wanted: SavedStorage | None) -> None:
         """Of what everybody has unpacked, whoever still uses it holds the memory himself."""

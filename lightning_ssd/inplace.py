@@ -157,7 +157,7 @@ def pytorch_wording() -> str:
     To be called once outside of any saved-tensor hooks: under hooks PyTorch would not complain.
     """
     with torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
-        x = torch.zeros(1, requires_grad=True)
+        x = torch.zeros(1, requires_grad=True, device="cpu")
         y = x.exp()
         y.add_(1)
         try:
@@ -171,7 +171,7 @@ def pytorch_wording() -> str:
 def _several_wording() -> str:
     """PyTorch's answer when one of several views was edited, with places for number and operation."""
     with torch.enable_grad():
-        base = torch.zeros(2, requires_grad=True).clone()
+        base = torch.zeros(2, requires_grad=True, device="cpu").clone()
         view = base.chunk(2)[1]
         name = "" if view.grad_fn is None else _display_name(view.grad_fn.name())
         base.detach().add_(1)

@@ -6,7 +6,6 @@ Dying leases leave notes here, which the next regular operation works off; a bud
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -46,19 +45,19 @@ class Ledger:
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
 
-    def admit(self, nbytes: int, limit_bytes: int) -> tuple[float, float] | None:
+    def admit(self, nbytes: int, limit_bytes: int) -> bool:
         """Wait until so much more fits under the limit, or until no write is left that could make room.
 
         Returns:
-            When the wait began and ended; ``None``: there was none.
+            Whether it has waited.
         """
-        begin_s = 0.0
+        has_waited = False
         while True:
             self.settle()
             self.sweep_all()
             if self.counters.resident_bytes + nbytes <= limit_bytes or not self.num_writes:
-                return (begin_s, time.perf_counter()) if begin_s else None
-            begin_s = begin_s or time.perf_counter()
+                return has_waited
+            has_waited = True
             # Not for ever: a graph that dies elsewhere makes room too, and its death is only noted.
             self._write_ended.wait(0.1)
 

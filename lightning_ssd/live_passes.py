@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from lightning_ssd.allocation import Allocation
-from lightning_ssd.clock import Clock
+from lightning_ssd.clock import Clock, Stamp
 from lightning_ssd.ledger import Ledger
 from lightning_ssd.planning.guide import Guide
 from lightning_ssd.planning.passes import PassProfile, ProfileBook
@@ -19,6 +19,8 @@ from lightning_ssd.scheduler import FinishedPass, Scheduler
 __all__ = ["LivePasses"]
 
 _MAX_PASSES = 256
+_SAVED_SHARE = 0.5
+"""Of the available memory, what saved tensors of a device may take while nothing is planned: gradients are to come."""
 _MAX_UNENDED = 8
 """Passes, until it is said that their ends are not told. Some accumulate gradients, and tell late."""
 
@@ -32,6 +34,7 @@ class LivePasses:
         level: bytes of device memory in use.
         available: bytes that could still be had; ``None``: unknown.
         scheduler: plans; ``None``: nothing is planned.
+        runs_late: Python runs ahead of the device, so that what moves can pile up before any of it has gone.
         allocation: told before each pass whether memory is to return while it runs.
     """
 
@@ -43,6 +46,7 @@ class LivePasses:
         level: Callable[[], int],
         available: Callable[[], int | None],
         scheduler: Scheduler | None = None,
+        runs_late: bool = False,
         allocation: Allocation,
     ) -> None:
         self.book = ProfileBook()
@@ -51,6 +55,7 @@ class LivePasses:
         self._level = level
         self._available = available
         self._scheduler = scheduler
+        self._runs_late = runs_late
         self._allocation = allocation
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
         self._finished: deque[FinishedPass] = deque(maxlen=_MAX_PASSES)  # more, where nobody ends a backward
@@ -69,7 +74,7 @@ class LivePasses:
         counters, level_bytes = self._ledger.counters, 0
         if self._scheduler is not None and self._scheduler.all_counts:
             self._allocation.enter(True, all_counts=True)  # what is free in the heap is not needed by anybody
-        needs_available = self._scheduler is not None or self._allocation.is_ours
+        needs_available = self._scheduler is not None or self._allocation.is_ours or self._runs_late
         available_bytes = self._available() if needs_available else None
         if self._scheduler is not None:
             level_bytes = self._level() - counters.resident_bytes
@@ -81,11 +86,11 @@ class LivePasses:
             )
             if wants_trace and current.recorder is None:
                 current.recorder = Recorder(self._clock, self._level)
+        elif self._runs_late and available_bytes is not None:
+            current.limit_bytes = counters.resident_bytes + int(_SAVED_SHARE * available_bytes)
         self._tell_allocation(current.guide, available_bytes)
         if current.begin is None:
-            current.begin = PassBegin(
-                self._clock.stamp(), level_bytes, counters.stall_s, counters.bytes_written, counters.bytes_read
-            )
+            current.begin = PassBegin(self._clock.stamp(), level_bytes, counters.bytes_written, counters.bytes_read)
             self._ledger.window_peak_bytes = counters.resident_bytes
         self._passes.append(current)
 
@@ -97,6 +102,12 @@ class LivePasses:
             self._allocation.enter(True)
         else:
             self._allocation.enter(guide.may_move, all_counts=guide.all_counts)
+
+    def stalled(self, begin: Stamp, end: Stamp) -> None:
+        """Somebody has waited for a transfer, and with him every pass that is under way."""
+        for current in self._passes:
+            if not current.is_finished:
+                current.stalls.append((begin, end))
 
     def end_backward(self, write_rate: float, read_rate: float) -> list[PassProfile]:
         """A backward is over; return what its passes teach."""
@@ -135,7 +146,7 @@ class LivePasses:
             begin=begin.stamp,
             end=self._clock.stamp(),
             level_bytes=begin.level_bytes,
-            stall_s=counters.stall_s - begin.stall_s,
+            stalls=tuple(current.stalls),
             peak_bytes=self._ledger.window_peak_bytes,
             written_bytes=counters.bytes_written - begin.written_bytes,
             read_bytes=counters.bytes_read - begin.read_bytes,

@@ -384,7 +384,7 @@ class Offloader:
             self._events.drain(),
             stats_before=before,
             stats_now=self._sampled,
-            readings=read_memory(self._device),
+            readings=read_memory(self._device if self._cache is None else self._cache.device),
             plan=None if scheduler is None else scheduler.readings(),
             drive_life_days=None if wear is None else wear.life_days(self._sampled.bytes_written),
         )

@@ -30,7 +30,6 @@ class PassBegin:
     stamp: Stamp
     level_bytes: int
     """Of all memory in use but saved tensors; 0 where nobody plans."""
-    stall_s: float
     written_bytes: int
     read_bytes: int
 
@@ -63,8 +62,10 @@ class SavedPass:
         self._recompute_all = recompute_all
         self.signature = signature
         self.guide: Guide | None = None  # none: the cache moves whatever is large enough
+        self.limit_bytes: int | None = None  # without a guide: forward waits for writes above it
         self.recorder: Recorder | None = None  # none: nobody learns from this pass
         self.begin: PassBegin | None = None
+        self.stalls: list[tuple[Stamp, Stamp]] = []
         self.is_finished = False
         self.records: list[SavedStorage] = []
         self.sizes: list[int] = []

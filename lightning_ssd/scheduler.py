@@ -57,7 +57,8 @@ class FinishedPass:
     end: Stamp
     level_bytes: int
     """All memory in use when it began, but saved tensors."""
-    stall_s: float
+    stalls: tuple[tuple[Stamp, Stamp], ...]
+    """Begin and end of each wait for a transfer."""
     peak_bytes: int
     written_bytes: int
     read_bytes: int
@@ -235,7 +236,7 @@ class Scheduler:
         """Whether measured and predicted have parted."""
         measured = Measured(
             step_s=done.clock.seconds(done.begin, done.end),
-            stall_s=done.stall_s,
+            stall_s=sum(done.clock.seconds(begin, end) for begin, end in done.stalls),
             peak_bytes=done.peak_bytes,
             written_bytes=done.written_bytes,
             read_bytes=done.read_bytes,

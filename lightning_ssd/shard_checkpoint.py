@@ -180,8 +180,8 @@ def _room(entry: TensorStorageMetadata, parameter: torch.Tensor | None) -> torch
     """Memory for a tensor, or for this process' part of one that is spread as its parameter is."""
     dtype = entry.properties.dtype
     if parameter is None or entry.size != parameter.shape or parameter.dim() == 0:
-        return torch.empty(entry.size, dtype=dtype)
-    return wrap(torch.empty(local_of(parameter).shape, dtype=dtype), spec_of(parameter))
+        return torch.empty(entry.size, dtype=dtype, device="cpu")
+    return wrap(torch.empty(local_of(parameter).shape, dtype=dtype, device="cpu"), spec_of(parameter))
 
 
 def _part(value: Any, parameter: torch.Tensor) -> Any:

@@ -114,7 +114,8 @@ class Trials:
         generator = torch.Generator().manual_seed(0)
 
         def numbers() -> torch.Tensor:
-            return torch.randn(_NUM_TRIED, generator=generator).to(parameter.device, self._dtype(parameter))
+            made = torch.randn(_NUM_TRIED, generator=generator, device="cpu")
+            return made.to(parameter.device, self._dtype(parameter))
 
         start = numbers()
         whole = as_piece(start, parameter)

@@ -7,6 +7,7 @@ slot is as large as the largest subgroup that it has held.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -117,7 +118,12 @@ class SlotMover:
         return offered
 
     def load(
-        self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None
+        self,
+        storage: torch.UntypedStorage,
+        piece: Piece,
+        after: Mark | None,
+        expected: int | None,
+        wait: Callable[[Mark], None],
     ) -> tuple[Mark | None, bool]:
         """As the other one."""
-        return self._mover.load(storage, piece, after, expected)
+        return self._mover.load(storage, piece, after, expected, wait)

@@ -30,11 +30,12 @@ from lightning_ssd.live_passes import LivePasses
 from lightning_ssd.memory import available_bytes, level_bytes
 from lightning_ssd.parameters import ParameterStorages
 from lightning_ssd.planning.placement import Placement
+from lightning_ssd.run_ahead import RunAhead
 from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.saved_storage import Lease, SavedStorage, SavedTensor, State
 from lightning_ssd.scheduler import Scheduler
 from lightning_ssd.stats import OffloadStats
-from lightning_ssd.storage.streams import Copies
+from lightning_ssd.storage.streams import Copies, Mark
 from lightning_ssd.storage.tiers import SsdTier, Tier
 from lightning_ssd.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.tier_meter import TierMeter
@@ -100,12 +101,15 @@ class TensorCache:
         self._pid = os.getpid()
         # All of the following are guarded by the ledger's lock.
         self._by_storage: dict[int, SavedStorage] = {}
+        self._run_ahead = RunAhead()
+        self._late: list[Mark] = []  # to be waited for without the lock
         self._clock = clock_of(device)
         self._passes = LivePasses(
             self.ledger,
             self._clock,
             level=partial(level_bytes, device),
             available=partial(available_bytes, device),
+            runs_late=copies is not None,
             scheduler=scheduler,
             allocation=self._allocation,
         )
@@ -152,6 +156,7 @@ class TensorCache:
         self.check_process()
         with self.ledger.lock:
             self.ledger.settle()
+            self._fetcher.stalls.settle()
             rates = None if self._meter is None else self._meter.machine().ssd
             if rates is not None:
                 self._fetcher.prefetcher.budget.pass_ended(
@@ -318,6 +323,9 @@ class TensorCache:
                 self._admit(current, nbytes)
                 lease = self._open(current, storage, nbytes, probe)
             lease.record.num_tensors += 1
+            late, self._late = self._late, []
+        for mark in late:
+            mark.synchronize()
         if self._copies is not None:
             self._copies.protect(tensor)
         return SavedTensor(lease, TensorSpec.of(tensor), probe, Origin.of(tensor))
@@ -334,6 +342,8 @@ class TensorCache:
         self.ledger.opened(record)
         # What stays may have to go later, when another stream is the current one.
         after = record.produced = None if self._copies is None or self._tiers.ssd is None else self._copies.mark()
+        if after is not None:
+            self._late += self._run_ahead.add(after, nbytes, self.ledger.counters.saved_peak_bytes)
         if placement is Placement.HOST and (
             self._tiers.host is None or not record.queue_write(self._tiers.host, after)
         ):
@@ -348,15 +358,10 @@ class TensorCache:
 
     def _admit(self, current: SavedPass, nbytes: int) -> None:
         """Under a budget, wait until the next storage fits."""
-        limit = None if current.guide is None else current.guide.limit_bytes
+        limit = current.limit_bytes if current.guide is None else current.guide.limit_bytes
         if limit is None or self.ledger.counters.resident_bytes + nbytes <= limit:
             return
-        begin = self._clock.stamp()
-        waited = self._fetcher.admit(nbytes, limit)
-        if waited is not None:
-            self._fetcher.count_stall(nbytes, *waited)
-            if current.recorder is not None:
-                current.recorder.stalled(begin, self._clock.stamp())
+        self._fetcher.admit(current, nbytes, limit)
 
     def _place(self, current: SavedPass, nbytes: int) -> tuple[Placement, str]:
         """Where a storage goes, and why."""

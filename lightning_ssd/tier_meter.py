@@ -24,7 +24,7 @@ _MAX_AGE_S = 0.05
 def measure_copies(device: torch.device, *, nbytes: int = 64 << 20) -> Rates:
     """How fast bytes get from the device's memory to the host's (locked, on CUDA) and back."""
     on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    on_host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_host = torch.ones(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
     def timed(target: torch.Tensor, source: torch.Tensor) -> float:
         begin_s = time.perf_counter()
@@ -95,8 +95,11 @@ class _Channels:
             probe, self._probe = self._probe, None
             try:
                 probed = probe()
-            except (OSError, StorageError) as error:  # as with a failed write: nothing is moved, training goes on
-                reason, advice, _ = (error.strerror or str(error)).partition(f". {SPACE_ADVICE}")
+            # As with a failed write: nothing is moved, training goes on. A device or a host without the memory to try
+            # copies with raises a RuntimeError of PyTorch's.
+            except (OSError, StorageError, RuntimeError, MemoryError) as error:
+                told = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                reason, advice, _ = told.partition(f". {SPACE_ADVICE}")
                 self._unusable = f"{self._place} could not be measured ({reason})"
                 warnings.warn(f"{self._unusable}; nothing will be moved there{advice}", stacklevel=2)
                 probed = Rates(0.0, 0.0)

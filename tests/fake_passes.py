@@ -99,7 +99,7 @@ def run_pass(
             begin=0.0,
             end=predicted if step_s is None else step_s,
             level_bytes=level_bytes,
-            stall_s=stall_s,
+            stalls=((0.0, stall_s),),
             peak_bytes=max(sizes, default=0),
             written_bytes=NBYTES,
             read_bytes=NBYTES,

@@ -21,6 +21,9 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.passed = True
 
+    def query(self) -> bool:
+        return self.passed
+
     def elapsed_time(self, end: FakeEvent) -> float:
         if not (self.passed and end.passed):
             raise RuntimeError("device not ready")
@@ -40,7 +43,9 @@ def test_the_host_clock_counts_seconds() -> None:
 
 def test_the_cuda_clock_waits_for_both_ends_and_converts_milliseconds() -> None:
     begin, end = FakeEvent(1000.0), FakeEvent(1250.0)
+    assert not CudaClock.has_passed(end)
     assert CudaClock.seconds(begin, end) == 0.25
+    assert CudaClock.has_passed(end)
     assert CudaClock.seconds(FakeEvent(3.0), FakeEvent(1.0)) == pytest.approx(-0.002), "another stream may be ahead"
 
 

@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "verdict",
     ),
     ("recompute",),
-    ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger"),
+    ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger", "stalls", "run_ahead"),
     ("scheduler", "saved_storage", "kept_tensor"),
     ("saved_pass", "shard_hooks"),
     ("live_passes",),

@@ -290,7 +290,7 @@ def test_two_passes_of_a_kind_in_one_backward_are_planned_one_after_the_other(mo
                     begin=0.0,
                     end=1.0,
                     level_bytes=0,
-                    stall_s=0.0,
+                    stalls=(),
                     peak_bytes=NBYTES,
                     written_bytes=0,
                     read_bytes=0,

@@ -20,6 +20,7 @@ DEFAULT_CHUNK_BYTES = 16 << 20
 """Largest request. 1 MiB costs two to three times the core time; 64 MiB makes an urgent read wait for 30 ms."""
 DEFAULT_WORKERS = 2
 """Threads per direction. One leaves the drive idle between requests; more gain nothing."""
+_GDS = "kvikio GDS"
 
 
 class Backend(Protocol):
@@ -119,7 +120,8 @@ def open_backend(
     """Choose and open a backend for ``directories``, which are made when missing; say in one sentence why this one.
 
     Args:
-        choice: "auto" takes kvikio for a CUDA device where it loads and reads back what it wrote; else posix.
+        choice: "auto" takes kvikio for a CUDA device where it has GPUDirect Storage and reads back what it wrote; else
+            posix. Without it kvikio copies on a stream that waits for the device's default stream, and that one for it.
         directories: one per drive.
         device_type: "cuda", or anything else for host memory.
         allow_unsuitable_paths: accept memory and network file systems.
@@ -141,7 +143,10 @@ def open_backend(
     if choice == "kvikio" or (choice == "auto" and device_type == "cuda"):
         try:
             backend = _open_kvikio(directories, device_type)
-            return backend, f"{backend.name}, because {backend.why}"
+            if choice == "kvikio" or backend.name == _GDS:
+                return backend, f"{backend.name}, because {backend.why}"
+            backend.close()
+            reason = f"kvikio has no GPUDirect Storage here: {backend.why}"
         except OffloadError as error:
             if choice == "kvikio":
                 raise
@@ -160,7 +165,7 @@ def _open_kvikio(directories: Sequence[Path], device_type: str) -> KvikioBackend
     try:
         _prove_kvikio(backend, directories)
     except OffloadError as error:
-        if backend.name != "kvikio GDS":
+        if backend.name != _GDS:
             raise
         backend = KvikioBackend(device_type=device_type, gds=False)
         backend.why = f"GDS does not work here: {error}"

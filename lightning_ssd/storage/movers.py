@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -53,9 +54,17 @@ class Mover(Protocol):
         """Memory to reload into, from the consuming thread and stream; its mark guards its earlier user."""
 
     def load(
-        self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None
+        self,
+        storage: torch.UntypedStorage,
+        piece: Piece,
+        after: Mark | None,
+        expected: int | None,
+        wait: Callable[[Mark], None],
     ) -> tuple[Mark | None, bool]:
-        """Read one piece. Return the mark after which it is there, and whether it has the expected checksum."""
+        """Read one piece. Return the mark after which it is there, and whether it has the expected checksum.
+
+        ``wait`` blocks until the device has got to a mark; the time that it takes is not the drive's.
+        """
 
 
 class HostMover:
@@ -89,7 +98,12 @@ class HostMover:
         return storage, None
 
     def load(
-        self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None
+        self,
+        storage: torch.UntypedStorage,
+        piece: Piece,
+        after: Mark | None,
+        expected: int | None,
+        wait: Callable[[Mark], None],
     ) -> tuple[Mark | None, bool]:
         region = Region(storage.data_ptr() + piece.start, piece.nbytes)
         self._backend.read(piece.arena, region, piece.offset)
@@ -129,12 +143,19 @@ class StagedMover:
         return storage, self._copies.mark()
 
     def load(
-        self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None
+        self,
+        storage: torch.UntypedStorage,
+        piece: Piece,
+        after: Mark | None,
+        expected: int | None,
+        wait: Callable[[Mark], None],
     ) -> tuple[Mark | None, bool]:
         with self._staging.lease(self._padded(piece)) as region:
             self._backend.read(piece.arena, region, piece.offset)
             if expected is not None and checksum(Region(region.address, piece.nbytes)) != expected:
                 return None, False
+            if after is not None:
+                wait(after)
             mark = self._copies.copy_in(
                 storage_bytes(storage, piece.start, piece.nbytes),
                 host_bytes(region.address, piece.nbytes),
@@ -169,10 +190,15 @@ class DeviceMover:
         return storage, self._copies.mark()
 
     def load(
-        self, storage: torch.UntypedStorage, piece: Piece, after: Mark | None, expected: int | None
+        self,
+        storage: torch.UntypedStorage,
+        piece: Piece,
+        after: Mark | None,
+        expected: int | None,
+        wait: Callable[[Mark], None],
     ) -> tuple[Mark | None, bool]:
         if after is not None:
-            after.synchronize()  # kernels queued earlier may still use this memory under its former owner
+            wait(after)  # kernels queued earlier may still use this memory under its former owner
         self._backend.read(piece.arena, Region(storage.data_ptr() + piece.start, piece.nbytes), piece.offset)
         return None, True
 

@@ -225,7 +225,7 @@ def measure_rates(
     num_workers: int = DEFAULT_WORKERS,
 ) -> Rates:
     """A short measurement: writes ``nbytes`` and reads them back, after one round that preallocates and warms up."""
-    memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8).fill_(1)
+    memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu").fill_(1)
     base = memory.data_ptr() + -memory.data_ptr() % PAGE_BYTES
     arena = backend.open_arena(directory)
     try:
@@ -252,7 +252,8 @@ def read_back_ok(
 ) -> bool:
     """Whether random bytes come back as they were written, from and to memory of ``device``."""
     generator = torch.Generator().manual_seed(0)
-    written = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)
+    numbers = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
+    written = numbers.to(device)
     read = torch.zeros_like(written)
     if written.is_cuda:
         torch.cuda.synchronize(written.device)  # backends reach device memory outside of any stream

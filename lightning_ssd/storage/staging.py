@@ -283,7 +283,7 @@ class ReloadPool:
 
 def _small_storage(nbytes: int, phase: int, memory_alignment: int) -> torch.UntypedStorage:
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     memory = bytearray(nbytes + memory_alignment)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return torch.frombuffer(

@@ -57,6 +57,21 @@ class Copies(Protocol):
         """The current stream uses ``tensor``: when it is freed, its memory may be reused only behind that use."""
 
 
+class _CudaMark:
+    """An event, with its device: a worker that waits for it while its own device is 0 may set up a context there."""
+
+    __slots__ = ("_device", "event")
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self.event: torch.cuda.Event = _EVENT(blocking=True)  # or workers that wait would each keep a core busy
+        self.event.record(stream)
+
+    def synchronize(self) -> None:
+        with torch.cuda.device(self._device):
+            self.event.synchronize()
+
+
 class CudaCopies:
     """The real thing: two streams of our own on one CUDA device."""
 
@@ -66,7 +81,7 @@ class CudaCopies:
         self._in: torch.cuda.Stream = _STREAM(device)
 
     def mark(self) -> Mark:
-        return self._record(torch.cuda.current_stream(self._device))
+        return _CudaMark(self._device, torch.cuda.current_stream(self._device))
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: Mark) -> Mark:
         return self._copy(self._out, host, device, after)
@@ -75,15 +90,15 @@ class CudaCopies:
         return self._copy(self._in, device, host, after)
 
     def wait_on_current_stream(self, mark: Mark) -> None:
-        torch.cuda.current_stream(self._device).wait_event(cast(torch.cuda.Event, mark))
+        torch.cuda.current_stream(self._device).wait_event(cast(_CudaMark, mark).event)
 
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Mark) -> Mark:
         # A worker's device is 0 at first. Leaving the stream alone would go back there, and so set up a context on a
         # device that another process trains on; leaving the device does not.
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            stream.wait_event(cast(torch.cuda.Event, after))
+            stream.wait_event(cast(_CudaMark, after).event)
             target.copy_(source, non_blocking=True)
-            return self._record(stream)
+            return _CudaMark(self._device, stream)
 
     def is_capturing(self) -> bool:
         with torch.cuda.device(self._device):
@@ -91,9 +106,3 @@ class CudaCopies:
 
     def protect(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self._device))
-
-    @staticmethod
-    def _record(stream: torch.cuda.Stream) -> Mark:
-        event: torch.cuda.Event = _EVENT(blocking=True)  # or workers that wait would each keep a core busy
-        event.record(stream)
-        return event

@@ -361,14 +361,14 @@ class _Read(Transfer):
     def _load(self, storage: torch.UntypedStorage, piece: Piece, expected: int | None) -> Mark | None:
         """Read one piece; once more when that failed or the bytes are wrong."""
         try:
-            mark, right = self._tier.mover.load(storage, piece, self._after, expected)
+            mark, right = self._tier.mover.load(storage, piece, self._after, expected, self._await)
             if right:
                 return mark
         except OSError as error:
             # As text: a log handler may keep its records, and the traceback holds the memory that we read into.
             _log.warning("reading %s again after: %s", self._stored.label, str(error))
         self._tier.num_retries += 1
-        mark, right = self._tier.mover.load(storage, piece, self._after, expected)
+        mark, right = self._tier.mover.load(storage, piece, self._after, expected, self._await)
         if not right:
             raise CorruptionError(
                 f"{self._stored.label}: {piece.nbytes} bytes at offset {piece.offset} of the spill file in "
@@ -376,6 +376,11 @@ class _Read(Transfer):
                 "Check the drive (SMART, dmesg) or take another directory in HardwareProfile.paths"
             )
         return mark
+
+    def _await(self, mark: Mark) -> None:
+        # What the device still computes before it may take the bytes says nothing of the drive.
+        with self.not_busy(has_begun=True):
+            mark.synchronize()
 
     def finish(self, error: BaseException | None) -> None:
         storage, self._storage = self._storage, None

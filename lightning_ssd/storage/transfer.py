@@ -71,10 +71,10 @@ class Transfer(ABC):
         return None
 
     @contextmanager
-    def not_busy(self) -> Iterator[None]:
+    def not_busy(self, *, has_begun: bool = False) -> Iterator[None]:
         """Around a worker's wait for something other than the move itself (the producer, say).
 
-        It counts neither as busy time nor, the first time, as part of the move's event.
+        It is no busy time; nor, the first time and unless bytes have moved (``has_begun``), part of the move's event.
         """
         if self._queue is None:
             raise RuntimeError("not_busy() is for methods that a worker calls; submit the transfer first")
@@ -83,7 +83,7 @@ class Transfer(ABC):
             yield
         finally:
             self._queue._resume()
-            if not self._has_waited:
+            if not self._has_waited and not has_begun:
                 self._has_waited = True
                 self.start_s = time.perf_counter()
 

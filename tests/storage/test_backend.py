@@ -45,6 +45,29 @@ def test_posix_on_cuda_where_kvikio_does_not_work(tmp_path: Path) -> None:
     backend.close()
 
 
+class KvikioWithoutGds:
+    name, why = "kvikio POSIX", "no nvidia-fs here"
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_auto_takes_no_kvikio_that_copies_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream and the device's default stream wait for each other."""
+    found = KvikioWithoutGds()
+    monkeypatch.setattr("lightning_ssd.storage.backend._open_kvikio", lambda *_: found)
+    backend, why = open_backend("auto", directories=[tmp_path], device_type="cuda", allow_unsuitable_paths=True)
+    assert backend.name.startswith("posix")
+    assert "no GPUDirect Storage here: no nvidia-fs here" in why
+    assert found.is_closed
+    backend.close()
+    asked, _ = open_backend("kvikio", directories=[tmp_path], device_type="cuda", allow_unsuitable_paths=True)
+    assert asked is found
+
+
 @without_kvikio
 def test_kvikio_by_name_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailableError, match=r'or use HardwareProfile\(backend="posix"\)|on machines without'):

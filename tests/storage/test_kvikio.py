@@ -174,5 +174,5 @@ class TestOnTheGpu:
 
     def test_chosen_by_auto(self, tmp_path: Path) -> None:
         backend, why = open_backend("auto", directories=[tmp_path], device_type="cuda", allow_unsuitable_paths=True)
-        assert backend.name in {"kvikio GDS", "kvikio POSIX"}, why
+        assert backend.name == "kvikio GDS" or "no GPUDirect Storage" in why
         backend.close()

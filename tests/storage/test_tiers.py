@@ -14,12 +14,12 @@ import torch
 from lightning_ssd.events import EventLog, TransferEvent
 from lightning_ssd.storage.gate import patience_s
 from lightning_ssd.storage.integrity import Sampler
-from lightning_ssd.storage.movers import HostMover
+from lightning_ssd.storage.movers import HostMover, StagedMover
 from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.staging import ReloadPool
+from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.storage.tiers import SsdTier
 from tests.storage.faults import FaultyBackend, eio
-from tests.storage.late import HeldCopies
+from tests.storage.late import HeldCopies, HeldMark
 from tests.storage.owners import Owner, random_storage
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -234,6 +234,42 @@ def test_progress_and_events(drive: Drive, tmp_path: Path) -> None:
         assert min(tier.busy_s) > 0
         assert owner.is_right()
         assert {event.tier for event in events.drain() if isinstance(event, TransferEvent)} == {"ssd"}
+
+
+class Behind(HeldCopies):
+    """Of a device that gets to its present end after so many seconds."""
+
+    def __init__(self, late_s: float) -> None:
+        super().__init__(held=False)
+        self._late_s = late_s
+
+    def mark(self) -> HeldMark:
+        mark = super().mark()
+        if self._late_s:
+            mark.passed.clear()
+            threading.Timer(self._late_s, mark.passed.set).start()
+        return mark
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.4])
+def test_what_the_device_has_left_to_do_says_nothing_of_the_drive(drive: Drive, tmp_path: Path, late_s: float) -> None:
+    """A read into memory that the device still uses waits for the device after it has read."""
+    copies, events, staging = Behind(late_s), EventLog(), StagingPool(4 * CHUNK, pin=False, device=CPU)
+    mover = StagedMover(drive, staging, copies)
+    tier = SsdTier(drive, mover, [tmp_path], events=events, sampler=Sampler("off"), chunk_bytes=CHUNK, num_workers=1)
+    try:
+        owner = Owner(random_storage(CHUNK))
+        assert tier.write(owner, CHUNK, None, label="")
+        owner.wait()
+        tier.read(owner, owner.place, CPU, urgent=False).wait()
+        assert owner.is_right()
+        assert tier.progress().read_busy_s < 0.2
+    finally:
+        tier.close()
+        staging.close()
+        drive.close()
+    (read,) = [event for event in events.drain() if isinstance(event, TransferEvent) and event.direction == "read"]
+    assert (read.end_s - read.start_s >= 0.3) == bool(late_s), "its event keeps the drive's part"
 
 
 def test_writes_wait_for_the_producer_without_being_busy(drive: Drive, tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""Keeps Python from running so far ahead of a device that memory fills with tensors that nobody has computed yet.
+
+A CUDA device works through its queue long after Python has. Memory is taken when an operation is queued, and a saved
+tensor can leave only when it has been computed: without a bound, the memory of a whole forward may be taken before
+the first of its tensors can go. A device with enough in its queue loses nothing by the wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lightning_ssd.storage.streams import Mark
+
+__all__ = ["RunAhead"]
+
+_MIN_BYTES = 64 << 20
+_SHARE = 16
+"""One part in so many of all that is saved."""
+
+
+class RunAhead:
+    """Saved storages that the device may still have to compute. The ledger's lock is held by every caller."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[Mark, int]] = deque()
+        self._nbytes = 0
+        self._largest_bytes = 0
+
+    def add(self, mark: Mark, nbytes: int, saved_peak_bytes: int) -> list[Mark]:
+        """A storage was saved.
+
+        Args:
+            mark: the end of the work that computes it.
+            nbytes: of the storage.
+            saved_peak_bytes: of all that was saved at the worst moment so far.
+
+        Returns:
+            What to wait for, without the lock, before more is queued: then no more is left to be computed than a
+            sixteenth of all that is saved, 64 MiB, or two storages of the largest size, whichever is most.
+        """
+        self._marks.append((mark, nbytes))
+        self._nbytes += nbytes
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        most_bytes = max(_MIN_BYTES, saved_peak_bytes // _SHARE, 2 * self._largest_bytes)
+        late = []
+        while self._nbytes > most_bytes:
+            mark, nbytes = self._marks.popleft()
+            self._nbytes -= nbytes
+            late.append(mark)
+        return late
