@@ -12,7 +12,7 @@ from lightning_ssd import paged_states as module_under_test
 from lightning_ssd.optimizer import OffloadedOptimizer
 from lightning_ssd.slicing import Trials
 from tests.optimizer_pairs import Pair, wrapped
-from tests.test_state_store import mapped_bytes
+from tests.state_stores import mapped_bytes
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
