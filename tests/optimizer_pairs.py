@@ -40,14 +40,18 @@ class Pair:
         self.twin.step()
 
     def check(self, optimizer: Optimizer | None = None) -> None:
-        for number, (mine, plain) in enumerate(zip(self.mine, self.plain, strict=True)):
-            assert torch.equal(mine, plain), f"parameter {number}"
+        assert_same_parameters(self.mine, self.plain)
         if optimizer is not None:
             assert_same_states(optimizer.state_dict(), self.twin.state_dict())
 
 
 def adamw(parameters: Any) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def assert_same_parameters(mine: list[nn.Parameter], plain: list[nn.Parameter]) -> None:
+    for number, (one, other) in enumerate(zip(mine, plain, strict=True)):
+        assert torch.equal(one, other), f"parameter {number} of shape {tuple(one.shape)}"
 
 
 def assert_same_states(mine: dict[str, Any], plain: dict[str, Any]) -> None:

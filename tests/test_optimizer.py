@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
-from tests.optimizer_pairs import assert_same_states, wrapped
+from tests.optimizer_pairs import assert_same_parameters, assert_same_states, wrapped
 
 SHAPES = ((300, 40), (1000,), (64, 64), (7,), (2000, 100), (0, 4), (8, 3, 5, 5), (), *[(128, 150)] * 6)
 """Small ones stay in memory, (2000, 100) is cut, one is empty, one has no dimension."""
@@ -86,11 +86,6 @@ def grouped(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
-def assert_same(one: list[nn.Parameter], other: list[nn.Parameter]) -> None:
-    for number, (a, b) in enumerate(zip(one, other, strict=True)):
-        assert torch.equal(a, b), f"parameter {number} of shape {tuple(a.shape)}"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_the_plain_optimizer(kind: str, dtype: torch.dtype, spill_dir: Path) -> None:
@@ -103,7 +98,7 @@ def test_bits_are_those_of_the_plain_optimizer(kind: str, dtype: torch.dtype, sp
             set_gradients(plain, step, skip=skip)
             optimizer.step()
             reference.step()
-            assert_same(mine, plain)
+            assert_same_parameters(mine, plain)
         assert optimizer.stats.num_subgroups > optimizer._states.store.num_slots, "nothing would have to move"
         if optimizer.stats.state_bytes:
             assert optimizer.stats.written_bytes > optimizer.stats.state_bytes
@@ -123,7 +118,7 @@ def test_two_directories_share_the_states(spill_dir: Path) -> None:
             optimizer.step()
             reference.step()
         assert all(progress.written_bytes > 0 for progress in optimizer._states.files.progress())
-    assert_same(parameters, plain)
+    assert_same_parameters(parameters, plain)
 
 
 def test_groups_schedulers_and_hooks_are_the_users(spill_dir: Path) -> None:
@@ -153,7 +148,7 @@ def test_groups_schedulers_and_hooks_are_the_users(spill_dir: Path) -> None:
                     scheduler.step()
         assert optimizer.param_groups is inner.param_groups
     assert calls == ["pre", "post"] * 4
-    assert_same([*mine, extra], [*plain, extra_plain])
+    assert_same_parameters([*mine, extra], [*plain, extra_plain])
 
 
 def test_a_closure_is_called_once_with_gradients_on(spill_dir: Path) -> None:
@@ -191,7 +186,7 @@ def test_a_loaded_state_goes_on_as_the_plain_one(spill_dir: Path) -> None:
             set_gradients(plain, step)
             optimizer.step()
             reference.step()
-        assert_same(mine, plain)
+        assert_same_parameters(mine, plain)
         assert_same_states(optimizer.state_dict(), reference.state_dict())
         buffer = io.BytesIO()
         torch.save(optimizer.state_dict(), buffer)
@@ -204,7 +199,7 @@ def test_a_loaded_state_goes_on_as_the_plain_one(spill_dir: Path) -> None:
     set_gradients(plain, 4)
     returned.step()
     reference.step()
-    assert_same(back, plain)
+    assert_same_parameters(back, plain)
 
 
 def test_a_state_dict_stays_what_it_was(spill_dir: Path) -> None:
