@@ -16,6 +16,7 @@ import torch
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.refusals import Refusals
+from lightning_ssd.returned_copies import ReturnedCopies
 from lightning_ssd.slots import SlotMover, Slots
 from lightning_ssd.state_destinations import Destinations
 from lightning_ssd.state_home import Copy, Home, Reader, Where, copied
@@ -59,8 +60,7 @@ class StateStore:
         self.block_bytes = block_bytes
         self.stall_s = 0.0
         self.kept_bytes = 0
-        self._device = device
-        self._mover = mover
+        self._device, self._mover = device, mover
         self.slots = Slots(device)
         self._mark, self._wait_for = mark, wait
         self._destinations = Destinations(self.tiers, host, mark)
@@ -70,8 +70,7 @@ class StateStore:
         self._num_awaited = 0
         self._refusals = Refusals()
         self._allocated: torch.UntypedStorage | None = None
-        self._returned: deque[Copy] = deque()
-        self._returned_cached: deque[Copy] = deque()
+        self._returned = ReturnedCopies()
         self._is_closed = False
         # Guards everything above; told of every end of a move. Tiers' locks are taken under it, never it under theirs.
         self._changed = threading.Condition(threading.RLock())
@@ -294,9 +293,7 @@ class StateStore:
 
     def _pump(self) -> None:
         """Begin reads while there is memory for them."""
-        self._take_back()
-        while self._returned_cached:
-            self._returned_cached.popleft().release()
+        self._returned.give_back()
         while self._queue and self.slots.num_lent + self._num_awaited < self.num_slots and not self._is_closed:
             index = self._queue.popleft()
             home = self._homes[index]
@@ -369,17 +366,12 @@ class StateStore:
 
         Files take an extent back without one. Host memory does not: what lay there is given back with the next move.
         """
-        for copy in copies:
-            (self._returned_cached if copy.is_cached else self._returned).append(copy)
+        self._returned.note(copies)
         if self._changed.acquire(blocking=False):
             try:
-                self._take_back()
+                self._returned.give_back_extents()
             finally:
                 self._changed.release()
-
-    def _take_back(self) -> None:
-        while self._returned:
-            self._returned.popleft().release()
 
     def _wait(self) -> None:
         """Until something has changed."""

@@ -11,11 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from lightning_ssd.planning import worth
+
+if TYPE_CHECKING:
+    from tests.state_stores import Drive
 
 # Lightning and W&B set these for the rest of the process; they are taken back after each test without complaint.
 _SET_BY_OTHERS = {
@@ -146,3 +150,12 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
             return directory
 
         yield make
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Drive:
+    """For a store of optimizer states, in the test's directory."""
+    # Not above: the helpers behind it freeze what the imports of a test file have made, and few have been made by then.
+    from tests.state_stores import Drive
+
+    return Drive(tmp_path)

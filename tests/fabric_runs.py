@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from lightning.fabric import Fabric
 
+from tests.leftovers import open_files
 from tests.loops import batches, loss_of
 
 
@@ -19,9 +19,7 @@ def assert_nothing_left(directory: Path) -> None:
     while running := [t.name for t in threading.enumerate() if t.name.startswith("lightning_ssd")]:
         assert time.monotonic() < deadline_s, running
         time.sleep(0.01)
-    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    targets = [os.readlink(link) for link in links if link.is_symlink()]
-    assert [target for target in targets if target.startswith(str(directory))] == []
+    assert open_files(directory) == []
     assert list(directory.glob("lightning_ssd*")) == []
 
 

@@ -40,8 +40,7 @@ class Pair:
         self.twin.step()
 
     def check(self, optimizer: Optimizer | None = None) -> None:
-        for number, (mine, plain) in enumerate(zip(self.mine, self.plain, strict=True)):
-            assert torch.equal(mine, plain), f"parameter {number}"
+        assert_same_parameters(self.mine, self.plain)
         if optimizer is not None:
             assert_same_states(optimizer.state_dict(), self.twin.state_dict())
 
@@ -50,11 +49,16 @@ def adamw(parameters: Any) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def assert_same_parameters(mine: list[nn.Parameter], plain: list[nn.Parameter]) -> None:
+    for number, (one, other) in enumerate(zip(mine, plain, strict=True)):
+        assert torch.equal(one, other), f"parameter {number} of shape {tuple(one.shape)}"
+
+
 def assert_same_states(mine: dict[str, Any], plain: dict[str, Any]) -> None:
     assert mine["param_groups"] == plain["param_groups"]
     assert mine["state"].keys() == plain["state"].keys()
     for number, state in plain["state"].items():
-        assert mine["state"][number].keys() == state.keys()
+        assert list(mine["state"][number]) == list(state)
         for key, value in state.items():
             assert same(mine["state"][number][key], value), (number, key)
 
@@ -68,7 +72,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(other, torch.Tensor):
         if other.layout != torch.strided:
             return bool(one.layout == other.layout) and same(one.to_dense(), other.to_dense())
-        return one.dtype == other.dtype and one.stride() == other.stride() and equal(one, other)
+        is_alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        return is_alike and equal(one, other)
     if isinstance(other, list):
         return all(same(a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)
@@ -91,13 +96,20 @@ def opened(*directories: Path, faults: list[FaultyBackend] | None = None, **kwar
 
 
 @contextmanager
+def wrapped(inner: Optimizer, *directories: Path, **kwargs: Any) -> Iterator[OffloadedOptimizer]:
+    with opened(*directories, **kwargs) as offloader:
+        optimizer = offloader.offload_optimizer(inner)
+        assert isinstance(optimizer, OffloadedOptimizer)
+        yield optimizer
+
+
+@contextmanager
 def offloaded(
     inner: Optimizer, *directories: Path, **kwargs: Any
 ) -> Iterator[tuple[OffloadedOptimizer, FaultyBackend]]:
+    """Wrapped, on drives that fail as the test says."""
     faults: list[FaultyBackend] = []
-    with opened(*directories, faults=faults, **kwargs) as offloader:
-        optimizer = offloader.offload_optimizer(inner)
-        assert isinstance(optimizer, OffloadedOptimizer)
+    with wrapped(inner, *directories, faults=faults, **kwargs) as optimizer:
         yield optimizer, faults[-1]
 
 

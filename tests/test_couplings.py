@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.optim import Optimizer
 from lightning_ssd.byproducts import random_states
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.inner_step import InnerStep
-from lightning_ssd.optimizer import OffloadedOptimizer
 from lightning_ssd.own_attributes import Attributes
 from tests import optimizer_pairs
 
@@ -123,12 +121,6 @@ class Pair(optimizer_pairs.Pair):
         return all(map(torch.equal, self.mine, self.start))
 
 
-@contextmanager
-def offloaded(inner: Optimizer, directory: Path) -> Iterator[OffloadedOptimizer]:
-    with optimizer_pairs.offloaded(inner, directory) as (optimizer, _):
-        yield optimizer
-
-
 CHANGING = (None, 6, None, 2, 1, 0, None)
 """How many parameters have a gradient in each step: all, all but the last group, none ..."""
 
@@ -148,7 +140,7 @@ def test_attributes_are_those_of_a_plain_step(
 ) -> None:
     pair = Pair(kind)
     held = pair.inner.beta
-    with offloaded(pair.inner, spill_dir) as optimizer:
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         for num in nums:
             pair.set_first_gradients(num)
             optimizer.step()
@@ -242,7 +234,7 @@ def test_what_differs_between_parameters_is_refused_before_they_are_touched(
 ) -> None:
     pair = Pair(kind)
     pair.set_gradients()
-    with offloaded(pair.inner, spill_dir) as optimizer:
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         before = random_states(pair.inner, [])
         with pytest.raises(ConfigError, match=COUPLED[kind]):
             optimizer.step()
@@ -257,7 +249,7 @@ def test_a_generator_of_its_own_is_no_way_out(spill_dir: Path) -> None:
     pair.inner.generator = torch.Generator().manual_seed(3)
     before = pair.inner.generator.get_state()
     pair.set_gradients()
-    with offloaded(pair.inner, spill_dir) as optimizer:
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         with pytest.raises(ConfigError, match="random numbers"):
             optimizer.step()
         assert pair.are_untouched()
@@ -280,7 +272,7 @@ def test_random_numbers_of_others_are_not_blamed_on_the_optimizer(
     spill_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(Disturbed)
-    with offloaded(pair.inner, spill_dir) as optimizer:
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         for _ in range(3):
             pair.step(optimizer)
             monkeypatch.setattr(Disturbed, "is_disturbed", True)  # not in the rehearsal
@@ -291,7 +283,7 @@ def test_pytorchs_own_are_trusted(spill_dir: Path, monkeypatch: pytest.MonkeyPat
     """Another thread may draw from PyTorch's random numbers, too, while Adam runs."""
     pair = Pair(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     monkeypatch.setattr("lightning_ssd.inner_step.Byproducts.noted", None)
-    with offloaded(pair.inner, spill_dir) as optimizer:
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         pair.step(optimizer)
         pair.check()
 
@@ -309,7 +301,7 @@ class DrawsLater(Custom):
 def test_noise_that_comes_later_ends_training_there(spill_dir: Path) -> None:
     pair = Pair(DrawsLater)
     pair.set_gradients()
-    with offloaded(pair.inner, spill_dir) as optimizer:
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         for _ in range(2):
             optimizer.step()
             pair.twin.step()
@@ -324,7 +316,7 @@ def test_noise_that_comes_later_ends_training_there(spill_dir: Path) -> None:
 def test_one_call_is_a_plain_step(kind: type[Custom], spill_dir: Path) -> None:
     """Small models fit into one subgroup: there is nothing to refuse."""
     pair = Pair(kind, ((30, 4), (5,), (7,)))
-    with offloaded(pair.inner, spill_dir) as optimizer:
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         for num in (None, 2, None):  # the last group has no gradient
             pair.set_first_gradients(num)
             state = torch.get_rng_state()
@@ -360,7 +352,7 @@ def test_what_cannot_be_rehearsed_is_judged_in_the_step(spill_dir: Path) -> None
             return super().change(p, update)
 
     pair = Pair(Odd, ((128, 150),) * 4 + ((3, 7),) * 2)
-    with offloaded(pair.inner, spill_dir) as optimizer:
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         pair.step(optimizer)
         pair.check()
 
@@ -376,7 +368,7 @@ def test_a_rehearsal_does_not_touch_what_is_marked_on_a_parameter(spill_dir: Pat
     pair = Pair(ScalesMark)
     for parameter in (*pair.mine, *pair.plain):
         parameter.main_grad = torch.ones_like(parameter)
-    with offloaded(pair.inner, spill_dir) as optimizer:
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         pair.step(optimizer)
         pair.check()
         assert all(torch.equal(a.main_grad, b.main_grad) for a, b in zip(pair.mine, pair.plain, strict=True))

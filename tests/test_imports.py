@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("inner_step",),
     ("master_weights",),
     ("state_layout", "slicing", "state_home"),
-    ("refusals", "state_destinations"),
+    ("refusals", "returned_copies", "state_destinations"),
     ("partition", "state_store", "state_files"),
     ("state_snapshot", "state_loading", "shard_checkpoint", "full_states", "shelf"),
     ("paged_states",),

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.master_weights import MASTER, has_master, lift, lower
 from lightning_ssd.optimizer import OffloadedOptimizer
+from tests.optimizer_pairs import assert_same_parameters
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
@@ -76,11 +77,6 @@ def train(optimizer: Optimizer, parameters: list[nn.Parameter], steps: range) ->
         optimizer.step()
 
 
-def assert_same(mine: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
-    for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-        assert torch.equal(one, other), f"parameter {number} of shape {tuple(one.shape)}"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_float32_copies_kept_by_hand(kind: str, dtype: torch.dtype, spill_dir: Path) -> None:
@@ -93,7 +89,7 @@ def test_bits_are_those_of_float32_copies_kept_by_hand(kind: str, dtype: torch.d
         for step in range(5):
             train(optimizer, mine, range(step, step + 1))
             plain.step(gradients(step, mine))
-            assert_same(mine, plain.parameters)
+            assert_same_parameters(mine, plain.parameters)
         states = optimizer.state_dict()["state"]
         for number, copy in enumerate(plain.copies):
             assert torch.equal(states[number][MASTER], copy)
@@ -139,7 +135,7 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits(spill_dir: Path) 
         train(optimizer, again, range(3, 6))
     for step in range(6):
         plain.step(gradients(step, mine))
-    assert_same(again, plain.parameters)
+    assert_same_parameters(again, plain.parameters)
 
 
 def test_the_plain_optimizer_reads_our_checkpoint_and_we_read_its(spill_dir: Path) -> None:
@@ -189,7 +185,7 @@ def test_a_parameter_changed_from_outside_carries_its_copy_along(number: int, sp
         train(optimizer, mine, range(2, 4))
         for step in range(2, 4):
             plain.step(gradients(step, mine))
-        assert_same(mine, plain.parameters)
+        assert_same_parameters(mine, plain.parameters)
 
 
 def test_a_state_made_before_is_widened(spill_dir: Path) -> None:

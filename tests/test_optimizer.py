@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd import paged_states as module_under_test
+from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
-from lightning_ssd.optimizer import OffloadedOptimizer
-from lightning_ssd.slicing import Trials
-from tests.test_state_store import mapped_bytes
+from tests.optimizer_pairs import assert_same_parameters, assert_same_states, wrapped
 
 SHAPES = ((300, 40), (1000,), (64, 64), (7,), (2000, 100), (0, 4), (8, 3, 5, 5), (), *[(128, 150)] * 6)
 """Small ones stay in memory, (2000, 100) is cut, one is empty, one has no dimension."""
@@ -90,51 +86,19 @@ def grouped(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
-@contextmanager
-def offloaded(
-    optimizer: Optimizer, directory: Path, *more: Path, host_memory: int | str = "auto", verify: Any = "full"
-) -> Iterator[OffloadedOptimizer]:
-    policy = OffloadPolicy(activations="keep", optimizer_states="offload", verify=verify)
-    paths = [str(path) for path in (directory, *more)]
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=paths, host_memory=host_memory)).open() as offloader:
-        wrapped = offloader.offload_optimizer(optimizer)
-        assert isinstance(wrapped, OffloadedOptimizer)
-        yield wrapped
-
-
-def assert_same(one: list[nn.Parameter], other: list[nn.Parameter]) -> None:
-    for number, (a, b) in enumerate(zip(one, other, strict=True)):
-        assert torch.equal(a, b), f"parameter {number} of shape {tuple(a.shape)}"
-
-
-def assert_same_states(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["param_groups"] == other["param_groups"]
-    assert one["state"].keys() == other["state"].keys()
-    for number, state in one["state"].items():
-        assert list(state) == list(other["state"][number])
-        for key, value in state.items():
-            theirs = other["state"][number][key]
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == theirs.dtype
-                assert value.shape == theirs.shape
-                assert torch.equal(value, theirs), (number, key)
-            else:
-                assert value == theirs
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_the_plain_optimizer(kind: str, dtype: torch.dtype, spill_dir: Path) -> None:
     mine, plain = make_parameters(dtype), make_parameters(dtype)
     reference = KINDS[kind](grouped(plain))
-    with offloaded(KINDS[kind](grouped(mine)), spill_dir) as optimizer:
+    with wrapped(KINDS[kind](grouped(mine)), spill_dir) as optimizer:
         for step in range(6):
             skip = (2,) if step == 1 else (4,) if step == 3 else ()
             set_gradients(mine, step, skip=skip)
             set_gradients(plain, step, skip=skip)
             optimizer.step()
             reference.step()
-            assert_same(mine, plain)
+            assert_same_parameters(mine, plain)
         assert optimizer.stats.num_subgroups > optimizer._states.store.num_slots, "nothing would have to move"
         if optimizer.stats.state_bytes:
             assert optimizer.stats.written_bytes > optimizer.stats.state_bytes
@@ -143,115 +107,18 @@ def test_bits_are_those_of_the_plain_optimizer(kind: str, dtype: torch.dtype, sp
     assert_same_states(optimizer.state_dict(), reference.state_dict())
 
 
-def test_most_states_are_not_in_memory(spill_dir: Path) -> None:
-    parameters = [nn.Parameter(torch.randn(64, 1024)) for _ in range(40)]
-    with offloaded(torch.optim.AdamW(parameters), spill_dir) as optimizer:
-        for step in range(3):
-            set_gradients(parameters, step)
-            optimizer.step()
-        stats = optimizer.stats
-        assert stats.state_bytes == 2 * 4 * 64 * 1024 * 40
-        assert stats.resident_peak_bytes <= 0.2 * stats.state_bytes
-        assert not optimizer.inner.state
-
-
-@pytest.mark.parametrize("share", [0.5, 2.0])
-def test_a_cache_saves_its_share_of_the_moves(share: float, spill_dir: Path) -> None:
-    """Bytes moved per step = (1 - C / N) of all, in each direction."""
-    parameters = [nn.Parameter(torch.randn(64, 1024)) for _ in range(40)]
-    state_bytes = 2 * 4 * 64 * 1024 * 40
-    with offloaded(torch.optim.AdamW(parameters), spill_dir, host_memory=int(share * state_bytes)) as optimizer:
-        for step in range(5):
-            set_gradients(parameters, step)
-            before = optimizer.stats
-            optimizer.step()
-            optimizer._states.store.wait_for_writes()
-            now = optimizer.stats
-        slots = optimizer._states.store.num_slots / now.num_subgroups
-        expected = max(1 - slots, 0) * state_bytes
-        assert now.read_bytes - before.read_bytes == pytest.approx(expected, rel=0.01)
-        assert now.written_bytes - before.written_bytes == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize("share", [0.25, 1.5, 4.0])
-def test_optimizers_share_host_memory(share: float, spill_dir: Path) -> None:
-    """The first one takes what it can use, the second one what is left; the activations' tier the rest."""
-    groups = [[nn.Parameter(torch.randn(64, 1024)) for _ in range(40)] for _ in range(2)]
-    state_bytes = 2 * 4 * 64 * 1024 * 40
-    total = round(share * state_bytes)
-    policy = OffloadPolicy(optimizer_states="offload")
-    hardware = HardwareProfile(paths=str(spill_dir), host_memory=total)
-    with Offloader(policy=policy, hardware=hardware).open() as offloader:
-        optimizers = [offloader.offload_optimizer(torch.optim.AdamW(group)) for group in groups]
-        for step in range(3):
-            for group, optimizer in zip(groups, optimizers, strict=True):
-                set_gradients(group, step)
-                optimizer.step()
-        host = offloader._parts.tiers.host
-        assert host is not None
-        num_own, mapped = 0, 0
-        for optimizer in optimizers:
-            assert isinstance(optimizer, OffloadedOptimizer)
-            store, subgroup = optimizer._states.store, optimizer.stats.subgroup_bytes
-            store.wait_for_writes()
-            num_own += module_under_test._NUM_SLOTS
-            mapped += mapped_bytes(store)
-            assert store.num_slots <= optimizer.stats.num_subgroups
-        assert mapped <= total + num_own * subgroup
-        assert mapped >= min(total, 2 * state_bytes) - 2 * subgroup, "host memory was there and is not used"
-        first, second = (optimizer.stats.kept_bytes for optimizer in optimizers)
-        assert first >= second
-        taken = sum(optimizer._states.files.share.nbytes for optimizer in optimizers)  # type: ignore[attr-defined]
-        assert host.capacity_bytes == total // 4096 * 4096 - taken
-        purse = host.arena._share.purse
-    assert purse.left_bytes == purse.total_bytes
-
-
-def test_parameters_that_come_later_may_stay_in_host_memory_too(spill_dir: Path) -> None:
-    parameters = [nn.Parameter(torch.randn(64, 1024)) for _ in range(40)]
-    with offloaded(torch.optim.AdamW(parameters[:10]), spill_dir, host_memory="1GiB") as optimizer:
-        before = optimizer._states.store.num_slots
-        optimizer.add_param_group({"params": parameters[10:]})
-        assert optimizer._states.store.num_slots > before
-        for step in range(3):
-            set_gradients(parameters, step)
-            optimizer.step()
-        assert optimizer.stats.read_bytes == 0, "there was room for all"
-
-
-def test_slots_that_turn_out_larger_are_fewer(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial may tell less than what an optimizer then remembers."""
-    monkeypatch.setattr(Trials, "element_bytes", lambda *_: 2)
-    parameters = [nn.Parameter(torch.randn(64, 1024)) for _ in range(40)]
-    twins = [nn.Parameter(p.detach().clone()) for p in parameters]
-    plain = torch.optim.AdamW(twins)
-    with offloaded(torch.optim.AdamW(parameters), spill_dir, host_memory="2MiB") as optimizer:
-        before = optimizer._states.store.num_slots
-        for step in range(3):
-            set_gradients(parameters, step)
-            set_gradients(twins, step)
-            optimizer.step()
-            plain.step()
-        store = optimizer._states.store
-        store.wait_for_writes()
-        assert store.num_slots < before
-        largest = max(s.layout.nbytes for s in optimizer._states.partition.subgroups if s.layout is not None)
-        assert mapped_bytes(store) <= (2 << 20) + module_under_test._NUM_SLOTS * largest
-        assert_same(parameters, twins)
-
-
 def test_two_directories_share_the_states(spill_dir: Path) -> None:
     parameters, plain = make_parameters(), make_parameters()
     reference = torch.optim.AdamW(plain)
     first, second = spill_dir / "one", spill_dir / "two"
-    with offloaded(torch.optim.AdamW(parameters), first, second) as optimizer:
+    with wrapped(torch.optim.AdamW(parameters), first, second) as optimizer:
         for step in range(5):
             set_gradients(parameters, step)
             set_gradients(plain, step)
             optimizer.step()
             reference.step()
         assert all(progress.written_bytes > 0 for progress in optimizer._states.files.progress())
-    assert_same(parameters, plain)
+    assert_same_parameters(parameters, plain)
 
 
 def test_groups_schedulers_and_hooks_are_the_users(spill_dir: Path) -> None:
@@ -261,7 +128,7 @@ def test_groups_schedulers_and_hooks_are_the_users(spill_dir: Path) -> None:
     inner.register_step_pre_hook(lambda *_: calls.append("pre"))
     inner.register_step_post_hook(lambda *_: calls.append("post"))
     before = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    with offloaded(inner, spill_dir) as optimizer:
+    with wrapped(inner, spill_dir) as optimizer:
         after = torch.optim.lr_scheduler.LinearLR(optimizer)
         schedulers = [torch.optim.lr_scheduler.StepLR(reference, 1, 0.5), torch.optim.lr_scheduler.LinearLR(reference)]
         extra, extra_plain = nn.Parameter(torch.ones(50, 60)), nn.Parameter(torch.ones(50, 60))
@@ -281,12 +148,12 @@ def test_groups_schedulers_and_hooks_are_the_users(spill_dir: Path) -> None:
                     scheduler.step()
         assert optimizer.param_groups is inner.param_groups
     assert calls == ["pre", "post"] * 4
-    assert_same([*mine, extra], [*plain, extra_plain])
+    assert_same_parameters([*mine, extra], [*plain, extra_plain])
 
 
 def test_a_closure_is_called_once_with_gradients_on(spill_dir: Path) -> None:
     parameters = [nn.Parameter(torch.ones(40, 40))]
-    with offloaded(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), spill_dir) as optimizer:
+    with wrapped(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), spill_dir) as optimizer:
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
@@ -308,7 +175,7 @@ def test_a_loaded_state_goes_on_as_the_plain_one(spill_dir: Path) -> None:
     saved = copy.deepcopy(reference.state_dict())
     for p, q in zip(mine, plain, strict=True):
         p.data.copy_(q.data)
-    with offloaded(torch.optim.AdamW(grouped(mine), lr=0.9), spill_dir) as optimizer:
+    with wrapped(torch.optim.AdamW(grouped(mine), lr=0.9), spill_dir) as optimizer:
         set_gradients(mine, 7)
         optimizer.step()  # what is loaded must replace this
         for p, q in zip(mine, plain, strict=True):
@@ -319,7 +186,7 @@ def test_a_loaded_state_goes_on_as_the_plain_one(spill_dir: Path) -> None:
             set_gradients(plain, step)
             optimizer.step()
             reference.step()
-        assert_same(mine, plain)
+        assert_same_parameters(mine, plain)
         assert_same_states(optimizer.state_dict(), reference.state_dict())
         buffer = io.BytesIO()
         torch.save(optimizer.state_dict(), buffer)
@@ -332,13 +199,13 @@ def test_a_loaded_state_goes_on_as_the_plain_one(spill_dir: Path) -> None:
     set_gradients(plain, 4)
     returned.step()
     reference.step()
-    assert_same(back, plain)
+    assert_same_parameters(back, plain)
 
 
 def test_a_state_dict_stays_what_it_was(spill_dir: Path) -> None:
     """Training goes on and writes; what was handed out does not change, and gives its extents back when it dies."""
     parameters = make_parameters()
-    with offloaded(torch.optim.AdamW(parameters), spill_dir) as optimizer:
+    with wrapped(torch.optim.AdamW(parameters), spill_dir) as optimizer:
         for step in range(2):
             set_gradients(parameters, step)
             optimizer.step()
@@ -359,7 +226,7 @@ def test_a_state_dict_stays_what_it_was(spill_dir: Path) -> None:
 
 def test_disk_use_does_not_grow(spill_dir: Path) -> None:
     parameters = make_parameters()
-    with offloaded(torch.optim.AdamW(parameters), spill_dir) as optimizer:
+    with wrapped(torch.optim.AdamW(parameters), spill_dir) as optimizer:
         sizes = []
         for step in range(12):
             set_gradients(parameters, step)
@@ -385,9 +252,9 @@ class Coupled(Optimizer):
 
 def test_what_couples_parameters_is_refused(spill_dir: Path) -> None:
     parameters = make_parameters()
-    with pytest.raises(ConfigError, match="LBFGS"), offloaded(torch.optim.LBFGS(parameters), spill_dir):
+    with pytest.raises(ConfigError, match="LBFGS"), wrapped(torch.optim.LBFGS(parameters), spill_dir):
         pass
-    with offloaded(Coupled(parameters), spill_dir) as optimizer:
+    with wrapped(Coupled(parameters), spill_dir) as optimizer:
         set_gradients(parameters, 0)
         with pytest.raises(ConfigError, match=r"changed the options \['d'\]"):
             optimizer.step()
@@ -399,7 +266,7 @@ def test_what_couples_parameters_is_refused(spill_dir: Path) -> None:
 
 def test_after_close_there_is_a_state_but_no_step(spill_dir: Path) -> None:
     parameters = make_parameters()
-    with offloaded(torch.optim.AdamW(parameters), spill_dir) as optimizer:
+    with wrapped(torch.optim.AdamW(parameters), spill_dir) as optimizer:
         set_gradients(parameters, 0)
         optimizer.step()
         expected = copy.deepcopy(optimizer.state_dict())

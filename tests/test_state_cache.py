@@ -24,11 +24,10 @@ from lightning_ssd.storage.movers import Edges, HostMover
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.staging import ReloadPool
 from lightning_ssd.storage.tiers import SsdTier
+from tests.state_stores import CPU, NBYTES, put
 from tests.storage.faults import FaultyBackend, always, enospc
 from tests.storage.late import HeldCopies
 
-CPU = torch.device("cpu")
-NBYTES = 16 << 10
 POLICY = OffloadPolicy(activations="keep", optimizer_states="offload", verify="full")
 SHAPES = ((600, 512),) * 8
 STATE_BYTES = 8 * 600 * 512 * 8
@@ -197,13 +196,6 @@ def store_with(copies: HeldCopies, directory: Path, *, num_slots: int = 2) -> It
         for tier in (ssd, host):
             tier.close()
         backend.close()
-
-
-def put(store: StateStore, index: int, value: int) -> None:
-    store.take(index)
-    storage = store.allocate(NBYTES)
-    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(value)
-    store.give(index, storage, is_dirty=True, keep=False)
 
 
 def test_what_comes_from_host_memory_is_waited_for(spill_dir: Path) -> None:

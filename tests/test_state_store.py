@@ -1,110 +1,30 @@
-"""Where subgroups of states are, under failing and slow drives: nothing is lost, nothing hangs, nothing grows."""
+"""Where subgroups of states are: what was put comes back, nothing waits for ever, memory is bounded."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
-from lightning_ssd.events import EventLog
-from lightning_ssd.inner_step import State
-from lightning_ssd.slots import SlotMover, Slots
+from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.state_home import Copy
-from lightning_ssd.state_layout import Layout
-from lightning_ssd.state_store import StateStore
-from lightning_ssd.storage.integrity import Sampler
-from lightning_ssd.storage.movers import HostMover
-from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.staging import ReloadPool
-from lightning_ssd.storage.tiers import SsdTier
-from tests.helpers import within
-from tests.storage.faults import FaultyBackend, always, eio, enospc, on_calls
-
-CPU = torch.device("cpu")
-NBYTES = 16 << 10
-PATIENCE_S = 20.0
-
-
-class Drive(FaultyBackend):
-    """A directory whose moves wait while the test wants it."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(PosixBackend([directory], direct=False))
-        self.may_move = threading.Event()
-        self.may_move.set()
-
-    def _stumble(self, fail: Callable[[int], BaseException | None] | None, index: int) -> None:
-        assert self.may_move.wait(PATIENCE_S)
-        super()._stumble(fail, index)
-
-
-@contextmanager
-def store_on(*drives: tuple[Drive, Path], num_slots: int = 2, num: int = 6) -> Iterator[StateStore]:
-    """A store of ``num`` subgroups, turn by turn on each of the drives."""
-    with ExitStack() as stack:
-        tiers, mover = [], None
-        for drive, directory in drives:
-            mover = SlotMover(HostMover(drive, ReloadPool(0)))
-            tiers.append(
-                SsdTier(drive, mover, [directory], events=EventLog(), sampler=Sampler("full"), chunk_bytes=4096)
-            )
-            stack.callback(tiers[-1].close)
-            stack.callback(drive.may_move.set)
-        assert mover is not None
-        store = StateStore(tiers, mover, device=CPU, num_slots=num_slots)
-        store.add(index % len(drives) for index in range(num))
-        yield store
-        store.close()
-
-
-@pytest.fixture
-def drive(tmp_path: Path) -> Drive:
-    return Drive(tmp_path)
-
-
-def whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def put(store: StateStore, index: int, value: int, *, keep: bool = False) -> None:
-    store.take(index)
-    storage = store.allocate(NBYTES)
-    whole(storage).fill_(value)
-    store.give(index, storage, is_dirty=True, keep=keep)
-
-
-def assert_holds(store: StateStore, index: int, value: int) -> None:
-    """Looks at it and gives it back unchanged."""
-    storage = store.take(index)
-    assert storage is not None
-    assert bool((whole(storage) == value).all()), f"subgroup {index}"
-    store.give(index, storage, is_dirty=False, keep=False)
-
-
-def assert_all_hold(store: StateStore, indices: Iterable[int]) -> None:
-    """Their own numbers."""
-    for index in indices:
-        assert_holds(store, index, index)
-
-
-def used_bytes(store: StateStore) -> int:
-    return sum(arena.used_bytes for tier in store.tiers for arena in tier._arenas)
-
-
-def mapped_bytes(store: StateStore) -> int:
-    """Memory of the slots, lent or spare."""
-    return sum(map(len, (*store.slots._spare, *store.slots._lent.values())))
-
-
-def within_patience(what: Callable[[], object]) -> None:
-    """A hang is a failure of this test alone."""
-    within(PATIENCE_S, what)
+from tests.state_stores import (
+    NBYTES,
+    Drive,
+    assert_all_hold,
+    assert_holds,
+    mapped_bytes,
+    put,
+    put_all,
+    store_on,
+    used_bytes,
+    whole,
+    within_patience,
+)
+from tests.storage.faults import eio
 
 
 def test_what_was_put_comes_back(drive: Drive, tmp_path: Path) -> None:
@@ -132,159 +52,10 @@ def test_a_subgroup_that_lost_its_moving_states_takes_no_space(drive: Drive, tmp
         assert used_bytes(store) == 0
 
 
-@pytest.mark.parametrize("error", [eio, enospc])
-def test_a_failed_write_keeps_memory_and_warns_once(
-    error: Callable[[], StorageError], drive: Drive, tmp_path: Path
-) -> None:
-    drive.fail_write = always(error)
-    with store_on((drive, tmp_path)) as store:
-        for value in (1, 2, 3):
-            for index in range(6):
-                put(store, index, value)
-        for index in range(6):
-            assert_holds(store, index, 3)
-        with pytest.raises(StorageError, match="stay in memory"):
-            store.flush()
-        warning = store.take_warning()
-        assert warning is not None
-        assert "stay in memory, exact as before: [Errno" in warning
-        assert store.take_warning() is None
-        assert used_bytes(store) == 0
-
-
-def test_each_stuck_subgroup_has_one_more_slot_until_it_is_written(drive: Drive, tmp_path: Path) -> None:
-    """Failures that come and go must not let memory grow for ever."""
-    drive.fail_write = always(eio)
-    with store_on((drive, tmp_path)) as store:
-        for value in range(4):
-            for index in range(3):
-                put(store, index, value)
-            store.wait_for_writes()
-            assert store.num_slots == 2 + 3
-        drive.fail_write = None
-        store.flush()
-        assert store.num_slots == 2
-        store.evict(range(6))
-        assert store.slots.lent_bytes == 0
-        assert mapped_bytes(store) <= 2 * NBYTES
-        for index in range(3):
-            assert_holds(store, index, 3)
-
-
-def test_a_write_that_fails_leaves_the_last_good_copy(drive: Drive, tmp_path: Path) -> None:
-    with store_on((drive, tmp_path)) as store:
-        put(store, 0, 1)
-        store.flush()
-        held = store.hold(0)
-        assert isinstance(held, Copy)
-        drive.fail_write = always(eio)
-        put(store, 0, 2)
-        store.wait_for_writes()
-        assert used_bytes(store) == NBYTES
-        in_memory = store.hold(0)
-        assert isinstance(in_memory, torch.UntypedStorage)
-        assert bool((whole(in_memory) == 2).all())
-        assert_holds(store, 0, 2)
-        store.release([held])
-
-
-def test_the_other_directory_takes_over(drive: Drive, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    drive.fail_write = always(enospc)
-    with store_on((drive, tmp_path), (Drive(tmp_path / "other"), tmp_path / "other")) as store:
-        for value in (1, 2):
-            for index in range(6):
-                put(store, index, value)
-        store.flush()
-        assert store.take_warning() is None
-        assert set(store.paths) == {1}
-        assert store.num_slots == 2
-        store.assign([0] * 6)  # as if the rates said so
-        for index in range(6):
-            assert_holds(store, index, 2)
-            put(store, index, 3)
-        store.flush()
-        assert set(store.paths) == {1}
-        for index in range(6):
-            assert_holds(store, index, 3)
-
-
-def test_a_read_that_fails_once_is_tried_again(drive: Drive, tmp_path: Path) -> None:
-    with store_on((drive, tmp_path)) as store:
-        put(store, 0, 1)
-        store.flush()
-        store.evict([0])
-        drive.fail_read = on_calls({0}, eio)
-        assert_holds(store, 0, 1)
-        assert store.tiers[0].num_retries == 1
-
-
-def test_a_read_that_fails_is_told_to_who_takes_it_and_to_nobody_later(drive: Drive, tmp_path: Path) -> None:
-    """Also where it was read ahead of time, and states have been replaced since."""
-    with store_on((drive, tmp_path), num_slots=4) as store:
-        for index in range(6):
-            put(store, index, 1)
-        store.flush()
-        store.evict(range(6))
-        drive.fail_read = always(eio)
-        store.prefetch(range(6))
-        with pytest.raises(StorageError, match="injected") as caught:
-            store.take(0)
-        assert caught.value.__notes__ == ["This was a read of the optimizer states of subgroup 0."]
-        drive.fail_read = None
-        for index in range(6):
-            store.forget(index)
-            put(store, index, 7)
-        for index in range(6):
-            assert_holds(store, index, 7)
-        store.flush()
-        assert used_bytes(store) == 6 * NBYTES
-
-
-def test_wrong_bytes_are_not_handed_on(drive: Drive, tmp_path: Path) -> None:
-    with store_on((drive, tmp_path)) as store:
-        put(store, 3, 1)
-        store.flush()
-        store.evict([3])
-        drive.corrupt_read = lambda index: True
-        with pytest.raises(CorruptionError, match="subgroup 3"):
-            store.take(3)
-        drive.corrupt_read = None
-        assert_holds(store, 3, 1)
-
-
-def test_no_memory_for_a_read_is_an_error_not_a_hang(
-    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The read begins in a worker, as soon as a write has freed memory."""
-    with store_on((drive, tmp_path)) as store:
-        put(store, 0, 1)
-        store.flush()
-        store.evict([0])
-        put(store, 1, 1, keep=True)
-        put(store, 2, 1, keep=True)
-        drive.may_move.clear()
-        store.evict([1])
-        store.prefetch([0])
-
-        def refuse(nbytes: int) -> torch.UntypedStorage:
-            raise MemoryError("injected: no memory")
-
-        monkeypatch.setattr(store.slots, "take", refuse)
-        drive.may_move.set()
-        with pytest.raises(MemoryError, match="injected"):
-            within_patience(lambda: store.take(0))
-        monkeypatch.undo()
-        assert_holds(store, 0, 1)
-        put(store, 3, 4)
-        store.flush()
-
-
 def test_a_stale_wish_does_not_stop_another(drive: Drive, tmp_path: Path) -> None:
     """More is asked for ahead of time than there is memory; then something else is taken."""
     with store_on((drive, tmp_path)) as store:
-        for index in range(6):
-            put(store, index, index)
+        put_all(store, range(6))
         store.prefetch([5, 4, 3, 2, 1, 0])
         within_patience(lambda: assert_all_hold(store, range(6)))
 
@@ -292,8 +63,7 @@ def test_a_stale_wish_does_not_stop_another(drive: Drive, tmp_path: Path) -> Non
 def test_new_memory_comes_before_reads_ahead_of_time(drive: Drive, tmp_path: Path) -> None:
     """Else all that was asked for would be read, and dropped, before there were new memory."""
     with store_on((drive, tmp_path), num_slots=3) as store:
-        for index in range(6):
-            put(store, index, index)
+        put_all(store, range(6))
         store.flush()
         store.evict(range(6))
         before = drive.num_reads
@@ -369,44 +139,6 @@ def test_after_close_nobody_waits(drive: Drive, tmp_path: Path) -> None:
         assert store.slots.lent_bytes == mapped_bytes(store) == 0
 
 
-def test_a_write_that_fails_while_directories_close_kills_no_worker(
-    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The directory that would take over has closed already."""
-    died: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", died.append)
-    (tmp_path / "other").mkdir()
-    drive.fail_write = always(eio)
-    with store_on((drive, tmp_path), (Drive(tmp_path / "other"), tmp_path / "other")) as store:
-        store.prefetch([])
-        drive.may_move.clear()
-        put(store, 0, 1)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while drive.num_writes == 0 and store.tiers[0]._writes._num_active == 0:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
-        store.tiers[1].close()
-        drive.may_move.set()
-        store.tiers[0].close()
-        within_patience(store.wait_for_writes)
-        assert store.in_memory() == [0]
-    assert not died
-
-
-def test_states_that_change_places_do_not_overwrite_each_other() -> None:
-    """An optimizer may swap two of its tensors, or keep one as a part of another."""
-    states: list[State] = [{"a": torch.arange(2048.0), "b": -torch.arange(2048.0)}]
-    layout = Layout.of(states, CPU, 4096, [False])
-    storage = torch.empty(layout.nbytes, dtype=torch.uint8).untyped_storage()
-    layout.collect(states, storage)
-    filled = layout.fill(layout.templates(states), storage)
-    filled[0]["a"], filled[0]["b"] = filled[0]["b"], filled[0]["a"]
-    layout.collect(filled, storage)
-    swapped = layout.fill(layout.templates(filled), storage)
-    assert torch.equal(swapped[0]["a"], -torch.arange(2048.0))
-    assert torch.equal(swapped[0]["b"], torch.arange(2048.0))
-
-
 @pytest.mark.parametrize("num_slots", [2, 3, 7])
 def test_random_use_is_as_a_dictionary(num_slots: int, drive: Drive, tmp_path: Path) -> None:
     """Takes, puts, keeps, evictions, wishes, flushes and held copies, while writes fail now and then."""
@@ -458,13 +190,6 @@ def test_random_use_is_as_a_dictionary(num_slots: int, drive: Drive, tmp_path: P
         assert store.num_slots <= num_slots + 1
         for index, value in expected.items():
             assert_holds(store, index, value)
-
-
-def test_a_larger_piece_takes_the_place_of_a_smaller_one() -> None:
-    slots = Slots(CPU)
-    for nbytes, expected in ((4096, 4096), (8192, 8192), (4096, 8192)):
-        slots.give_back(slots.take(nbytes))
-        assert [len(array) for array in slots._spare] == [expected]
 
 
 def test_a_copy_in_memory_is_a_use_on_the_current_stream(drive: Drive, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from lightning_ssd.strategy import SSDOffloadStrategy
 from tests.helpers import assert_identical
 from tests.leftovers import assert_nothing_left
 from tests.trainers import (
+    BAREBONES,
     LIGHTNING_NOISE,
     Block,
     LBFGSNet,
@@ -91,15 +92,6 @@ def test_plans_are_followed_and_a_budget_is_kept(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-NOT_WITH_BAREBONES = (
-    "enable_progress_bar",
-    "logger",
-    "enable_checkpointing",
-    "enable_model_summary",
-    "num_sanity_val_steps",
-)
-
-
 @pytest.mark.parametrize(
     ("make", "settings"),
     [
@@ -111,7 +103,7 @@ NOT_WITH_BAREBONES = (
         pytest.param(Net, {"precision": "64-true"}, id="64-true"),
         pytest.param(Net, {"overfit_batches": 2, "max_epochs": 2}, id="overfit-batches"),
         pytest.param(Net, {"detect_anomaly": True, "max_steps": 2}, id="detect-anomaly"),
-        pytest.param(Net, dict.fromkeys(NOT_WITH_BAREBONES) | {"barebones": True}, id="barebones"),
+        pytest.param(Net, BAREBONES, id="barebones"),
         pytest.param(lambda: Net(checkpointed=True), {}, id="checkpointed-blocks"),
         pytest.param(ManualNet, {}, id="manual-two-optimizers"),
         pytest.param(lambda: ManualNet(through_lightning=False), {}, id="manual-own-backward"),

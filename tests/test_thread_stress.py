@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.tensors import Region
 from tests.helpers import assert_released, raw_bytes
+from tests.threads import at_once
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -67,27 +68,6 @@ class ErraticBackend(WrappedBackend):
         draw = self._chance.random()
         if draw < 0.25:
             time.sleep(self._chance.random() * (0.008 if draw < 0.05 else 0.002))
-
-
-def at_once(*works: Callable[[], None]) -> None:
-    """Run in threads that begin together; raise the first error."""
-    raised: list[BaseException] = []
-    barrier = threading.Barrier(len(works))
-
-    def run(work: Callable[[], None]) -> None:
-        try:
-            barrier.wait()
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if raised:
-        raise raised[0]
 
 
 def forward(leaf: torch.Tensor) -> torch.Tensor:

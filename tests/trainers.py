@@ -34,6 +34,16 @@ LIGHTNING_NOISE = (
     "ignore:Checkpoint directory .* exists and is not empty",
 )
 
+# A Trainer without anything it can do without. What make_trainer() says of these Lightning does not allow then.
+BAREBONES: dict[str, Any] = {
+    "barebones": True,
+    "enable_progress_bar": None,
+    "logger": None,
+    "enable_checkpointing": None,
+    "enable_model_summary": None,
+    "num_sanity_val_steps": None,
+}
+
 
 class Block(torch.nn.Module):
     def __init__(self, width: int = WIDTH) -> None:

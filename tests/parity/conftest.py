@@ -13,3 +13,10 @@ def lightning_twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 192 << 10)
     with one_thread():
         yield
+
+
+@pytest.fixture
+def many_subgroups(small_subgroups: None) -> Iterator[None]:
+    """Large parameters are cut, and sums are made in one order."""
+    with one_thread():
+        yield

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +28,6 @@ from tests.helpers import (
     open_offloader,
 )
 from tests.parity.models import Perceptrons, floats, gpt2
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -307,87 +301,6 @@ def test_opened_again(tmp_path: Path) -> None:
             session.register(model)
             train(session, model, 2)
             assert offloader.stats.bytes_read > 0
-
-
-CHILD = """
-import sys, torch
-sys.path.insert(0, {repository!r})
-from pathlib import Path
-from tests.helpers import open_offloader
-from tests.parity.models import gpt2, causal_batch, hugging_face_loss
-torch.manual_seed(0)
-model = gpt2(layers=2)
-with open_offloader(Path({directory!r})) as offloader:
-    offloader.register_module(model)
-    for step in range(1000):
-        with offloader.saved_tensors():
-            loss = hugging_face_loss(model, causal_batch(step))
-            big = [torch.rand(1 << 20, requires_grad=True).sin().exp() for _ in range(8)]
-        if step == 1:
-            offloader.flush()
-            print("mid step", offloader.stats.bytes_written, flush=True)
-            sys.stdin.read()
-        (loss + sum(t.sum() for t in big)).backward()
-        offloader.end_backward()
-"""
-
-
-def entries(directory: Path) -> list[Path]:
-    return [path for path in directory.rglob("*") if not path.is_dir()]
-
-
-def kill_in_mid_step(directory: Path) -> tuple[int, int]:
-    """Kill a training process that has bytes on disk; returns these and what its open files took."""
-    code = textwrap.dedent(CHILD).format(repository=str(REPOSITORY), directory=str(directory))
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-    ) as child:
-        assert child.stdout is not None
-        line = child.stdout.readline().split()
-        assert line[:2] == ["mid", "step"], line
-        taken = 0
-        for name in os.listdir(f"/proc/{child.pid}/fd"):
-            target = os.readlink(f"/proc/{child.pid}/fd/{name}")
-            if str(directory) in target:
-                assert "(deleted)" in target, f"{target} has a name: it would stay after a kill"
-                taken += os.stat(f"/proc/{child.pid}/fd/{name}").st_blocks * 512
-        assert entries(directory) == []
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-    return int(line[2]), taken
-
-
-def test_nothing_stays_after_kill_9(tmp_path: Path) -> None:
-    written, taken = kill_in_mid_step(tmp_path)
-    assert written > 32 << 20
-    assert taken >= 32 << 20, "the spill file was expected to hold the written bytes"
-    assert entries(tmp_path) == []
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system of our own needs root")
-def test_file_system_is_as_empty_as_before_after_kill_9(tmp_path: Path) -> None:
-    """The same on a file system that nobody else uses, by its own count of free blocks."""
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    image.touch()
-    os.truncate(image, 512 << 20)
-    made = subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], capture_output=True, text=True, check=False)
-    mounted = made.returncode == 0 and subprocess.run(
-        ["mount", "-o", "loop", str(image), str(mount)], capture_output=True, text=True, check=False
-    )
-    if not mounted or mounted.returncode:
-        pytest.skip(f"no loop-mounted ext4 here: {made.stderr or getattr(mounted, 'stderr', '')}")
-    try:
-        os.sync()
-        free_before = os.statvfs(mount).f_bfree
-        written, taken = kill_in_mid_step(mount)
-        os.sync()
-        directory_block = 1  # our directory itself stays; it holds no data of a run
-        assert os.statvfs(mount).f_bfree >= free_before - directory_block
-        assert written > 32 << 20
-        assert taken > 0
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_model_on_the_way_out_of_scope(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from lightning_ssd.errors import BudgetError
 from tests.helpers import assert_identical
 from tests.parity.lightning_pairs import MARKS, Settings, all_on_ssd, both, everything
 from tests.trainers import (
+    BAREBONES,
     BATCH_SIZE,
     NUM_BATCHES,
     Block,
@@ -83,20 +84,11 @@ def test_trainer_settings(name: str, tmp_path: Path) -> None:
     both(Net, tmp_path, TRAINER_SETTINGS[name])
 
 
-NOT_WITH_BAREBONES = (
-    "enable_progress_bar",
-    "logger",
-    "enable_checkpointing",
-    "enable_model_summary",
-    "num_sanity_val_steps",
-)
-
-
 @pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
 @pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
 def test_barebones(tmp_path: Path) -> None:
-    both(Net, tmp_path, lambda d: dict.fromkeys(NOT_WITH_BAREBONES) | {"barebones": True})
+    both(Net, tmp_path, lambda d: BAREBONES)
 
 
 # -- callbacks that change the model or the optimizer -----------------------------------------------------------------

@@ -1,10 +1,8 @@
-"""Whole Lightning trainings with optimizer states on SSD: bit for bit what they are without us, states included."""
+"""Whole Lightning trainings with optimizer states on SSD: bit for bit what they are without us, and counted."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +15,16 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
-from lightning_ssd import HardwareProfile, OffloadMonitor, OffloadPolicy
-from lightning_ssd.checkpoint import StreamedCheckpointIO
+from lightning_ssd import OffloadMonitor
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.optimizer import OffloadedOptimizer
-from lightning_ssd.strategy import SSDOffloadStrategy
 from tests.helpers import assert_identical
-from tests.trainers import LIGHTNING_NOISE, LBFGSNet, ManualNet, Net, fit, make_trainer, one_thread, result
+from tests.leftovers import assert_nothing_left
+from tests.parity.states_on_ssd import MARKS, assert_moved, everything, offloaded, states_on_ssd
+from tests.trainers import LBFGSNet, ManualNet, Net, fit, make_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-    pytest.mark.filterwarnings("ignore:You have set log_momentum=True, but some optimizers do not"),
-]
+pytestmark = MARKS
 
 Make = Callable[[], Net]
-
-
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that there are many more than fit into memory, and large parameters are cut."""
-    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
-    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
-    with one_thread():
-        yield
-
-
-def states_on_ssd(directory: Path, activations: str = "keep", **hardware: Any) -> SSDOffloadStrategy:
-    policy = OffloadPolicy(activations=activations, optimizer_states="offload", min_tensor_bytes=4096)  # type: ignore[arg-type]
-    return SSDOffloadStrategy(policy=policy, hardware=HardwareProfile(paths=[directory], **hardware))
-
-
-def everything(trainer: L.Trainer, module: Net) -> dict[str, Any]:
-    """What two equal trainings have in common."""
-    return result(module) | {"optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers]}
-
-
-def offloaded(trainer: L.Trainer) -> list[OffloadedOptimizer]:
-    found = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, OffloadedOptimizer)]
-    assert len(found) == len(trainer.optimizers) > 0
-    return found
-
-
-def assert_moved(trainer: L.Trainer) -> None:
-    stats = offloaded(trainer)[0].stats
-    assert stats.num_steps > 1
-    assert stats.written_bytes > stats.state_bytes > 0
-    assert stats.read_bytes > 0
-    assert 0 < stats.resident_peak_bytes < stats.state_bytes
 
 
 def assert_same(make: Make, directory: Path, settings: Callable[[], dict[str, Any]] = dict) -> list[dict[str, Any]]:
@@ -229,89 +188,7 @@ def test_a_resumed_finetuning_has_its_groups_and_states(spill_dir: Path) -> None
     assert_identical(got, expected)
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def strategy_named(name: str, directory: Path) -> Strategy | str:
-    return "auto" if name == "plain" else states_on_ssd(directory)
-
-
-def test_a_resumed_training_goes_on_whoever_saved(spill_dir: Path) -> None:
-    """Plain to ours, ours to plain, ours to ours: the files hold the same, and so does what comes of them."""
-    saved = {}
-    for name in ("plain", "ours"):
-        saving = ModelCheckpoint(spill_dir / name, save_last=True)
-        fit(Net, strategy_named(name, spill_dir), spill_dir, callbacks=[saving], enable_checkpointing=True)
-        path = spill_dir / name / "last.ckpt"
-        saved[name] = torch.load(path, weights_only=False)
-    for key in ("state_dict", "optimizer_states", "loops", "global_step", "lr_schedulers"):
-        assert_identical(saved["ours"][key], saved["plain"][key])
-    results = {}
-    for source in ("plain", "ours"):
-        for name in ("plain", "ours"):
-            L.seed_everything(8, verbose=False)
-            module = Net()
-            trainer = make_trainer(strategy_named(name, spill_dir), spill_dir, max_epochs=2)
-            trainer.fit(module, ckpt_path=spill_dir / source / "last.ckpt")
-            results[source, name] = everything(trainer, module)
-            if name == "ours":
-                assert_moved(trainer)
-    expected = results.pop(("plain", "plain"))
-    assert expected["optimizers"][0]["state"][0]["step"] == 12
-    for got in results.values():
-        assert_identical(got, expected)
-
-
-def test_checkpoints_within_an_epoch_do_not_disturb(spill_dir: Path) -> None:
-    def settings(name: str) -> dict[str, Any]:
-        saving = ModelCheckpoint(spill_dir / name, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-        return {"callbacks": [saving], "enable_checkpointing": True}
-
-    expected = everything(*fit(Net, "auto", spill_dir, **settings("plain")))
-    trainer, module = fit(Net, states_on_ssd(spill_dir), spill_dir, **settings("ours"))
-    assert_identical(everything(trainer, module), expected)
-    paths = sorted(path.name for path in (spill_dir / "plain").iterdir())
-    assert len(paths) == 3
-    assert sorted(path.name for path in (spill_dir / "ours").iterdir()) == paths
-    for path in paths:
-        ours, plain = (torch.load(spill_dir / name / path, weights_only=False) for name in ("ours", "plain"))
-        assert_identical(ours["optimizer_states"], plain["optimizer_states"])
-
-
-def test_save_after_fit_has_ended(spill_dir: Path) -> None:
-    """The files are closed then; the states are still there, and can be resumed from."""
-    fit(Net, "auto", spill_dir)[0].save_checkpoint(spill_dir / "plain.ckpt")
-    trainer, module = fit(Net, states_on_ssd(spill_dir), spill_dir)
-    trainer.save_checkpoint(spill_dir / "ours.ckpt")
-    trainer.save_checkpoint(spill_dir / "again.ckpt")
-    saved = [torch.load(spill_dir / f"{name}.ckpt", weights_only=False) for name in ("plain", "ours", "again")]
-    assert len(saved[0]["optimizer_states"][0]["state"]) > 20
-    for one in saved[1:]:
-        assert_identical(one["optimizer_states"], saved[0]["optimizer_states"])
-        assert_identical(one["state_dict"], saved[0]["state_dict"])
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, ckpt_path=spill_dir / "ours.ckpt")
-    assert trainer.global_step == 12
-
-
-def test_checkpoints_are_streamed_unless_the_user_has_a_way_of_his_own(spill_dir: Path) -> None:
-    class Mine(StreamedCheckpointIO):
-        pass
-
-    trainer, _ = fit(Net, states_on_ssd(spill_dir), spill_dir, max_steps=1)
-    assert type(trainer.strategy.checkpoint_io) is StreamedCheckpointIO
-    trainer, _ = fit(Net, states_on_ssd(spill_dir), spill_dir, max_steps=1, plugins=[Mine()])
-    assert type(trainer.strategy.checkpoint_io) is Mine
-
-
 # -- the life of the files ---------------------------------------------------------------------------------------------
-
-
-def assert_nothing_open(directory: Path) -> None:
-    """No thread and no descriptor is left; mapped states need none."""
-    assert [t.name for t in threading.enumerate() if t.name.startswith("lightning_ssd")] == []
-    links = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
-    assert [link for link in links if link.is_symlink() and str(directory) in os.readlink(link)] == []
 
 
 def test_fit_twice(spill_dir: Path) -> None:
@@ -327,7 +204,7 @@ def test_fit_twice(spill_dir: Path) -> None:
     trainer, module = twice(states_on_ssd(spill_dir))
     assert_identical(everything(trainer, module), expected)
     assert_moved(trainer)
-    assert_nothing_open(spill_dir)
+    assert_nothing_left(spill_dir)
 
 
 def test_validate_and_test_after_fit(spill_dir: Path) -> None:
@@ -339,7 +216,7 @@ def test_validate_and_test_after_fit(spill_dir: Path) -> None:
         trainer.test(module, verbose=False)
         seen.append((module.losses, trainer.predict(module)))
         if strategy != "auto":
-            assert_nothing_open(spill_dir)
+            assert_nothing_left(spill_dir)
             assert len(offloaded(trainer)[0].state_dict()["state"]) > 20
     assert_identical(seen[1], seen[0])
 
@@ -354,7 +231,7 @@ def test_what_couples_parameters_is_refused_before_the_first_step(spill_dir: Pat
     with pytest.raises(ConfigError, match=r"LBFGS.*optimizer_states='keep'"):
         fit(make, states_on_ssd(spill_dir), spill_dir)
     assert not made[0].losses
-    assert_nothing_open(spill_dir)
+    assert_nothing_left(spill_dir)
 
 
 class Breaks(torch.optim.AdamW):
@@ -385,7 +262,7 @@ def test_an_error_within_a_step_reaches_the_user_and_leaves_nothing(spill_dir: P
 
     with pytest.raises(ZeroDivisionError, match="sabotage"):
         fit(Broken, states_on_ssd(spill_dir), spill_dir, callbacks=[Notes()])
-    assert_nothing_open(spill_dir)
+    assert_nothing_left(spill_dir)
     with pytest.raises(RuntimeError, match="incomplete"):
         trainers[0].save_checkpoint(spill_dir / "broken.ckpt")
     assert not list(spill_dir.glob("*.ckpt"))

@@ -1,12 +1,14 @@
-"""Tiers of host memory, closed after the test, and copies that wait until they are let through."""
+"""Tiers of host memory, closed after the test; copies that wait until they are let through; turns on a drive."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from lightning_ssd.events import EventLog
+from lightning_ssd.storage.arbiter import Arbiter
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.streams import Copies
 from tests.storage.host_traffic import MIB, MakeTier
@@ -34,3 +36,18 @@ def make_tier() -> Iterator[MakeTier]:
 @pytest.fixture
 def held() -> HeldCopies:
     return HeldCopies()
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the locks that turns are taken by, not that of the user."""
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    return tmp_path / "runtime" / "lightning_ssd"
+
+
+@pytest.fixture
+def arbiter(runtime: Path, tmp_path: Path) -> Iterator[Arbiter]:
+    one = Arbiter(tmp_path)
+    yield one
+    one.close()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.probe import measure_rates, read_back_ok
 from lightning_ssd.tensors import Region
+from tests.threads import at_once
 
 GUARD = 64
 
@@ -147,29 +148,19 @@ class BackendSuite:
             assert read.content == memory.content
 
     def test_many_threads(self, backend: Backend, arena: Arena) -> None:
-        failures: list[BaseException | str] = []
-
         def work(seed: int) -> None:
             choose = random.Random(seed)
-            try:
-                for _ in range(12):
-                    nbytes = choose.randrange(1, 120) * backend.block_bytes
-                    written, read = Memory.random(nbytes, choose.randrange(4096)), Memory.make(nbytes, 64)
-                    extent = arena.allocate(nbytes)
-                    backend.write(arena, written.region, extent.offset)
-                    backend.read(arena, read.region, extent.offset)
-                    if read.content != written.content:
-                        failures.append(f"thread {seed} read other bytes")
-                    arena.free(extent)
-            except BaseException as error:
-                failures.append(error)
+            for _ in range(12):
+                nbytes = choose.randrange(1, 120) * backend.block_bytes
+                written, read = Memory.random(nbytes, choose.randrange(4096)), Memory.make(nbytes, 64)
+                extent = arena.allocate(nbytes)
+                backend.write(arena, written.region, extent.offset)
+                backend.read(arena, read.region, extent.offset)
+                if read.content != written.content:
+                    pytest.fail(f"thread {seed} read other bytes")
+                arena.free(extent)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        at_once(*(partial(work, seed) for seed in range(8)))
 
     def test_two_arenas(self, backend: Backend, arena: Arena, tmp_path: Path) -> None:
         nbytes = 3 * backend.block_bytes

@@ -6,7 +6,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 import lightning_ssd
 from lightning_ssd.storage.held_directory import HeldDirectory
+from tests.threads import at_once
 
 
 def test_goes_with_the_last_holder(tmp_path: Path) -> None:
@@ -56,23 +56,14 @@ def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
 
 def test_many_that_open_and_close_never_lose_it(tmp_path: Path) -> None:
     """Whoever holds it can make files in it, however the others come and go."""
-    failures: list[BaseException] = []
 
     def come_and_go() -> None:
-        try:
-            for _ in range(200):
-                held = HeldDirectory(tmp_path / "rank")
-                os.close(os.open(tmp_path / "rank", os.O_RDONLY | os.O_DIRECTORY))
-                held.close()
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(200):
+            held = HeldDirectory(tmp_path / "rank")
+            os.close(os.open(tmp_path / "rank", os.O_RDONLY | os.O_DIRECTORY))
+            held.close()
 
-    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once(*[come_and_go] * 4)
     assert not (tmp_path / "rank").exists()
 
 

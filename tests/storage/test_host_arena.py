@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +16,7 @@ from lightning_ssd.storage.extents import Extent
 from lightning_ssd.storage.host_arena import HostArena
 from lightning_ssd.storage.mapped import MappedBlock
 from lightning_ssd.storage.purse import Purse
+from tests.storage.process_memory import resident_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -36,10 +36,6 @@ def address(arena: HostArena, extent: Extent) -> int:
 def must(extent: Extent | None) -> Extent:
     assert extent is not None
     return extent
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 class TestRoom:

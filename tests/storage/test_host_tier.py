@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_ssd.storage.streams import CudaCopies
 from tests.storage.host_traffic import CPU, KIB, MIB, MakeTier, stored, wait_until
 from tests.storage.late import HeldCopies, late_copies
 from tests.storage.owners import Owner, as_bytes, random_storage
+from tests.threads import at_once
 
 
 class TestExact:
@@ -95,41 +97,31 @@ class TestExact:
 
 def run_traffic(tier: HostTier, *, wait: Callable[[Owner], None], turns: int = 60) -> None:
     """Threads that write, read, and free at random, in less room than they want."""
-    failures: list[str | BaseException] = []
 
     def work(seed: int) -> None:
         choose, held = random.Random(seed), list[Owner]()
-        try:
-            for turn in range(turns):
-                nbytes = choose.randrange(1, MIB)
-                owner = Owner(random_storage(nbytes, seed * 1000 + turn))
-                after = None if tier.copies is None else tier.copies.mark()
-                if tier.write(owner, nbytes, after, label=""):
-                    owner.wait()
-                    owner.storage = None
-                    held.append(owner)
-                if held and choose.random() < 0.7:
-                    one = choose.choice(held)
-                    transfer = tier.read(one, one.place, CPU, urgent=choose.random() < 0.5)
-                    transfer.wait()
-                    if choose.random() < 0.5:  # while the copy may still run
-                        held.remove(one)
-                        tier.free(one.place)
-                    wait(one)
-                    if not one.is_right():
-                        failures.append(f"thread {seed}, turn {turn}: other bytes")
-                    one.reloaded = None
-            for one in held:
-                tier.free(one.place)
-        except BaseException as error:
-            failures.append(error)
+        for turn in range(turns):
+            nbytes = choose.randrange(1, MIB)
+            owner = Owner(random_storage(nbytes, seed * 1000 + turn))
+            after = None if tier.copies is None else tier.copies.mark()
+            if tier.write(owner, nbytes, after, label=""):
+                owner.wait()
+                owner.storage = None
+                held.append(owner)
+            if held and choose.random() < 0.7:
+                one = choose.choice(held)
+                transfer = tier.read(one, one.place, CPU, urgent=choose.random() < 0.5)
+                transfer.wait()
+                if choose.random() < 0.5:  # while the copy may still run
+                    held.remove(one)
+                    tier.free(one.place)
+                wait(one)
+                assert one.is_right(), f"thread {seed}, turn {turn}: other bytes"
+                one.reloaded = None
+        for one in held:
+            tier.free(one.place)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(*(partial(work, seed) for seed in range(4)))
 
 
 class TestRoom:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-import threading
 
 import pytest
 import xxhash
@@ -11,6 +10,7 @@ import xxhash
 from lightning_ssd.storage.integrity import Sampler, checksum
 from lightning_ssd.tensors import Region
 from tests.storage.suite import Memory
+from tests.threads import at_once
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_003])
@@ -69,9 +69,5 @@ class TestSampler:
         def work() -> None:
             counts.append(sum(sampler.wants() for _ in range(4000)))
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(*[work] * 4)
         assert sum(counts) == 1000

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
+from functools import partial
 
 import pytest
 
 from lightning_ssd.storage import purse as module_under_test
 from lightning_ssd.storage.purse import Purse, Share
+from tests.threads import at_once
 
 PAGE = 4096
 
@@ -62,11 +63,7 @@ def test_many_threads_have_no_more_together() -> None:
                 share.fit(chance.randint(0, 9), chance.randint(1, 5 * PAGE))
             assert 0 <= purse.left_bytes <= purse.total_bytes
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*(partial(work, seed) for seed in range(4)))
     assert sum(share.nbytes for share in shares) + purse.left_bytes == purse.total_bytes
 
 

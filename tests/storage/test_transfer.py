@@ -15,6 +15,7 @@ from lightning_ssd.events import EventLog, TransferEvent
 from lightning_ssd.storage.gate import UrgentGate
 from lightning_ssd.storage.transfer import Transfer, TransferQueue
 from tests.helpers import within
+from tests.threads import at_once
 
 PATIENCE_S = 20.0
 
@@ -224,11 +225,7 @@ def test_many_threads(events: EventLog) -> None:
             if i % 3 == 0:
                 queue.promote(move)
 
-    threads = [threading.Thread(target=submit) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*[submit] * 4)
     queue.wait_idle()
     queue.close()
     assert total[0] == 4 * 25 * (0 + 1 + 2 + 3)

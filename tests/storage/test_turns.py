@@ -23,12 +23,7 @@ from tests.storage.faults import FaultyBackend, always, eio
 
 MIB = 1 << 20
 
-
-@pytest.fixture(autouse=True)
-def private_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    runtime = tmp_path / "runtime"
-    runtime.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 @pytest.fixture
