@@ -15,7 +15,8 @@ from typing import cast
 import torch
 
 from lightning_ssd.allocation import Allocation
-from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, refuse_misread
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.events import EventLog
 from lightning_ssd.malloc import foreign_malloc
 from lightning_ssd.memory import host_available_bytes
@@ -112,9 +113,12 @@ def assemble(
     """Open what the policy needs; ``stack`` closes it. The arguments are those of :class:`Offloader`.
 
     Raises:
+        ConfigError: the device is neither a CPU nor CUDA's.
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
         BackendUnavailableError: ``hardware.backend`` names one that does not work here.
     """
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={str(device)!r}: nothing would be moved from there; allowed: 'cpu', 'cuda'")
     if policy.activations == "keep":
         return Parts(description="everything is kept in memory and counted")
     is_mapped = device.type == "cpu" and copies is None
@@ -349,6 +353,7 @@ def _open_cache(
 
 def _directories(hardware: HardwareProfile, default_directory: str | os.PathLike[str] | None) -> list[Path]:
     named = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
+    refuse_misread(f"${PATHS_VARIABLE}", named, "directories separated by ':'")
     fallback = default_directory or tempfile.gettempdir()
     paths = tuple(cast(Sequence[str], hardware.paths)) or tuple(named) or (fallback,)
     return [Path(path).expanduser().absolute() for path in paths]
