@@ -52,7 +52,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "lightning_ssd needs Python 3.11 or later, got %d.%d; name another: make PYTHON=python3.12 ..." % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[recipes,dev]'
-	# Many tests start interpreters. Where the environment forbids Python to write bytecode, each would compile all of
-	# PyTorch again. Templates among the packages do not compile, which is no error.
+# Many tests start interpreters. Where the environment forbids Python to write bytecode, each would compile all of
+# PyTorch again. Templates among the packages do not compile, which is no error.
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	touch $(STAMP)

@@ -14,6 +14,7 @@ import torch
 
 from lightning_ssd.allocation import Allocation
 from lightning_ssd.config import OffloadPolicy
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.malloc import foreign_malloc
 from lightning_ssd.planning.limits import Wishes
 from lightning_ssd.scheduler import Scheduler
@@ -67,9 +68,12 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, site: Site) -> Parts:
     """Open what the policy needs; ``stack`` closes it.
 
     Raises:
+        ConfigError: the device is neither a CPU nor CUDA's.
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
         BackendUnavailableError: ``hardware.backend`` names one that does not work here.
     """
+    if site.device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={str(site.device)!r}: nothing would be moved from there; allowed: 'cpu', 'cuda'")
     if policy.activations == "keep":
         return Parts(description="everything is kept in memory and counted")
     is_mapped = site.device.type == "cpu" and site.copies is None

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_ssd.config import names_mistakes
 from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak
 from lightning_ssd.metrics import METRICS, MetricWindow, compute
 from lightning_ssd.offloader import Offloader
@@ -24,6 +25,7 @@ _TB = 10**12
 _WITHOUT_OFFLOADER = ("memory/device_peak_gib", "memory/host_peak_gib")
 
 
+@names_mistakes
 class OffloadMonitor(Callback):
     """Records memory peaks, what moved, and what it cost.
 

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["HardwareProfile", "OffloadPolicy", "Size", "parse_size", "typed"]
+__all__ = [
+    "HardwareProfile",
+    "OffloadPolicy",
+    "Size",
+    "expect",
+    "names_mistakes",
+    "parse_size",
+    "refuse_misread",
+    "typed",
+]
 
 _T = TypeVar("_T")
 
@@ -73,8 +83,15 @@ def typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:
     Raises:
         ConfigError: it is of another type.
     """
-    if value is None:
-        return cls()
+    return cls() if value is None else expect(name, value, cls, example)
+
+
+def expect(name: str, value: object, cls: type[_T], example: str) -> _T:
+    """What the user gave.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
     if not isinstance(value, cls):
         got = f"{name}={value!r} is a {type(value).__name__}"
         raise ConfigError(f"{got}; allowed: {cls.__name__}, for example {example}")
@@ -85,26 +102,36 @@ class _UnknownSettingError(ConfigError, TypeError):
     """Also what Python itself raises for it."""
 
 
-def _names_mistakes(cls: type[_T]) -> type[_T]:
-    """Let a dataclass of settings say which one a mistyped name is near to."""
+def names_mistakes(cls: type[_T]) -> type[_T]:
+    """Let a class that takes everything by name say which name a mistyped one is near to, or whose it is."""
     build = cls.__init__
-    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    taken = [name for name in inspect.signature(build).parameters if name != "self"]
+    allowed = ", ".join(name for name in taken if not name.startswith("_"))
 
     @functools.wraps(build)
     def checked(self: _T, *args: Any, **settings: Any) -> None:
         if args:
             raise _UnknownSettingError(
-                f"{cls.__name__} takes its settings by name, and got {args[0]!r} without one; allowed: "
-                f"{', '.join(known)}"
+                f"{cls.__name__} takes its settings by name, and got {args[0]!r} without one; allowed: {allowed}"
             )
-        for name in settings.keys() - set(known):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f", did you mean {near[0]}?" if near else ""
-            raise _UnknownSettingError(f"{cls.__name__} has no setting {name}{hint}; allowed: {', '.join(known)}")
+        for name, value in settings.items():
+            if name not in taken:
+                hint = _hint(name, value, taken)
+                raise _UnknownSettingError(f"{cls.__name__} has no setting {name}{hint}; allowed: {allowed}")
         build(self, **settings)
 
     cls.__init__ = checked  # type: ignore[method-assign, assignment]
     return cls
+
+
+def _hint(name: str, value: object, taken: Sequence[str]) -> str:
+    """What may have been meant by a name that is not taken here."""
+    for argument, owner in (("policy", OffloadPolicy), ("hardware", HardwareProfile)):
+        if name in inspect.signature(owner).parameters:
+            setting = f"{owner.__name__}({name}={value!r})"
+            return f", it is one of {owner.__name__}: {argument + '=' if argument in taken else ''}{setting}"
+    near = difflib.get_close_matches(name, taken, n=1)
+    return f", did you mean {near[0]}?" if near else ""
 
 
 def _check_choice(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:
@@ -126,7 +153,18 @@ def _as_tuple(name: str, value: object, allowed: str) -> tuple[object, ...]:
     return tuple(value)
 
 
-@_names_mistakes
+def refuse_misread(name: str, paths: Iterable[object], allowed: str) -> None:
+    """Missing directories are made, so that one with such a name would be, too.
+
+    Raises:
+        ConfigError: a name looks like several in one, like an address, or like a variable.
+    """
+    for path in paths:
+        if re.search(r"^\$|[:,;] *[/~]", str(path)):
+            raise ConfigError(f"{name}: {str(path)!r} would be one directory of that name; allowed: {allowed}")
+
+
+@names_mistakes
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPolicy:
     """What is moved, and how much slower a step may get for it. Every default works without a thought."""
@@ -250,7 +288,7 @@ class OffloadPolicy:
         return parse_size(self.min_tensor_bytes)
 
 
-@_names_mistakes
+@names_mistakes
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
     """Where offloaded bytes go, and with what."""
@@ -290,7 +328,10 @@ class HardwareProfile:
                 "cannot be encrypted; allowed: backend='auto' or 'posix'"
             )
         if self.host_memory != "auto":
-            parse_size(self.host_memory, name=f"{owner}.host_memory")
+            try:
+                parse_size(self.host_memory, name=f"{owner}.host_memory")
+            except ConfigError as error:
+                raise ConfigError(f'{error}, or "auto"') from None
         _check_optional_size(owner, "drive_endurance", self.drive_endurance, zero_means="is no rating")
         if not isinstance(self.allow_unsuitable_paths, bool):
             raise ConfigError(f"{owner}.allow_unsuitable_paths={self.allow_unsuitable_paths!r}; allowed: True, False")
@@ -298,6 +339,7 @@ class HardwareProfile:
         for path in paths:
             if not isinstance(path, str | os.PathLike) or not os.fspath(path):
                 raise ConfigError(f"{owner}.paths contains {path!r}; allowed: non-empty directory names, one per drive")
+        refuse_misread(f"{owner}.paths", paths, 'names of directories on this machine, such as ["/mnt/a", "/mnt/b"]')
         # A frozen dataclass may only be completed through object; a single path is accepted as a tuple of one.
         object.__setattr__(self, "paths", paths)
 

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_ssd.around_forward import AroundForward
 from lightning_ssd.checkpoint import StreamedCheckpointIO
-from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.ddp_options import StartMethod, check_start_method, ddp_arguments
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
@@ -46,6 +46,7 @@ from lightning_ssd.wiring import register_name
 __all__ = ["SSDOffloadFabricStrategy", "register"]
 
 
+@names_mistakes
 class SSDOffloadFabricStrategy(DDPStrategy):
     """Trains with saved activations on SSD, in a loop of one's own: bit for bit the same results, with less memory.
 

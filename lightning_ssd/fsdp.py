@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer import OffloadedOptimizer
 from lightning_ssd.shard_hooks import shards_unwrapped
@@ -28,6 +28,7 @@ Size = int | Literal["auto"]
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
+@names_mistakes
 class SSDOffloadFSDPStrategy(Offloading, ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` with saved activations and optimizer states on SSD, bit for bit the same.
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_ssd import metrics
 from lightning_ssd.assembly import NOTHING, Parts, assemble, open_state_files, open_wear_meter
 from lightning_ssd.blocks import Blocks, find_blocks
-from lightning_ssd.config import HardwareProfile, OffloadPolicy, typed
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, expect, names_mistakes, typed
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.events import EventLog
 from lightning_ssd.first_calls import settle_first_calls
@@ -36,6 +36,7 @@ from lightning_ssd.wear_meter import WearMeter
 __all__ = ["Offloader"]
 
 
+@names_mistakes
 class Offloader:
     """Moves the saved activations of one process and one device to SSD and back.
 
@@ -114,7 +115,7 @@ class Offloader:
 
         Raises:
             StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
-            ConfigError: two of ``hardware.paths`` are one directory.
+            ConfigError: two of ``hardware.paths`` are one directory, or the device is neither a CPU nor CUDA's.
             BackendUnavailableError: ``hardware.backend`` names one that does not work here.
         """
         if not self.is_open:
@@ -187,7 +188,7 @@ class Offloader:
             self.description = "closed"
         if failure is not None:
             raise failure
-        if self.expects_optimizer and self._has_trained:
+        if self.expects_optimizer and self._has_trained and not any(o.num_steps for o in self._last_optimizer_stats):
             self.expects_optimizer = False
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
 
@@ -220,7 +221,7 @@ class Offloader:
                 GPU, and the offloader was opened for the CPU.
         """
         cache, resources = self._opened(), self._resources
-        if cache.device.type == "cpu" and device_of([module]).type == "cuda":
+        if device_of([module]).type == "cuda" and cache.device.type == "cpu":
             raise ConfigError(
                 f"{type(module).__name__} is on a GPU, and this Offloader was opened for the CPU, so that nothing "
                 "would move; allowed: Offloader(device=next(model.parameters()).device), or open(model)"
@@ -245,14 +246,15 @@ class Offloader:
         files live until :meth:`close`; its ``state_dict`` works afterwards, too.
 
         Raises:
-            ConfigError: the optimizer couples its parameters, so that it cannot run on some of them at a time.
+            ConfigError: it is none, or couples its parameters, so that it cannot run on some of them at a time.
             StorageError: a directory cannot serve, or is full.
         """
         self._opened()
-        self.expects_optimizer = False
+        expect("optimizer", optimizer, Optimizer, "torch.optim.AdamW(model.parameters())")
         resources = self._resources
         parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
+            self.expects_optimizer = False
             return optimizer
         site = self._site(parameter.device, copies=None)
         files = open_state_files(self.policy, site)
@@ -315,7 +317,7 @@ class Offloader:
 
     def _opened(self) -> TensorCache:
         if self._cache is None:
-            raise OffloaderClosedError("this Offloader is not open; use it in a with block, or call open() first")
+            raise OffloaderClosedError("this Offloader is not open (any more); use its with block, or call open()")
         self._cache.check_process()
         return self._cache
 
@@ -361,14 +363,12 @@ class Offloader:
     @property
     def unusable(self) -> str | None:
         """Why plans move nothing to a drive; ``None``: they may, or none has been made yet."""
-        scheduler = self._parts.scheduler
-        return None if scheduler is None else scheduler.unusable
+        return None if self._parts.scheduler is None else self._parts.scheduler.unusable
 
     @property
     def trace(self) -> Trace | None:
         """The latest profiled pass; ``None`` before there is one."""
-        scheduler = self._parts.scheduler
-        return None if scheduler is None else scheduler.trace
+        return None if self._parts.scheduler is None else self._parts.scheduler.trace
 
     @property
     def machine(self) -> Machine | None:

@@ -33,10 +33,10 @@ from lightning_ssd.stats import OptimizerStats
 __all__ = ["NO_OPTIMIZER", "OffloadedOptimizer"]
 
 NO_OPTIMIZER = (
-    'optimizer_states="offload" moved nothing, because no optimizer was given to the Offloader; call '
+    'optimizer_states="offload" moved nothing, because no optimizer that the Offloader returned was stepped; write '
     "optimizer = offloader.offload_optimizer(optimizer) before the first step, and use what it returns"
 )
-"""For who trains without having offloaded one."""
+"""For who trains without having offloaded one, or steps the one that was given instead of what came back."""
 
 
 class OffloadedOptimizer(Optimizer):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.shards import Gathered, gathered_of, local_of
 from lightning_ssd.tensors import PLAIN_TYPES, StorageKey
 
@@ -14,8 +15,16 @@ __all__ = ["ParameterStorages", "device_of"]
 
 
 def device_of(modules: Iterable[torch.nn.Module]) -> torch.device:
-    """Where their first parameter is; the CPU without one."""
+    """Where their first parameter is; the CPU without one.
+
+    Raises:
+        ConfigError: one is no module. Users come here first, some with ``model.parameters()``.
+    """
     for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(
+                f"a {type(module).__name__} is no module; allowed: torch.nn.Module, for example the model"
+            )
         for parameter in module.parameters():
             return parameter.device
     return torch.device("cpu")

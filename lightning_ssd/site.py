@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from lightning_ssd.config import HardwareProfile
+from lightning_ssd.config import HardwareProfile, refuse_misread
 from lightning_ssd.events import EventLog
 from lightning_ssd.memory import host_available_bytes
 from lightning_ssd.scheduler import Agree
@@ -75,6 +75,7 @@ class Site:
     def paths(self) -> list[Path]:
         """The user's directories: from the profile, else the environment, else the default."""
         named = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
+        refuse_misread(f"${PATHS_VARIABLE}", named, "directories separated by ':'")
         fallback = self.default_directory or tempfile.gettempdir()
         paths = tuple(cast(Sequence[str], self.hardware.paths)) or tuple(named) or (fallback,)
         return [Path(path).expanduser().absolute() for path in paths]

@@ -13,7 +13,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.ddp_options import StartMethod, ddp_arguments
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.fsdp import SSDOffloadFSDPStrategy
@@ -23,6 +23,7 @@ from lightning_ssd.wiring import Offloading, register_name
 __all__ = ["SSDOffloadStrategy", "register"]
 
 
+@names_mistakes
 class SSDOffloadStrategy(Offloading, OneOrManyDevices):
     """Trains with saved activations on SSD: bit for bit the same results, with less memory.
 

@@ -244,7 +244,7 @@ class Soak:
         return (
             f"{self.steps:,} steps in {self.episodes} episodes, seed {self.seed}: {len(self.wrong)} wrong values, "
             f"0 hangs, {len(self.left)} leftovers; {self.faults:,} faults injected, errors raised: {kinds}; "
-            f"{self.moved_bytes / _MIB:,.0f} MiB came back from the drive or on their way to it; memory "
+            f"{self.moved_bytes / _MIB:,.0f} MiB came back from the drive, or before they got there; memory "
             f"{memory / _MIB:+,.0f} MiB, open files {files:+d} from the first quarter to the last."
         )
 

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd import (
+    HardwareProfile,
+    Offloader,
+    OffloadMonitor,
+    OffloadPolicy,
+    SSDOffloadFabricStrategy,
+    SSDOffloadFSDPStrategy,
+    SSDOffloadStrategy,
+)
 from lightning_ssd.config import parse_size
 from lightning_ssd.errors import ConfigError
 
@@ -144,10 +152,15 @@ def test_policy_bounds() -> None:
     ("setting", "message"),
     [
         ({"backend": "aio"}, r"HardwareProfile.backend='aio'; allowed: 'auto', 'kvikio', 'posix'"),
-        ({"host_memory": "lots"}, r"HardwareProfile.host_memory='lots' is not a size"),
+        ({"host_memory": "lots"}, r"HardwareProfile.host_memory='lots' is not a size; allowed: .*, or \"auto\"$"),
         ({"paths": [""]}, r"HardwareProfile.paths contains ''"),
         ({"paths": [3]}, r"HardwareProfile.paths contains 3"),
         ({"paths": 3}, r"HardwareProfile.paths=3 is a int; allowed: directory names, one per drive"),
+        ({"paths": "/mnt/a:/mnt/b"}, r"paths: '/mnt/a:/mnt/b' would be one directory of that name; allowed: .*\["),
+        ({"paths": ["/mnt/a, /mnt/b"]}, r"paths: '/mnt/a, /mnt/b' would be one directory"),
+        ({"paths": ["/mnt/a", "~/b;~/c"]}, r"paths: '~/b;~/c' would be one directory"),
+        ({"paths": "s3://bucket"}, r"paths: 's3://bucket' would be one directory"),
+        ({"paths": ["$SCRATCH/a"]}, r"paths: '\$SCRATCH/a' would be one directory"),
         ({"paths": None}, r"HardwareProfile.paths=None is a NoneType; allowed: directory names"),
         ({"drive_endurance": 0}, r"HardwareProfile.drive_endurance=0 is no rating; allowed: None or a size above 0"),
         ({"drive_endurance": "long"}, r"HardwareProfile.drive_endurance='long' is not a size"),
@@ -175,6 +188,38 @@ def test_a_mistyped_name_gets_the_nearest_one(cls: type, mistyped: str, near: st
         cls("offload")
     assert list(inspect.signature(cls).parameters) == [field.name for field in dataclasses.fields(cls)]
     assert dataclasses.replace(cls()) == cls()
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "message"),
+    [
+        (
+            Offloader,
+            {"polcy": None},
+            r"^Offloader has no setting polcy, did you mean policy\?; allowed: policy, hardware",
+        ),
+        (OffloadMonitor, {"progbar": False}, r"^OffloadMonitor has no setting progbar, did you mean prog_bar\?"),
+        (
+            SSDOffloadStrategy,
+            {"activations": "offload"},
+            r"^SSDOffloadStrategy has .*, it is one of OffloadPolicy: policy=OffloadPolicy\(activations='offload'\);",
+        ),
+        (SSDOffloadFSDPStrategy, {"paths": "/a"}, r"HardwareProfile: hardware=HardwareProfile\(paths='/a'\); allowed"),
+        (SSDOffloadFabricStrategy, {"verify": "full"}, r"it is one of OffloadPolicy: policy="),
+        (OffloadPolicy, {"paths": "/a"}, r"^OffloadPolicy has .* it is one of HardwareProfile: HardwareProfile\(paths"),
+    ],
+)
+def test_a_name_that_belongs_elsewhere_is_sent_there(cls: Any, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        cls(**wrong)
+    assert "_copies" not in str(caught.value)  # which tests give
+    with pytest.raises(ConfigError, match=f"^{cls.__name__} takes its settings by name, and got 5 without one"):
+        cls(5)
+
+
+def test_directories_that_only_look_odd_are_taken() -> None:
+    names = ("/mnt/a:b", "/mnt/run 12:30:00", "relative", "~/a", "/a/$b", "/a,b")
+    assert HardwareProfile(paths=names).paths == names
 
 
 @pytest.mark.parametrize("text", ["4G", "4 g", "4Gi"])

@@ -209,12 +209,27 @@ def test_an_optimizer_that_was_never_offloaded_is_told_of(spill_dir: Path) -> No
         step(offloader)
 
 
+def test_an_optimizer_that_is_stepped_past_the_wrapper_is_told_of(spill_dir: Path) -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(9))])
+    offloader = Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)).open()
+    offloader.offload_optimizer(optimizer)  # and what it returns is dropped
+    step(offloader)
+    optimizer.step()
+    with pytest.warns(UserWarning, match=r"moved nothing.* and use what it returns"):
+        offloader.close()
+
+
 def test_nothing_is_told_where_no_optimizer_was_missed(spill_dir: Path) -> None:
     hardware = HardwareProfile(paths=spill_dir)
     with Offloader(policy=STATES, hardware=hardware):
         pass
     with Offloader(policy=STATES, hardware=hardware) as offloader:
-        offloader.offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
+        optimizer = offloader.offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
+        step(offloader)
+        optimizer.step()
+    with Offloader(policy=STATES, hardware=hardware) as offloader:
+        no_parameters = torch.optim.Adam([{"params": []}])
+        assert offloader.offload_optimizer(no_parameters) is no_parameters
         step(offloader)
     with Offloader(policy=OFFLOAD_ALL, hardware=hardware) as offloader:
         step(offloader)
@@ -228,6 +243,36 @@ def test_nothing_is_told_where_no_optimizer_was_missed(spill_dir: Path) -> None:
 def test_wrong_types_say_what_to_write(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"for example (OffloadPolicy|HardwareProfile)"):
         Offloader(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_no_module_or_no_optimizer_is_refused(spill_dir: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+        with pytest.raises(ConfigError, match=r"a generator is no module; allowed: torch\.nn\.Module, for example"):
+            offloader.register_module(model.parameters())  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"a OffloadPolicy is no module"):
+            offloader.open(STATES)  # type: ignore[arg-type]
+        for wrong in (model, model.parameters()):
+            with pytest.raises(
+                ConfigError, match=r"^optimizer=.*; allowed: Optimizer, for example torch\.optim\.AdamW"
+            ):
+                offloader.offload_optimizer(wrong)  # type: ignore[arg-type]
+
+
+def test_other_devices_than_cpu_and_cuda_are_refused(spill_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"device='meta': nothing would be moved from there; allowed: 'cpu', 'cuda'"):
+        Offloader(device="meta", hardware=HardwareProfile(paths=spill_dir)).open()
+
+
+def test_a_variable_with_several_directories_in_one_name_is_refused(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_SSD_PATHS", f"{spill_dir}/a,{spill_dir}/b")
+    with pytest.raises(
+        ConfigError, match=r"^\$LIGHTNING_SSD_PATHS: .* would be one directory of that name; allowed: .*:"
+    ):
+        Offloader().open()
+    assert not list(spill_dir.iterdir())
 
 
 def test_keep_counts_and_opens_nothing() -> None:

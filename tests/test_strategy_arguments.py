@@ -45,9 +45,9 @@ def test_wrong_arguments_are_refused_at_once(arguments, message):
 
 
 def test_a_mistyped_argument_is_named():
-    with pytest.raises(TypeError, match="polcy"):
+    with pytest.raises(TypeError, match="polcy, did you mean policy"):
         SSDOffloadStrategy(polcy=OffloadPolicy())
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match="takes its settings by name, and got OffloadPolicy"):
         SSDOffloadStrategy(OffloadPolicy())
 
 
