@@ -59,6 +59,27 @@ class TestFile:
         arena.close()
         assert os.listdir(tmp_path) == []
 
+    @pytest.mark.parametrize(("code", "is_told"), [(errno.ENOTCONN, False), (errno.EIO, False), (errno.EBADF, True)])
+    def test_a_lost_file_system_fails_no_close(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_told: bool
+    ) -> None:
+        """Its bytes were to go anyway. A descriptor that is none is a fault of ours."""
+        arena, real = open_arena(tmp_path), os.close
+        lost = arena.fd
+
+        def fail(fd: int) -> None:
+            real(fd)
+            if fd == lost:
+                raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(arena_module.os, "close", fail)
+        if is_told:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                arena.close()
+        else:
+            arena.close()
+            assert os.listdir(tmp_path) == []
+
     def test_two_arenas_share_a_directory(self, arena: Arena, tmp_path: Path) -> None:
         other = open_arena(tmp_path)
         assert os.fstat(arena.fd).st_ino != os.fstat(other.fd).st_ino
