@@ -19,32 +19,38 @@ _SHARE = 16
 
 
 class RunAhead:
-    """Saved storages that the device may still have to compute. The ledger's lock is held by every caller."""
+    """Saved storages that the device may still have to compute. The ledger's lock guards all but :meth:`wait`."""
 
     def __init__(self) -> None:
+        self.late: deque[Mark] = deque()
+        """To be waited for before more is queued."""
         self._marks: deque[tuple[Mark, int]] = deque()
         self._nbytes = 0
         self._largest_bytes = 0
 
-    def add(self, mark: Mark, nbytes: int, saved_peak_bytes: int) -> list[Mark]:
-        """A storage was saved.
+    def add(self, mark: Mark, nbytes: int, saved_peak_bytes: int) -> None:
+        """A storage was saved. Of those before it a sixteenth of all that is saved, 64 MiB, or two of the largest size,
+        whichever is most, may be yet to be computed; the rest is late.
 
         Args:
             mark: the end of the work that computes it.
             nbytes: of the storage.
             saved_peak_bytes: of all that was saved at the worst moment so far.
-
-        Returns:
-            What to wait for, without the lock, before more is queued: then no more is left to be computed than a
-            sixteenth of all that is saved, 64 MiB, or two storages of the largest size, whichever is most.
         """
         self._marks.append((mark, nbytes))
         self._nbytes += nbytes
         self._largest_bytes = max(self._largest_bytes, nbytes)
         most_bytes = max(_MIN_BYTES, saved_peak_bytes // _SHARE, 2 * self._largest_bytes)
-        late = []
         while self._nbytes > most_bytes:
             mark, nbytes = self._marks.popleft()
             self._nbytes -= nbytes
-            late.append(mark)
-        return late
+            self.late.append(mark)
+
+    def wait(self) -> None:
+        """Block until the device has computed what is late."""
+        while True:
+            try:
+                mark = self.late.popleft()
+            except IndexError:  # all done; or another thread waits for the last one
+                return
+            mark.synchronize()

@@ -35,7 +35,7 @@ from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.saved_storage import Lease, SavedStorage, SavedTensor, State
 from lightning_ssd.scheduler import Scheduler
 from lightning_ssd.stats import OffloadStats
-from lightning_ssd.storage.streams import Copies, Mark
+from lightning_ssd.storage.streams import Copies
 from lightning_ssd.storage.tiers import SsdTier, Tier
 from lightning_ssd.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.tier_meter import TierMeter
@@ -93,6 +93,8 @@ class TensorCache:
         self._min_nbytes = max(min_tensor_nbytes, 1)
         self._events = events
         self._copies = copies
+        # Meanwhile nobody may ask a device how it is doing, and nothing has an end that a worker could wait for.
+        self._is_capturing = bool if copies is None else copies.is_capturing
         self._recompute = recompute
         self.blocks: list[Blocks] = []
         self.parameters = ParameterStorages()
@@ -102,13 +104,12 @@ class TensorCache:
         # All of the following are guarded by the ledger's lock.
         self._by_storage: dict[int, SavedStorage] = {}
         self._run_ahead = RunAhead()
-        self._late: list[Mark] = []  # to be waited for without the lock
         self._clock = clock_of(device)
         self._passes = LivePasses(
             self.ledger,
             self._clock,
             level=partial(level_bytes, device),
-            available=partial(available_bytes, device),
+            available=lambda: None if self._is_capturing() else available_bytes(device),
             runs_late=copies is not None,
             scheduler=scheduler,
             allocation=self._allocation,
@@ -156,7 +157,8 @@ class TensorCache:
         self.check_process()
         with self.ledger.lock:
             self.ledger.settle()
-            self._fetcher.stalls.settle()
+            if not self._is_capturing():
+                self._fetcher.stalls.settle()
             rates = None if self._meter is None else self._meter.machine().ssd
             if rates is not None:
                 self._fetcher.prefetcher.budget.pass_ended(
@@ -297,8 +299,7 @@ class TensorCache:
         if storage_nbytes >= max(_MIN_DATA_BYTES, _NUM_PARTS * tensor.nbytes) and not tensor.requires_grad:
             # A batch that is a slice of the data: all of it would be written, and it stays in memory anyway.
             return False
-        if self._copies is not None and self._copies.is_capturing():
-            # A graph that is being recorded has no "when the copy has ended" that a worker could wait for.
+        if self._is_capturing():
             return False
         return (
             tensor.device == self._device
@@ -323,9 +324,7 @@ class TensorCache:
                 self._admit(current, nbytes)
                 lease = self._open(current, storage, nbytes, probe)
             lease.record.num_tensors += 1
-            late, self._late = self._late, []
-        for mark in late:
-            mark.synchronize()
+        self._run_ahead.wait()
         if self._copies is not None:
             self._copies.protect(tensor)
         return SavedTensor(lease, TensorSpec.of(tensor), probe, Origin.of(tensor))
@@ -343,7 +342,7 @@ class TensorCache:
         # What stays may have to go later, when another stream is the current one.
         after = record.produced = None if self._copies is None or self._tiers.ssd is None else self._copies.mark()
         if after is not None:
-            self._late += self._run_ahead.add(after, nbytes, self.ledger.counters.saved_peak_bytes)
+            self._run_ahead.add(after, nbytes, self.ledger.counters.saved_peak_bytes)
         if placement is Placement.HOST and (
             self._tiers.host is None or not record.queue_write(self._tiers.host, after)
         ):

@@ -121,3 +121,26 @@ def test_memory_of_states_is_recorded_for_the_stream_that_uses_it(monkeypatch: p
     assert recorded == [(256, "stream of cuda:1")]
     Slots(torch.device("cpu")).used_here(storage)
     assert len(recorded) == 1
+
+
+def test_a_graph_that_is_captured_asks_no_device(
+    spill_dir: Path, streams: SeveralStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA fails a capture in which somebody asks how much memory there is, or how far a stream has got."""
+
+    def ask(*_: Any) -> Any:
+        raise AssertionError("the device was asked")
+
+    monkeypatch.setattr(module_under_test, "available_bytes", ask)
+    with offloader(spill_dir, streams) as opened:
+        monkeypatch.setattr(type(opened._opened()._clock), "has_passed", staticmethod(ask))
+        streams.is_recording = True
+        x = torch.ones(NUM_ELEMENTS, requires_grad=True)
+        with opened.saved_tensors():
+            loss = (x * x).exp().sum()
+        loss.backward()
+        opened.end_backward()
+        assert opened.stats.bytes_saved == 0
+        streams.is_recording = False
+        with pytest.raises(AssertionError, match="asked"), opened.saved_tensors():
+            pass
