@@ -43,7 +43,7 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     meter = StepMeter(device, num_warmup=num_warmup(config.trainer.max_steps))
     losses: list[float] = []
     before = OffloadStats()
-    with _offloader(config) as offloader:
+    with _offloader(config, device) as offloader:
         if offloader is not None:
             offloader.open(network)
         for step in range(config.trainer.max_steps):
@@ -76,12 +76,14 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     )
 
 
-def _offloader(config: DictConfig) -> AbstractContextManager[lightning_ssd.Offloader | None]:
+def _offloader(config: DictConfig, device: torch.device) -> AbstractContextManager[lightning_ssd.Offloader | None]:
     if "offload" not in config:
         return nullcontext()
+    # ``with`` opens it before it has seen the network, so that it could only guess the device, and would say the CPU.
     return lightning_ssd.Offloader(
         policy=instantiate(config.offload),
         hardware=instantiate(config.hardware, _convert_="all"),
+        device=device,
         default_directory=config.output_dir,
     )
 
