@@ -2,12 +2,15 @@
 
     python -m recipes.bench_step --dir DIR [--modes keep,ssd,recompute,naive,save_on_cpu] [--rounds 3] [--json FILE]
     python -m recipes.bench_step --dir DIR --modes keep,auto,budget=40%,budget=1.5GiB@200MB/s [--shape tall]
+    python -m recipes.bench_step --dir DIR --modes keep,keep_again  # does this machine repeat its own bits and times?
     python -m recipes.bench_step --hooks                  # what our hooks cost per tensor that is not moved
     python -m recipes.bench_step --profile h200 --dir DIR # one CUDA card
 
 Each mode trains in a process of its own. The processes take turns, step by step, in an order that rotates, so that a
 machine which slows down slows all of them down: a step is compared with keep's step of the same turn, and the table
-shows medians of these ratios. Every step's loss, gradients and weights are hashed and compared with keep's. A mode
+shows medians of these ratios. Every step's loss, gradients and weights are hashed and compared with keep's; on CUDA
+only operations that repeat their bits are used, unless ``--no-deterministic`` allows others. ``keep_again`` is a second
+keep: how far its row is from 1 and "equal" is the noise of the machine, in which all other rows stand as well. A mode
 with the suffix "+mmap" runs with glibc's mmap threshold fixed, as lightning_ssd fixes it. Modes that plan are warmed up
 until they follow a plan. How names of modes are read: ``recipes.mode_spec``.
 """
@@ -25,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,16 @@ from recipes.bench_modes import Settings
 from recipes.bench_shapes import Shape, add_shape_arguments, choose_shape
 from recipes.bench_table import Sample, show, summarise
 from recipes.bench_worker import Job
-from recipes.mode_spec import BASELINE, DEFAULT_MODES, MAPPED, MODES, parse_mode, parse_modes, with_throttle
+from recipes.mode_spec import (
+    BASELINE,
+    CARD_MODES,
+    DEFAULT_MODES,
+    MAPPED,
+    MODES,
+    parse_mode,
+    parse_modes,
+    with_throttle,
+)
 
 GIB = float(1 << 30)
 MIN_FREE_BYTES = 1 << 30
@@ -121,11 +133,12 @@ def make_jobs(
         modes: names.
         shape: what they train.
         directory: on the drive.
-        args: ``threads`` and ``verify``.
+        args: ``threads``, ``verify`` and ``deterministic``.
         held_bytes: what keep holds, for budgets that are shares of it; see :func:`held_if_needed`.
     """
+    common = Settings(verify=args.verify, deterministic=args.deterministic)
     return [
-        Job(mode, shape, str(directory), args.threads, Settings(verify=args.verify, budget_bytes=budget))
+        Job(mode, shape, str(directory), args.threads, replace(common, budget_bytes=budget))
         for mode, budget in ((mode, parse_mode(mode).budget_bytes(held_bytes)) for mode in modes)
     ]
 
@@ -209,6 +222,12 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, rounds: int = 3, steps
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")
     parser.add_argument("--verify", default="off", choices=("off", "sampled", "full"), help="for modes that are ours")
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on CUDA: only operations that repeat their bits; without, keep may differ from keep; default: yes",
+    )
     add_shape_arguments(parser)
 
 
@@ -223,8 +242,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.bench_step", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--modes",
-        default=",".join(DEFAULT_MODES),
-        help=f"of {', '.join(MODES)}; ours may end in @RATE, each in {MAPPED}",
+        help=f"of {', '.join(MODES)}; ours may end in @RATE, each in {MAPPED}; default: {','.join(DEFAULT_MODES)}, "
+        f"on a card {','.join(CARD_MODES)}".replace("%", "%%"),
     )
     parser.add_argument("--throttle", help="rate of the drive for all modes that are ours, such as 50MB/s")
     add_run_arguments(parser)
@@ -232,7 +251,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write environment, samples and summary here")
     args = parser.parse_args(arguments)
     try:
-        args.modes = parse_modes(args.modes)
+        default = DEFAULT_MODES if args.profile == "cpu" else CARD_MODES
+        args.modes = parse_modes(",".join(default) if args.modes is None else args.modes)
         if args.throttle:
             args.modes = parse_modes(",".join(with_throttle(mode, args.throttle) for mode in args.modes))
     except ValueError as error:
@@ -252,6 +272,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     rows = summarise(samples)
     show(rows)
     show_throttles(samples)
+    show_determinism(samples)
     return {"environment": facts, "summary": rows, "samples": [asdict(sample) for sample in samples]}
 
 
@@ -261,6 +282,13 @@ def show_throttles(samples: Sequence[Sample]) -> None:
         how = sample.values.get("described", {}).get("throttle")
         if how:
             print(f"{sample.mode}, round {sample.round + 1}: throttled by {how}")
+
+
+def show_determinism(samples: Sequence[Sample]) -> None:
+    """How far bits can be compared; nothing where nothing had to be set."""
+    for told in {sample.values.get("described", {}).get("determinism"): None for sample in samples}:
+        if told:
+            print(f"Bits: {told}")
 
 
 @contextmanager

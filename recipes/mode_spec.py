@@ -12,9 +12,21 @@ from dataclasses import dataclass
 from lightning_ssd.config import parse_size
 from recipes.throttle import parse_rate
 
-__all__ = ["BASELINE", "DEFAULT_MODES", "MAPPED", "MODES", "ModeSpec", "parse_mode", "parse_modes", "with_throttle"]
+__all__ = [
+    "AGAIN",
+    "BASELINE",
+    "CARD_MODES",
+    "DEFAULT_MODES",
+    "MAPPED",
+    "MODES",
+    "ModeSpec",
+    "parse_mode",
+    "parse_modes",
+    "with_throttle",
+]
 
 BASELINE = "keep"
+AGAIN = "keep_again"
 MODES = {
     "keep": "plain PyTorch",
     "ssd": "lightning_ssd, all that is large enough is moved",
@@ -25,8 +37,13 @@ MODES = {
     "recompute": "torch.utils.checkpoint per block",
     "naive": "the tutorial's saved-tensor hooks: torch.save to one file each",
     "save_on_cpu": "torch.autograd.graph.save_on_cpu",
+    "keep_again": "plain PyTorch in a second process: how far it repeats its own bits and times here",
 }
 DEFAULT_MODES = ("keep", "ssd", "recompute", "naive", "save_on_cpu")
+CARD_MODES = ("keep", "keep_again", "ssd", "budget=40%", "recompute")
+"""By default on a CUDA card. Without "naive", which writes every saved tensor as often as it is saved: more than the
+drives of many such machines have room for. Without "save_on_cpu", whose pinned memory is rounded up to powers of two.
+"""
 MAPPED = "+mmap"
 """Suffix: with glibc's mmap threshold fixed as lightning_ssd does it, so that freed tensors leave the process."""
 

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 
 import lightning_ssd
 from lightning_ssd import OffloadStats
+from recipes.determinism import make_deterministic
 from recipes.meter import StepMeter, num_warmup, weights_digest
 from recipes.models import LanguageModel, build_network, compute_loss
 from recipes.own_loop import endless, run_command
@@ -38,6 +39,7 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     recipe: LanguageModel = instantiate(config.model, _convert_="all")
     batches = endless(instantiate(config.data).train_dataloader())
     device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
+    make_deterministic(device)
     network = build_network(recipe.config, recipe.objective).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     meter = StepMeter(device, num_warmup=num_warmup(config.trainer.max_steps))

@@ -30,7 +30,14 @@ from lightning_ssd.planning.trace import Trace
 from recipes.bench_child import ChildDiedError
 from recipes.bench_groups import run_groups, split
 from recipes.bench_shapes import TINY_PLANNED, Shape, choose_shape
-from recipes.bench_step import add_run_arguments, complete, environment, show_throttles, spill_directory
+from recipes.bench_step import (
+    add_run_arguments,
+    complete,
+    environment,
+    show_determinism,
+    show_throttles,
+    spill_directory,
+)
 from recipes.bench_table import Sample, show, summarise
 from recipes.mode_spec import BASELINE, parse_mode, parse_modes
 from recipes.profile_json import machine_from_json, trace_from_json
@@ -203,6 +210,7 @@ def measure(args: argparse.Namespace, shape: Shape, directory: Path) -> dict[str
     rows = summarise(measured.samples)
     show(rows)
     show_throttles(measured.samples)
+    show_determinism(measured.samples)
     found = profiles(measured.samples)
     trace = profiled_trace(found)
     lines = curves(

@@ -66,6 +66,16 @@ def no_leaked_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def determinism_put_back() -> Iterator[None]:
+    """Trainer(deterministic=True), and recipes on CUDA, set it for the rest of the process."""
+    mode = torch.get_deterministic_debug_mode()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.set_deterministic_debug_mode(mode)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(autouse=True)
 def plans_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moving does not pay for models as small as those of the tests, and would be given up where that can be measured.
 

@@ -58,6 +58,42 @@ def test_one_wrong_gradient_is_reported(capsys: pytest.CaptureFixture[str]) -> N
     assert "DIFFERENT" in capsys.readouterr().out
 
 
+def test_a_keep_that_does_not_repeat_itself_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Then no other row's bits can be judged."""
+    keep = [sample("keep", step, 1.0) for step in range(3)]
+    ours = [sample("ssd", step, 1.0, gradients="others") for step in range(3)]
+    equal = [sample("keep_again", step, 1.0) for step in range(3)]
+    rows = summarise([*keep, *equal, *ours])
+    assert [row["equal"] for row in rows] == [True, True, False]
+    show(rows)
+    assert "does not repeat" not in capsys.readouterr().out
+    rows = summarise([*keep, *(sample("keep_again", step, 1.0, weights="others") for step in range(3)), *ours])
+    assert [row["equal"] for row in rows] == [True, False, False]
+    show(rows)
+    assert "keep_again DIFFERS: plain PyTorch does not repeat its own bits here" in capsys.readouterr().out
+
+
+def test_a_card_has_its_own_default_modes() -> None:
+    """With a second keep; without those that would fill its machine's drive or memory."""
+    assert bench_step.parse_arguments([]).modes == ["keep", "ssd", "recompute", "naive", "save_on_cpu"]
+    for profile in ("h200",):
+        modes = bench_step.parse_arguments(["--profile", profile]).modes
+        assert modes == ["keep", "keep_again", "ssd", "budget=40%", "recompute"]
+    assert bench_step.parse_arguments(["--profile", "h200", "--modes", "keep,naive"]).modes == ["keep", "naive"]
+
+
+def test_how_bits_were_made_equal_is_said_once_and_can_be_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = [sample(mode, 1, 1.0, described={"determinism": "as told"}) for mode in ("keep", "ssd")]
+    bench_step.show_determinism([*described, sample("recompute", 1, 1.0, described={})])
+    assert capsys.readouterr().out == "Bits: as told\n"
+    for flags, chosen in (([], True), (["--no-deterministic"], False)):
+        args = bench_step.parse_arguments(flags)
+        jobs = bench_step.make_jobs(["keep", "ssd"], TINY, tmp_path, args, held_bytes=None)
+        assert [job.settings.deterministic for job in jobs] == [chosen] * 2
+
+
 def test_what_autograd_saves_is_accounted_once_per_storage() -> None:
     x = torch.rand(100).requires_grad_()
     model = Perceptrons(num_blocks=1)
@@ -265,7 +301,7 @@ def test_the_profile_of_a_card_says_that_there_is_none() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["cpu", "h200"])
 def test_a_toy_run_of_the_real_thing(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    modes = "keep,ssd" if profile == "h200" else "keep,ssd,recompute+mmap,naive"
+    modes = "keep,keep_again,ssd" if profile == "h200" else "keep,ssd,recompute+mmap,naive"
     arguments = ["--tiny", "--profile", profile, "--modes", modes, "--rounds", "1", "--steps", "2", "--width", "128"]
     file = tmp_path / "result.json"
     out = run(capsys, *arguments, "--sequence", "128", "--dir", str(tmp_path / "spill"), "--json", str(file))
