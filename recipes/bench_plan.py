@@ -3,7 +3,7 @@
     python -m recipes.bench_plan --dir DIR [--shape small|tall|wide] [--json FILE]
     python -m recipes.bench_plan --parts budget,violations --steps 8
     python -m recipes.bench_plan --tiny                   # a toy size, to try the recipe itself
-    python -m recipes.bench_plan --profile h200 --dir DIR # one CUDA card
+    python -m recipes.bench_plan --profile gpu --dir DIR  # one CUDA card: h100 or h200, by its memory
 
 Parts:
     budget      at 40 % of what keep holds, against keep

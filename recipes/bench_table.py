@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,24 @@ class Sample:
         return int(self.values["host_peak_bytes"] - rest["host_bytes"])
 
 
-def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """One row per mode, in the order in which they ran."""
+def summarise(
+    samples: Sequence[Sample], modes: Sequence[str] = (), failed: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """One row per mode, in the order in which they ran, or in that of ``modes``.
+
+    Args:
+        samples: of all modes.
+        modes: more than those that gave samples: names them in the order of the table.
+        failed: modes that could not run to the end, and what to say of them; their samples do not count.
+    """
+    failed = failed or {}
+    samples = [sample for sample in samples if sample.mode not in failed]
     held = next((s.values["account"]["held_bytes"] for s in samples if s.values.get("account")), None)
-    return [_row(mode, samples, held) for mode in dict.fromkeys(sample.mode for sample in samples)]
+    found = dict.fromkeys([*modes, *failed, *(sample.mode for sample in samples)])
+    return [
+        {"mode": mode, "failed": failed[mode], "equal": None} if mode in failed else _row(mode, samples, held)
+        for mode in found
+    ]
 
 
 def _row(mode: str, samples: Sequence[Sample], held_bytes: int | None) -> dict[str, Any]:
@@ -113,7 +127,7 @@ def _quartiles(ratios: Sequence[float]) -> list[float] | None:
 def _is_equal(mode: str, samples: Sequence[Sample]) -> bool | None:
     """Whether loss, gradients and weights of every step, warm-up included, have the bits of keep's."""
     expected = {(s.round, s.step): _hashes(s) for s in samples if s.mode == BASELINE}
-    if not expected:
+    if not expected:  # or keep has failed in one of the rounds: then it has no sample at all
         return None
     return all(_hashes(s) == expected[s.round, s.step] for s in samples if s.mode == mode)
 
@@ -127,6 +141,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     print("| mode | step s | / keep | quartiles | peak above rest MiB | / keep | saved resident MiB | / held | bits |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
+        if "failed" in row:
+            print(f"| {row['mode']} | {row['failed']} |" + " |" * 7)
+            continue
         quartiles = row["step_ratio_quartiles"]
         bits = {True: "equal", False: "DIFFERENT", None: "not compared"}[row["equal"]]
         between = "" if quartiles is None else f"{quartiles[0]:.3f}-{quartiles[1]:.3f}"
@@ -135,6 +152,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"| {_mib(row['peak_above_rest_bytes'])} | {_number(row['peak_ratio'], 2)} "
             f"| {_mib(row['resident_bytes'])} | {_number(row['resident_ratio'], 2)} | {bits} |"
         )
+    rows = [row for row in rows if "failed" not in row]
+    if not rows:
+        return
     print(
         "\n| mode | forward s | backward s | optimizer s | core-s | system s | page faults | rest MiB | written MiB ",
         end="",

@@ -165,6 +165,8 @@ def _try(shape: Shape, model: nn.Module) -> None:
         loss.backward()
     finally:
         model.zero_grad()
+        if shape.device == "cuda":
+            torch.cuda.empty_cache()  # the other processes are about to need it
 
 
 def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:

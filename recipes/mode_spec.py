@@ -100,6 +100,18 @@ class ModeSpec:
             raise ValueError(f"budget={self.budget} is a share of what keep holds, which is not known")
         return round(held_bytes * float(self.budget.removesuffix("%")) / 100)
 
+    def disk_bytes(self, held_bytes: int) -> int:
+        """What lies on the drive at the worst moment, about; of naive, which writes a storage for each use, at least.
+
+        Args:
+            held_bytes: what keep holds at its worst moment.
+        """
+        if self.kind == "naive" or self.activations == "offload":
+            return held_bytes
+        if self.is_planned:
+            return max(0, held_bytes - (self.budget_bytes(held_bytes) or 0))
+        return 0
+
 
 def parse_mode(name: str) -> ModeSpec:
     """Read a name.

@@ -2,7 +2,7 @@
 
     python -m recipes.rok --dir DIR --output DIR [--budgets 20%,30%,40%,60%,80%] [--throttle 50MB/s] [--shape tall]
     python -m recipes.rok --tiny --output DIR             # a few minutes, to try the recipe itself
-    python -m recipes.rok --profile h200 --dir DIR --output DIR
+    python -m recipes.rok --profile gpu --dir DIR --output DIR  # one CUDA card: h100 or h200, by its memory
     python -m recipes.rok --draw DIR/rok.json --output DIR  # the picture anew
 
 As in SSDTrain (arXiv 2408.10013, Fig. 7), each way to train is one point. Modes: everything kept, everything moved,
