@@ -39,6 +39,9 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # PyTorch looks once, at the first call of cuBLAS, whether this allows deterministic operations, which tests on
+    # CUDA may ask for later on. On a CPU it means nothing.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # One thread, however many processes share the tests: sums depend on the number of threads, and threads that wait
     # for a core of their own spin, which takes several times longer than the work. No counting of workers: the process
     # that starts them hands its environment down, so that they would take what it has chosen for itself alone. Tests
