@@ -10,14 +10,14 @@ ARGS ?=
 # Processes that share the tests, such as 4 or auto; 0: one after the other. Many tests wait for drives and child
 # processes, so that two take little more than half the time on two cores.
 WORKERS ?= 2
-# A directory on the drive that bench measures: make bench DIR=/mnt/nvme0
+# A directory on the drive that bench and gpu measure: make bench DIR=/mnt/nvme0
 DIR ?= .
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench compat clean
+.PHONY: help demo test gpu lint format bench compat clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,12 @@ demo: $(STAMP) ## train a small GPT with and without the SSD: what is saved, at 
 
 test: $(STAMP) ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# One process: several would share the card's memory, of which some tests see every byte.
+gpu: $(STAMP) ## on a machine with a CUDA card: the tests that need one, then the step benchmark in the size of the card
+	$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "PyTorch %s sees no CUDA device" % torch.__version__)'
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m recipes.bench_step --profile gpu --dir $(DIR) $(ARGS)
 
 lint: $(STAMP) ## ruff, formatting, mypy --strict on the package
 	$(BIN)/ruff check .

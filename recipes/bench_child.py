@@ -7,13 +7,18 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-__all__ = ["Child", "ChildDiedError", "answer_parent"]
+__all__ = ["Child", "ChildDiedError", "ChildOutOfMemoryError", "answer_parent"]
 
 _CLOSED_WITHIN_S = 60
+_OUT_OF_MEMORY = "out_of_memory"
+"""Key of a worker's last answer."""
+_MEMORY_TEXTS = ("out of memory", "can't allocate memory")
+"""In PyTorch's errors about the memory of a device, pinned memory, and that of the host."""
 
 
 class Job(Protocol):
@@ -43,6 +48,28 @@ class ChildDiedError(Exception):
         super().__init__(f"the process of mode {mode} ended with code {code}; see its message above")
         self.mode = mode
         self.code = code
+
+    @property
+    def why(self) -> str:
+        """In a few words."""
+        return "killed" if self.code < 0 else f"ended with code {self.code}"
+
+
+class ChildOutOfMemoryError(ChildDiedError):
+    """A worker had not enough memory, and has ended.
+
+    Args:
+        mode: which one.
+        message: of its error.
+    """
+
+    def __init__(self, mode: str, message: str) -> None:
+        super().__init__(mode, 1)
+        self.args = (f"the process of mode {mode} is out of memory: {message}",)
+
+    @property
+    def why(self) -> str:
+        return "out of memory"
 
 
 class Child:
@@ -74,7 +101,7 @@ class Child:
         """Have a command carried out, and wait for it.
 
         Raises:
-            ChildDiedError: it ended instead.
+            ChildDiedError: it ended instead; :class:`ChildOutOfMemoryError`: for want of memory.
         """
         self._send(command)
         return self.answer()
@@ -86,10 +113,12 @@ class Child:
         if not line:
             raise ChildDiedError(self.mode, self._process.wait())
         result: dict[str, Any] = json.loads(line)
+        if _OUT_OF_MEMORY in result:
+            raise ChildOutOfMemoryError(self.mode, result[_OUT_OF_MEMORY])
         return result
 
     def close(self) -> None:
-        """End the child; it closes its files itself."""
+        """End the child; it closes its files itself. Idempotent."""
         if self._process.stdin is not None:
             # It may have ended already, with a line of ours unread.
             with contextlib.suppress(BrokenPipeError):
@@ -124,7 +153,8 @@ def answer_parent(serve: Callable[[TextIO, Callable[[dict[str, Any]], None]], No
     """The other end of a :class:`Child`, for the entry of a worker.
 
     Args:
-        serve: works off the lines of its first argument, and gives each answer to its second.
+        serve: works off the lines of its first argument, and gives each answer to its second. Where it runs out of
+            memory, the parent is told so; its other errors end the process as they are.
 
     Returns:
         The exit status.
@@ -132,5 +162,27 @@ def answer_parent(serve: Callable[[TextIO, Callable[[dict[str, Any]], None]], No
     # Whatever else prints, a plan's report for one, goes to the standard error: this pipe carries answers only.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        serve(sys.stdin, lambda result: print(json.dumps(result), file=answers, flush=True))
+
+        def answer(result: dict[str, Any]) -> None:
+            print(json.dumps(result), file=answers, flush=True)
+
+        try:
+            serve(sys.stdin, answer)
+        except Exception as error:
+            cause = _want_of_memory(error)
+            if cause is None:
+                raise
+            traceback.print_exc()
+            answer({_OUT_OF_MEMORY: (str(cause) or type(cause).__name__).splitlines()[0]})
+            return 1
     return 0
+
+
+def _want_of_memory(error: BaseException | None) -> BaseException | None:
+    """This error, or the one in whose handling it came (closing may fail as well), if it is one of memory."""
+    while error is not None:
+        is_torchs = isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
+        if is_torchs or isinstance(error, MemoryError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

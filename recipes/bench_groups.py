@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipes.bench_child import ChildDiedError
+from recipes.bench_round import run_round
 from recipes.bench_shapes import Shape
-from recipes.bench_step import held_if_needed, make_jobs, run_round
+from recipes.bench_step import check_room, held_if_needed, make_jobs
 from recipes.bench_table import Sample
 from recipes.bench_worker import Job
 from recipes.mode_spec import BASELINE
@@ -43,10 +44,13 @@ def run_groups(
 
     Raises:
         ChildDiedError: keep itself has failed.
+        SystemExit: the drive has no room for what a group writes.
     """
     measured = Measured()
     modes = [mode for group in groups for mode in group]
     held = held_if_needed(modes, shape, directory, args.threads)
+    for group in groups:
+        check_room(group, held, directory)
     index = 0
     for group in groups:
         for number in range(rounds):

@@ -133,6 +133,8 @@ class Settings:
     """Of the whole device, for planned modes."""
     device_limit_bytes: int | None = None
     """What PyTorch's allocator may take of a CUDA device."""
+    deterministic: bool = True
+    """On a CUDA device: only operations that repeat their bits, as far as there are any."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     python -m recipes.bench_optimizer --dir DIR [--size 350m|1b] [--optimizer adamw] [--steps 5] [--json FILE]
     python -m recipes.bench_optimizer --part odd            # odd widths, five steps: are all bits those of PyTorch?
     python -m recipes.bench_optimizer --tiny                # a toy size, to try the recipe itself
-    python -m recipes.bench_optimizer --profile h200 --dir DIR  # one CUDA card, bfloat16 parameters, master weights
+    python -m recipes.bench_optimizer --profile gpu --dir DIR  # one CUDA card, bfloat16 parameters, master weights
 
 Nothing is trained: parameters have the shapes of a GPT's, and each step's gradients come from a seed. Modes:
     torch       plain PyTorch
@@ -38,7 +38,7 @@ import torch
 from lightning_ssd.config import parse_size
 from lightning_ssd.memory import host_available_bytes
 from recipes.bench_child import Child, ChildDiedError
-from recipes.bench_shapes import Shape
+from recipes.bench_shapes import ANY_CARD, CARDS, Shape
 from recipes.bench_step import environment, spill_directory
 from recipes.bench_table import Sample
 from recipes.bench_targets import show_verdicts
@@ -203,11 +203,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}; any share".replace("%", "%%"))
     parser.add_argument("--part", default="all", choices=(*PARTS, "all"))
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
-    parser.add_argument("--profile", default="cpu", choices=("cpu", "h200"))
+    parser.add_argument("--profile", default="cpu", choices=("cpu", *CARDS, ANY_CARD), help="all cards alike")
     parser.add_argument(
-        "--master-weights", action=argparse.BooleanOptionalAction, help="float32 copies of weights; default: for h200"
+        "--master-weights", action=argparse.BooleanOptionalAction, help="float32 copies of weights; default: on a card"
     )
-    parser.add_argument("--size", choices=list(SIZES), help="of the parameters; default: 350m, of the profile h200: 1b")
+    parser.add_argument("--size", choices=list(SIZES), help="of the parameters; default: 350m, on a card: 1b")
     parser.add_argument("--tiny", action="store_true", help="a toy size, to try the recipe itself")
     for name in ("hidden", "layers", "vocabulary"):
         parser.add_argument(f"--{name}", type=int)
@@ -228,9 +228,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.steps < 1 or args.warmup < 1:
         parser.error("--steps and --warmup begin at 1: the first step makes the states and reads nothing")
     if args.master_weights is None:
-        args.master_weights = args.profile == "h200"
+        args.master_weights = args.profile != "cpu"
     if args.master_weights and args.profile == "cpu":
-        parser.error("--master-weights is for half-precision parameters; name --profile h200")
+        parser.error("--master-weights is for half-precision parameters; name --profile h100")
     args.device = "cpu" if args.tiny or args.profile == "cpu" else "cuda"
     return args
 
@@ -242,7 +242,7 @@ def choose_sizes(args: argparse.Namespace) -> Sizes:
     name = "tiny" if args.tiny else args.size or ("350m" if args.profile == "cpu" else "1b")
     single = {key: getattr(args, key) for key in ("hidden", "layers", "vocabulary")}
     sizes = replace(SIZES[name], **{key: value for key, value in single.items() if value is not None})
-    dtype = "bfloat16" if args.profile == "h200" else "float32"
+    dtype = "float32" if args.profile == "cpu" else "bfloat16"
     return replace(sizes, dtype=dtype, device=args.device)
 
 

@@ -3,7 +3,7 @@
     python -m recipes.bench_plan --dir DIR [--shape small|tall|wide] [--json FILE]
     python -m recipes.bench_plan --parts budget,violations --steps 8
     python -m recipes.bench_plan --tiny                   # a toy size, to try the recipe itself
-    python -m recipes.bench_plan --profile h200 --dir DIR # one CUDA card
+    python -m recipes.bench_plan --profile gpu --dir DIR  # one CUDA card: h100 or h200, by its memory
 
 Parts:
     budget      at 40 % of what keep holds, against keep
@@ -32,7 +32,14 @@ from typing import Any
 from recipes.bench_child import ChildDiedError
 from recipes.bench_groups import Measured, run_groups
 from recipes.bench_shapes import TINY_PLANNED, Shape, choose_shape
-from recipes.bench_step import add_run_arguments, complete, environment, show_throttles, spill_directory
+from recipes.bench_step import (
+    add_run_arguments,
+    complete,
+    environment,
+    show_determinism,
+    show_throttles,
+    spill_directory,
+)
 from recipes.bench_table import Sample, show, summarise
 from recipes.bench_targets import Verdict, judge, show_verdicts
 from recipes.mode_spec import parse_mode
@@ -113,6 +120,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         tables[part] = summarise(measured.samples)
         show(tables[part])
         show_throttles(measured.samples)
+        show_determinism(measured.samples)
         samples += measured.samples
         if measured.refused:
             refused[part] = measured.refused

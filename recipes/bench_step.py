@@ -2,14 +2,18 @@
 
     python -m recipes.bench_step --dir DIR [--modes keep,ssd,recompute,naive,save_on_cpu] [--rounds 3] [--json FILE]
     python -m recipes.bench_step --dir DIR --modes keep,auto,budget=40%,budget=1.5GiB@200MB/s [--shape tall]
+    python -m recipes.bench_step --dir DIR --modes keep,keep_again  # does this machine repeat its own bits and times?
     python -m recipes.bench_step --hooks                  # what our hooks cost per tensor that is not moved
-    python -m recipes.bench_step --profile h200 --dir DIR # one CUDA card
+    python -m recipes.bench_step --profile gpu --dir DIR  # one CUDA card: h100 or h200, by its memory
 
 Each mode trains in a process of its own. The processes take turns, step by step, in an order that rotates, so that a
 machine which slows down slows all of them down: a step is compared with keep's step of the same turn, and the table
-shows medians of these ratios. Every step's loss, gradients and weights are hashed and compared with keep's. A mode
+shows medians of these ratios. Every step's loss, gradients and weights are hashed and compared with keep's; on CUDA
+only operations that repeat their bits are used, unless ``--no-deterministic`` allows others. ``keep_again`` is a second
+keep: how far its row is from 1 and "equal" is the noise of the machine, in which all other rows stand as well. A mode
 with the suffix "+mmap" runs with glibc's mmap threshold fixed, as lightning_ssd fixes it. Modes that plan are warmed up
-until they follow a plan. How names of modes are read: ``recipes.mode_spec``.
+until they follow a plan. A mode that runs out of memory is told of in its row, and the others go on without it. How
+names of modes are read: ``recipes.mode_spec``.
 """
 
 from __future__ import annotations
@@ -19,97 +23,40 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_ssd.malloc import foreign_malloc
-from lightning_ssd.memory import host_available_bytes
-from recipes.bench_child import Child, ChildDiedError
+from recipes.bench_child import Child, ChildDiedError, ChildOutOfMemoryError
 from recipes.bench_hooks import bench_hooks
 from recipes.bench_modes import Settings
+from recipes.bench_round import PLANNED_WARMUP, run_round, tell
 from recipes.bench_shapes import Shape, add_shape_arguments, choose_shape
 from recipes.bench_table import Sample, show, summarise
 from recipes.bench_worker import Job
-from recipes.mode_spec import BASELINE, DEFAULT_MODES, MAPPED, MODES, parse_mode, parse_modes, with_throttle
+from recipes.mode_spec import (
+    BASELINE,
+    CARD_MODES,
+    DEFAULT_MODES,
+    MAPPED,
+    MODES,
+    parse_mode,
+    parse_modes,
+    with_throttle,
+)
 
 GIB = float(1 << 30)
-MIN_FREE_BYTES = 1 << 30
-PLANNED_WARMUP = 3
-MAX_EXTRA_WARMUP = 20
 _PATH_OPTIONS = ("--dir", "--json", "--output")
-
-
-def run_round(index: int, jobs: Sequence[Job], args: argparse.Namespace, *, details: bool) -> list[Sample]:
-    """Start all modes, warm them up and let them step in turns; then see what they hold between steps.
-
-    Args:
-        index: number of the round; steps are compared within one.
-        jobs: one per mode.
-        args: ``steps``, ``warmup`` and ``turn_steps``.
-        details: also what plain PyTorch holds, and the profiles that plans were made from.
-
-    Raises:
-        ChildDiedError: a mode's process has failed.
-    """
-    samples: list[Sample] = []
-    with ExitStack() as stack:
-        children = []
-        for job in jobs:
-            children.append(Child(job))
-            stack.callback(children[-1].close)
-        descriptions = {child.mode: child.answer() for child in children}
-        samples += _take_turns(index, children, args)
-        for child in children:
-            rest = child.ask("rest")
-            profile = child.ask("profile") if details else {}
-            for sample in samples:
-                if sample.mode == child.mode:
-                    sample.values["rest"] = rest
-            last = next(sample for sample in reversed(samples) if sample.mode == child.mode)
-            # Once per mode: a profile is long.
-            last.values["described"] = descriptions[child.mode] | ({"profile": profile} if profile else {})
-        if details:
-            account = _account(children)
-            for sample in samples:
-                sample.values["account"] = account
-    return samples
-
-
-def _take_turns(index: int, children: Sequence[Child], args: argparse.Namespace) -> list[Sample]:
-    """Warm-up lasts until each planned mode follows a plan: the first steps are profiled, and plans take a while."""
-    samples: list[Sample] = []
-    planned = {child.mode for child in children if parse_mode(child.mode).is_planned}
-    num_warmup = max(args.warmup, PLANNED_WARMUP) if planned else args.warmup
-    turn, num_left = 0, 0 if num_warmup else args.steps
-    unplanned = set(planned)
-    while turn < num_warmup or num_left:
-        warmup = turn < num_warmup
-        for child in [*children[turn % len(children) :], *children[: turn % len(children)]]:
-            for repeat in range(args.turn_steps):
-                timed = not warmup and (repeat > 0 or args.turn_steps == 1)
-                result = child.ask("step")
-                samples.append(Sample(child.mode, index, turn * args.turn_steps + repeat, timed, result, warmup))
-            child.ask("release")
-            if "plan" in result:
-                unplanned.discard(child.mode)
-            _tell(f"round {index + 1} turn {turn + 1}: {child.mode:16} {result['step_s']:.2f} s")
-        _check_memory(children)
-        turn += 1
-        if turn == num_warmup and unplanned and num_warmup < args.warmup + MAX_EXTRA_WARMUP:
-            num_warmup += 1
-        num_left = args.steps if turn == num_warmup else max(0, num_left - 1)
-    if unplanned:
-        _tell(f"no plan was in force for {', '.join(sorted(unplanned))}; their rows tell nothing about planning")
-    return samples
 
 
 def make_jobs(
@@ -121,19 +68,46 @@ def make_jobs(
         modes: names.
         shape: what they train.
         directory: on the drive.
-        args: ``threads`` and ``verify``.
+        args: ``threads``, ``verify`` and ``deterministic``.
         held_bytes: what keep holds, for budgets that are shares of it; see :func:`held_if_needed`.
     """
+    common = Settings(verify=args.verify, deterministic=args.deterministic)
     return [
-        Job(mode, shape, str(directory), args.threads, Settings(verify=args.verify, budget_bytes=budget))
+        Job(mode, shape, str(directory), args.threads, replace(common, budget_bytes=budget))
         for mode, budget in ((mode, parse_mode(mode).budget_bytes(held_bytes)) for mode in modes)
     ]
 
 
 def held_if_needed(modes: Sequence[str], shape: Shape, directory: Path, threads: int) -> int | None:
-    """What keep holds, counted in a process of its own, if any mode's budget is a share of it."""
-    is_needed = any(parse_mode(mode).is_relative for mode in modes)
+    """What keep holds, counted in a process of its own, if any mode's budget is a share of it.
+
+    On a card always: there it may be more than the drive has room for, see :func:`check_room`.
+    """
+    is_needed = shape.device == "cuda" or any(parse_mode(mode).is_relative for mode in modes)
     return measure_held(shape, directory, threads) if is_needed else None
+
+
+def check_room(modes: Sequence[str], held_bytes: int | None, directory: Path) -> None:
+    """See that the drive has room for what the modes write side by side, each into files of its own.
+
+    Args:
+        modes: names.
+        held_bytes: what keep holds; ``None``: unknown, and nothing is checked.
+        directory: on the drive.
+
+    Raises:
+        SystemExit: it has not.
+    """
+    if held_bytes is None:
+        return
+    needs = {mode: parse_mode(mode).disk_bytes(held_bytes) for mode in modes}
+    free = shutil.disk_usage(directory).free
+    if sum(needs.values()) > free:
+        each = ", ".join(f"{mode} {nbytes / GIB:.1f}" for mode, nbytes in needs.items() if nbytes)
+        sys.exit(
+            f"{directory} has {free / GIB:.1f} GiB free, and the modes write, in GiB, {each}; name fewer --modes, a "
+            "smaller --batch, or a --dir on a larger drive"
+        )
 
 
 def measure_held(shape: Shape, directory: Path, threads: int) -> int:
@@ -144,24 +118,6 @@ def measure_held(shape: Shape, directory: Path, threads: int) -> int:
         return int(child.ask("account")["held_bytes"])
     finally:
         child.close()
-
-
-def _account(children: Sequence[Child]) -> dict[str, Any]:
-    for child in children:
-        if child.mode == "keep":
-            return child.ask("account")
-    return {}
-
-
-def _check_memory(children: Sequence[Child]) -> None:
-    free = host_available_bytes()
-    if free is not None and free < MIN_FREE_BYTES:
-        modes = ",".join(child.mode for child in children)
-        sys.exit(f"only {free / GIB:.1f} GiB of memory are left with {modes} side by side; run fewer --modes at once")
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def environment(recipe: str, threads: int, shape: Shape | None = None) -> dict[str, Any]:
@@ -209,6 +165,12 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, rounds: int = 3, steps
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")
     parser.add_argument("--verify", default="off", choices=("off", "sampled", "full"), help="for modes that are ours")
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on CUDA: only operations that repeat their bits; without, keep may differ from keep; default: yes",
+    )
     add_shape_arguments(parser)
 
 
@@ -223,8 +185,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.bench_step", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--modes",
-        default=",".join(DEFAULT_MODES),
-        help=f"of {', '.join(MODES)}; ours may end in @RATE, each in {MAPPED}",
+        help=f"of {', '.join(MODES)}; ours may end in @RATE, each in {MAPPED}; default: {','.join(DEFAULT_MODES)}, "
+        f"on a card {','.join(CARD_MODES)}".replace("%", "%%"),
     )
     parser.add_argument("--throttle", help="rate of the drive for all modes that are ours, such as 50MB/s")
     add_run_arguments(parser)
@@ -232,7 +194,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write environment, samples and summary here")
     args = parser.parse_args(arguments)
     try:
-        args.modes = parse_modes(args.modes)
+        default = DEFAULT_MODES if args.profile == "cpu" else CARD_MODES
+        args.modes = parse_modes(",".join(default) if args.modes is None else args.modes)
         if args.throttle:
             args.modes = parse_modes(",".join(with_throttle(mode, args.throttle) for mode in args.modes))
     except ValueError as error:
@@ -246,12 +209,26 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     complete(args, shape)
     facts = environment("bench_step", args.threads, shape)
     print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", end="\n\n", flush=True)
-    held = held_if_needed(args.modes, shape, directory, args.threads)
-    jobs = make_jobs(args.modes, shape, directory, args, held_bytes=held)
-    samples = [sample for index in range(args.rounds) for sample in run_round(index, jobs, args, details=index == 0)]
-    rows = summarise(samples)
+    failed: dict[str, str] = {}
+    held = None
+    try:
+        held = held_if_needed(args.modes, shape, directory, args.threads)
+        check_room(args.modes, held, directory)
+    except ChildOutOfMemoryError as error:
+        tell(f"{error}; the others go on")
+        shares = [mode for mode in args.modes if parse_mode(mode).is_relative]
+        failed |= dict.fromkeys(shares, "not run: needs what keep holds") | dict.fromkeys(
+            {BASELINE} & {*args.modes}, error.why
+        )
+    samples: list[Sample] = []
+    for index in range(args.rounds):
+        modes = [mode for mode in args.modes if mode not in failed]
+        jobs = make_jobs(modes, shape, directory, args, held_bytes=held)
+        samples += run_round(index, jobs, args, details=index == 0, failed=failed) if jobs else []
+    rows = summarise(samples, args.modes, failed)
     show(rows)
     show_throttles(samples)
+    show_determinism(samples)
     return {"environment": facts, "summary": rows, "samples": [asdict(sample) for sample in samples]}
 
 
@@ -261,6 +238,13 @@ def show_throttles(samples: Sequence[Sample]) -> None:
         how = sample.values.get("described", {}).get("throttle")
         if how:
             print(f"{sample.mode}, round {sample.round + 1}: throttled by {how}")
+
+
+def show_determinism(samples: Sequence[Sample]) -> None:
+    """How far bits can be compared; nothing where nothing had to be set."""
+    for told in {sample.values.get("described", {}).get("determinism"): None for sample in samples}:
+        if told:
+            print(f"Bits: {told}")
 
 
 @contextmanager
@@ -273,7 +257,7 @@ def spill_directory(given: Path | None, prefix: str) -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 when any mode's numbers differ from keep's."""
+    """Run the benchmark; 1 when any mode's numbers differ from keep's, or one is out of memory."""
     args = parse_arguments(arguments)
     with spill_directory(args.dir, "bench_step") as directory:
         try:

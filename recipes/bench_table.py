@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.mode_spec import BASELINE, parse_mode
+from recipes.mode_spec import AGAIN, BASELINE, parse_mode
 
 MIB = 1 << 20
+BITS_TELL_NOTHING = "that other modes differ from keep says nothing against them"
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,24 @@ class Sample:
         return int(self.values["host_peak_bytes"] - rest["host_bytes"])
 
 
-def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """One row per mode, in the order in which they ran."""
+def summarise(
+    samples: Sequence[Sample], modes: Sequence[str] = (), failed: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """One row per mode, in the order in which they ran, or in that of ``modes``.
+
+    Args:
+        samples: of all modes.
+        modes: more than those that gave samples: names them in the order of the table.
+        failed: modes that could not run to the end, and what to say of them; their samples do not count.
+    """
+    failed = failed or {}
+    samples = [sample for sample in samples if sample.mode not in failed]
     held = next((s.values["account"]["held_bytes"] for s in samples if s.values.get("account")), None)
-    return [_row(mode, samples, held) for mode in dict.fromkeys(sample.mode for sample in samples)]
+    found = dict.fromkeys([*modes, *failed, *(sample.mode for sample in samples)])
+    return [
+        {"mode": mode, "failed": failed[mode], "equal": None} if mode in failed else _row(mode, samples, held)
+        for mode in found
+    ]
 
 
 def _row(mode: str, samples: Sequence[Sample], held_bytes: int | None) -> dict[str, Any]:
@@ -48,7 +63,7 @@ def _row(mode: str, samples: Sequence[Sample], held_bytes: int | None) -> dict[s
 
     resident = [sample.values["resident_peak_bytes"] for sample in mine if "resident_peak_bytes" in sample.values]
     # Plain PyTorch holds all that it saves; of the other rivals the hooks do not see what they hold.
-    resident_bytes = max(resident) if resident else held_bytes if parse_mode(mode).kind == BASELINE else None
+    resident_bytes = max(resident) if resident else held_bytes if parse_mode(mode).kind in (BASELINE, AGAIN) else None
     return {
         "mode": mode,
         "num_steps": len(mine),
@@ -112,7 +127,7 @@ def _quartiles(ratios: Sequence[float]) -> list[float] | None:
 def _is_equal(mode: str, samples: Sequence[Sample]) -> bool | None:
     """Whether loss, gradients and weights of every step, warm-up included, have the bits of keep's."""
     expected = {(s.round, s.step): _hashes(s) for s in samples if s.mode == BASELINE}
-    if not expected:
+    if not expected:  # or keep has failed in one of the rounds: then it has no sample at all
         return None
     return all(_hashes(s) == expected[s.round, s.step] for s in samples if s.mode == mode)
 
@@ -126,6 +141,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     print("| mode | step s | / keep | quartiles | peak above rest MiB | / keep | saved resident MiB | / held | bits |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
+        if "failed" in row:
+            print(f"| {row['mode']} | {row['failed']} |" + " |" * 7)
+            continue
         quartiles = row["step_ratio_quartiles"]
         bits = {True: "equal", False: "DIFFERENT", None: "not compared"}[row["equal"]]
         between = "" if quartiles is None else f"{quartiles[0]:.3f}-{quartiles[1]:.3f}"
@@ -134,6 +152,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"| {_mib(row['peak_above_rest_bytes'])} | {_number(row['peak_ratio'], 2)} "
             f"| {_mib(row['resident_bytes'])} | {_number(row['resident_ratio'], 2)} | {bits} |"
         )
+    rows = [row for row in rows if "failed" not in row]
+    if not rows:
+        return
     print(
         "\n| mode | forward s | backward s | optimizer s | core-s | system s | page faults | rest MiB | written MiB ",
         end="",
@@ -145,6 +166,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         cells = [row["mode"], *numbers, _number(row["page_faults"], 0), *moved, _number(row["stall_s"], 2)]
         print("| " + " | ".join(cells) + " |")
     print(f"\nMedians of {rows[0]['num_steps']} steps per mode; ratios are medians of paired ratios.")
+    if any(row["mode"] == AGAIN and row["equal"] is False for row in rows):
+        print(f"{AGAIN} DIFFERS: plain PyTorch does not repeat its own bits here, so {BITS_TELL_NOTHING}.")
     show_plans(rows)
 
 

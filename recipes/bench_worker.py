@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +25,7 @@ from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak
 from recipes.bench_child import answer_parent
 from recipes.bench_modes import Account, Mode, Settings, open_mode
 from recipes.bench_shapes import Shape
+from recipes.determinism import make_deterministic
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,15 @@ def fingerprint(tensors: list[Tensor]) -> str:
 class Trainer:
     """Model, optimizer and mode; one method per command."""
 
-    def __init__(self, job: Job, model: nn.Module, mode: Mode) -> None:
+    def __init__(self, job: Job, model: nn.Module, mode: Mode, *, determinism: str = "") -> None:
         self._job, self._model, self._mode = job, model, mode
+        self._determinism = determinism
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self._num_steps = 0
 
     def description(self) -> dict[str, Any]:
-        """What the mode says about itself."""
-        return self._mode.description()
+        """What the mode says about itself, and how far its bits can be compared."""
+        return self._mode.description() | ({"determinism": self._determinism} if self._determinism else {})
 
     def step(self) -> dict[str, Any]:
         """One training step: times, faults, peaks, what was moved, and hashes of what came out."""
@@ -147,8 +149,24 @@ def open_trainer(job: Job) -> Iterator[Trainer]:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, job.settings.device_limit_bytes / total))
     model = job.shape.model()
+    determinism = ""
+    if job.settings.deterministic:
+        determinism = make_deterministic(job.shape.device, lambda: _try(job.shape, model))
     with open_mode(job.mode, model, Path(job.directory), job.settings) as mode:
-        yield Trainer(job, model, mode)
+        yield Trainer(job, model, mode, determinism=determinism)
+
+
+def _try(shape: Shape, model: nn.Module) -> None:
+    """Every operation of a step but the optimizer's, on a batch of one; before the mode opens, so alike in all."""
+    tokens = replace(shape, batch=1).tokens(0)
+    try:
+        with shape.precision():
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+    finally:
+        model.zero_grad()
+        if shape.device == "cuda":
+            torch.cuda.empty_cache()  # the other processes are about to need it
 
 
 def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:

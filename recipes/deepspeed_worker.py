@@ -100,8 +100,8 @@ class InPyTorch:
                     paths=[directory], allow_unsuitable_paths=True, host_memory=int(cached_share * nbytes)
                 ),
             )
-            stack.enter_context(offloader)
-            offloader.open(model)
+            # With the model, or it would be opened for the CPU, wherever the model is.
+            stack.enter_context(offloader.open(model))
             self._optimizer = offloader.offload_optimizer(self._optimizer)
 
     def loss(self, tokens: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadStats, SSDOffloadFabricStrategy
 from lightning_ssd.site import PATHS_VARIABLE
+from recipes.determinism import make_deterministic
 from recipes.meter import StepMeter, num_warmup, weights_digest
 from recipes.models import LanguageModel, build_network, compute_loss
 from recipes.own_loop import endless, run_command
@@ -44,6 +45,7 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     """
     fabric = _fabric(config)
     fabric.launch()
+    make_deterministic(fabric.device)
     torch.manual_seed(config.seed)
     recipe: LanguageModel = instantiate(config.model, _convert_="all")
     loader = fabric.setup_dataloaders(instantiate(config.data).train_dataloader())

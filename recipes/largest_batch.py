@@ -2,7 +2,7 @@
 
     python -m recipes.largest_batch --budget 8GiB --dir DIR [--modes keep,recompute,ssd] [--shape tall] [--json FILE]
     python -m recipes.largest_batch --tiny                # a toy size, to try the recipe itself
-    python -m recipes.largest_batch --profile h200 --budget 80GiB --dir DIR
+    python -m recipes.largest_batch --profile gpu --budget 60GiB --dir DIR  # one CUDA card
 
 Each trial trains a few steps in a process of its own. The budget is one for everything in it: weights, states,
 gradients, Python. The batch doubles until it does not fit, then the gap is halved. What holds the budget, in this
@@ -25,8 +25,9 @@ from lightning_ssd.config import parse_size
 from lightning_ssd.memory import host_available_bytes
 from recipes.bench_child import Child, ChildDiedError
 from recipes.bench_modes import Settings
+from recipes.bench_round import PLANNED_WARMUP
 from recipes.bench_shapes import TINY_PLANNED, Shape, add_shape_arguments, choose_shape
-from recipes.bench_step import PLANNED_WARMUP, environment, spill_directory
+from recipes.bench_step import environment, spill_directory
 from recipes.bench_worker import Job
 from recipes.cgroups import GroupUnavailableError, control_group
 from recipes.mode_spec import BASELINE, parse_mode, parse_modes
@@ -136,8 +137,7 @@ class Bench:
             # A planned mode profiles first: with everything kept if that fits, else with everything moved.
             steps = [child.ask("step") for _ in range(PLAIN_STEPS + PLANNED_WARMUP * parse_mode(mode).is_planned)]
         except ChildDiedError as error:
-            why = "killed" if error.code < 0 else f"ended with code {error.code}"
-            return Trial(mode=mode, batch=batch, fits=False, why=why)
+            return Trial(mode=mode, batch=batch, fits=False, why=error.why)
         finally:
             child.close()
         peak = max(step["device_peak_bytes"] or step["host_peak_bytes"] for step in steps)

@@ -12,9 +12,21 @@ from dataclasses import dataclass
 from lightning_ssd.config import parse_size
 from recipes.throttle import parse_rate
 
-__all__ = ["BASELINE", "DEFAULT_MODES", "MAPPED", "MODES", "ModeSpec", "parse_mode", "parse_modes", "with_throttle"]
+__all__ = [
+    "AGAIN",
+    "BASELINE",
+    "CARD_MODES",
+    "DEFAULT_MODES",
+    "MAPPED",
+    "MODES",
+    "ModeSpec",
+    "parse_mode",
+    "parse_modes",
+    "with_throttle",
+]
 
 BASELINE = "keep"
+AGAIN = "keep_again"
 MODES = {
     "keep": "plain PyTorch",
     "ssd": "lightning_ssd, all that is large enough is moved",
@@ -25,8 +37,13 @@ MODES = {
     "recompute": "torch.utils.checkpoint per block",
     "naive": "the tutorial's saved-tensor hooks: torch.save to one file each",
     "save_on_cpu": "torch.autograd.graph.save_on_cpu",
+    "keep_again": "plain PyTorch in a second process: how far it repeats its own bits and times here",
 }
 DEFAULT_MODES = ("keep", "ssd", "recompute", "naive", "save_on_cpu")
+CARD_MODES = ("keep", "keep_again", "ssd", "budget=40%", "recompute")
+"""By default on a CUDA card. Without "naive", which writes every saved tensor as often as it is saved: more than the
+drives of many such machines have room for. Without "save_on_cpu", whose pinned memory is rounded up to powers of two.
+"""
 MAPPED = "+mmap"
 """Suffix: with glibc's mmap threshold fixed as lightning_ssd does it, so that freed tensors leave the process."""
 
@@ -82,6 +99,18 @@ class ModeSpec:
         if held_bytes is None:
             raise ValueError(f"budget={self.budget} is a share of what keep holds, which is not known")
         return round(held_bytes * float(self.budget.removesuffix("%")) / 100)
+
+    def disk_bytes(self, held_bytes: int) -> int:
+        """What lies on the drive at the worst moment, about; of naive, which writes a storage for each use, at least.
+
+        Args:
+            held_bytes: what keep holds at its worst moment.
+        """
+        if self.kind == "naive" or self.activations == "offload":
+            return held_bytes
+        if self.is_planned:
+            return max(0, held_bytes - (self.budget_bytes(held_bytes) or 0))
+        return 0
 
 
 def parse_mode(name: str) -> ModeSpec:

@@ -28,6 +28,7 @@ from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tensors import Region
 from recipes.bench_child import answer_parent
+from recipes.determinism import make_deterministic
 from recipes.meter import weights_digest
 from recipes.optimizer_job import BASELINE, OPTIMIZERS, Kind, OptimizerJob
 from recipes.throttle import BucketBackend
@@ -278,6 +279,7 @@ class Updater:
 def open_updater(job: OptimizerJob) -> Iterator[Updater]:
     """Everything that a job needs; opened and closed in this process."""
     torch.set_num_threads(job.threads)
+    make_deterministic(job.sizes.device)  # of what optimizers call nothing is known to fail
     with ExitStack() as stack:
         yield Updater(stack, job)
 

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 
 import lightning_ssd
 from lightning_ssd import OffloadStats
+from recipes.determinism import make_deterministic
 from recipes.meter import StepMeter, num_warmup, weights_digest
 from recipes.models import LanguageModel, build_network, compute_loss
 from recipes.own_loop import endless, run_command
@@ -38,12 +39,13 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     recipe: LanguageModel = instantiate(config.model, _convert_="all")
     batches = endless(instantiate(config.data).train_dataloader())
     device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
+    make_deterministic(device)
     network = build_network(recipe.config, recipe.objective).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     meter = StepMeter(device, num_warmup=num_warmup(config.trainer.max_steps))
     losses: list[float] = []
     before = OffloadStats()
-    with _offloader(config) as offloader:
+    with _offloader(config, device) as offloader:
         if offloader is not None:
             offloader.open(network)
         for step in range(config.trainer.max_steps):
@@ -76,12 +78,14 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     )
 
 
-def _offloader(config: DictConfig) -> AbstractContextManager[lightning_ssd.Offloader | None]:
+def _offloader(config: DictConfig, device: torch.device) -> AbstractContextManager[lightning_ssd.Offloader | None]:
     if "offload" not in config:
         return nullcontext()
+    # ``with`` opens it before it has seen the network, so that it could only guess the device, and would say the CPU.
     return lightning_ssd.Offloader(
         policy=instantiate(config.offload),
         hardware=instantiate(config.hardware, _convert_="all"),
+        device=device,
         default_directory=config.output_dir,
     )
 

@@ -2,7 +2,7 @@
 
     python -m recipes.rok --dir DIR --output DIR [--budgets 20%,30%,40%,60%,80%] [--throttle 50MB/s] [--shape tall]
     python -m recipes.rok --tiny --output DIR             # a few minutes, to try the recipe itself
-    python -m recipes.rok --profile h200 --dir DIR --output DIR
+    python -m recipes.rok --profile gpu --dir DIR --output DIR  # one CUDA card: h100 or h200, by its memory
     python -m recipes.rok --draw DIR/rok.json --output DIR  # the picture anew
 
 As in SSDTrain (arXiv 2408.10013, Fig. 7), each way to train is one point. Modes: everything kept, everything moved,
@@ -30,7 +30,14 @@ from lightning_ssd.planning.trace import Trace
 from recipes.bench_child import ChildDiedError
 from recipes.bench_groups import run_groups, split
 from recipes.bench_shapes import TINY_PLANNED, Shape, choose_shape
-from recipes.bench_step import add_run_arguments, complete, environment, show_throttles, spill_directory
+from recipes.bench_step import (
+    add_run_arguments,
+    complete,
+    environment,
+    show_determinism,
+    show_throttles,
+    spill_directory,
+)
 from recipes.bench_table import Sample, show, summarise
 from recipes.mode_spec import BASELINE, parse_mode, parse_modes
 from recipes.profile_json import machine_from_json, trace_from_json
@@ -203,6 +210,7 @@ def measure(args: argparse.Namespace, shape: Shape, directory: Path) -> dict[str
     rows = summarise(measured.samples)
     show(rows)
     show_throttles(measured.samples)
+    show_determinism(measured.samples)
     found = profiles(measured.samples)
     trace = profiled_trace(found)
     lines = curves(

@@ -7,11 +7,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from hydra.utils import instantiate
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig
 
 from lightning_ssd import Offloader, OffloadStats
 from recipes.data import TokenData
+from recipes.determinism import make_deterministic
 from recipes.meter import StepMeter, num_warmup, weights_digest
 from recipes.models import LanguageModel
 from recipes.schema import SCHEMA, ConfigMistake
@@ -76,6 +78,8 @@ def run(config: DictConfig, *, model: str, offload: str) -> RunSummary:
     loggers = list(instantiate(config.logger).values())
     callbacks = [*instantiate(config.callbacks).values(), callback]
     trainer = instantiate(config.trainer, logger=loggers or False, callbacks=callbacks, _convert_="all")
+    if config.trainer.get("deterministic") is None:  # else Lightning has done what it says
+        make_deterministic("cuda" if isinstance(trainer.accelerator, CUDAAccelerator) else "cpu")
     with warnings.catch_warnings():
         # The windows are in memory already; worker processes would only copy them.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")

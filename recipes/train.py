@@ -4,7 +4,8 @@
     python -m recipes.train -m offload=keep,ssd model=gpt,bert,t5
 
 Prints one line per run about loss, step time, memory and bytes moved, and writes the same as ``summary.json`` into the
-output directory.
+output directory. On CUDA only operations that repeat their bits are used, so that runs can be compared;
+``+trainer.deterministic=false`` allows the others, which may be faster.
 """
 
 from __future__ import annotations

@@ -43,6 +43,9 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # PyTorch looks once, at the first call of cuBLAS, whether this allows deterministic operations, which tests on
+    # CUDA may ask for later on. On a CPU it means nothing.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # One thread, however many processes share the tests: sums depend on the number of threads, and threads that wait
     # for a core of their own spin, which takes several times longer than the work. No counting of workers: the process
     # that starts them hands its environment down, so that they would take what it has chosen for itself alone. Tests
@@ -67,6 +70,16 @@ def no_leaked_environment() -> Iterator[None]:
             del os.environ[name]
     leaked = {name: after.get(name) for name in sorted(changed - _SET_BY_OTHERS)}
     assert not leaked, f"the test left these environment variables changed: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def determinism_put_back() -> Iterator[None]:
+    """Trainer(deterministic=True), and recipes on CUDA, set it for the rest of the process."""
+    mode = torch.get_deterministic_debug_mode()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.set_deterministic_debug_mode(mode)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +136,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch sees none")
     for item in items:
-        if "gpu" in item.keywords:
+        # Not by ``item.keywords``: these hold the names of directories as well, such as that of a checkout.
+        if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from recipes import bench_hooks, bench_step
-from recipes.bench_child import Child, ChildDiedError
+from recipes import bench_groups, bench_hooks, bench_round, bench_step
+from recipes.bench_child import Child, ChildDiedError, ChildOutOfMemoryError
 from recipes.bench_modes import Account
-from recipes.bench_shapes import SHAPES, TINY
+from recipes.bench_shapes import PROFILES, SHAPES, TINY, choose_shape
 from recipes.bench_table import Sample, show, summarise
 from recipes.bench_worker import Job
 from recipes.mode_spec import MODES, ModeSpec, parse_mode, parse_modes, with_throttle
@@ -56,6 +59,42 @@ def test_one_wrong_gradient_is_reported(capsys: pytest.CaptureFixture[str]) -> N
     assert [row["equal"] for row in rows] == [True, False]
     show(rows)
     assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_a_keep_that_does_not_repeat_itself_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Then no other row's bits can be judged."""
+    keep = [sample("keep", step, 1.0) for step in range(3)]
+    ours = [sample("ssd", step, 1.0, gradients="others") for step in range(3)]
+    equal = [sample("keep_again", step, 1.0) for step in range(3)]
+    rows = summarise([*keep, *equal, *ours])
+    assert [row["equal"] for row in rows] == [True, True, False]
+    show(rows)
+    assert "does not repeat" not in capsys.readouterr().out
+    rows = summarise([*keep, *(sample("keep_again", step, 1.0, weights="others") for step in range(3)), *ours])
+    assert [row["equal"] for row in rows] == [True, False, False]
+    show(rows)
+    assert "keep_again DIFFERS: plain PyTorch does not repeat its own bits here" in capsys.readouterr().out
+
+
+def test_a_card_has_its_own_default_modes() -> None:
+    """With a second keep; without those that would fill its machine's drive or memory."""
+    assert bench_step.parse_arguments([]).modes == ["keep", "ssd", "recompute", "naive", "save_on_cpu"]
+    for profile in ("h100", "h200", "gpu"):
+        modes = bench_step.parse_arguments(["--profile", profile]).modes
+        assert modes == ["keep", "keep_again", "ssd", "budget=40%", "recompute"]
+    assert bench_step.parse_arguments(["--profile", "h100", "--modes", "keep,naive"]).modes == ["keep", "naive"]
+
+
+def test_how_bits_were_made_equal_is_said_once_and_can_be_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = [sample(mode, 1, 1.0, described={"determinism": "as told"}) for mode in ("keep", "ssd")]
+    bench_step.show_determinism([*described, sample("recompute", 1, 1.0, described={})])
+    assert capsys.readouterr().out == "Bits: as told\n"
+    for flags, chosen in (([], True), (["--no-deterministic"], False)):
+        args = bench_step.parse_arguments(flags)
+        jobs = bench_step.make_jobs(["keep", "ssd"], TINY, tmp_path, args, held_bytes=None)
+        assert [job.settings.deterministic for job in jobs] == [chosen] * 2
 
 
 def test_what_autograd_saves_is_accounted_once_per_storage() -> None:
@@ -206,7 +245,7 @@ class Scripted:
         (["keep", "auto"], 3, 1, 3),
         (["keep", "auto"], 3, 5, 5),
         (["keep", "budget=40%"], 7, 1, 7),
-        (["keep", "auto"], 99, 2, 2 + bench_step.MAX_EXTRA_WARMUP),
+        (["keep", "auto"], 99, 2, 2 + bench_round.MAX_EXTRA_WARMUP),
     ],
 )
 def test_warm_up_lasts_until_plans_are_followed(
@@ -215,7 +254,7 @@ def test_warm_up_lasts_until_plans_are_followed(
     log: list[str] = []
     children: Any = [Scripted(mode, planned_from if mode != "keep" else 1, log) for mode in modes]
     args = bench_step.parse_arguments(["--warmup", str(warmup), "--steps", "4", "--turn-steps", "1"])
-    samples = bench_step._take_turns(0, children, args)
+    samples = bench_round._take_turns(0, children, args)
     for mode in modes:
         mine = [s for s in samples if s.mode == mode]
         assert [s.warmup for s in mine] == [True] * expected + [False] * 4
@@ -256,16 +295,124 @@ def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
     assert (caught.value.mode, caught.value.code) == ("ssd", 1)
 
 
+@pytest.mark.slow
+def test_a_worker_that_has_not_enough_memory_says_so(tmp_path: Path) -> None:
+    """PyTorch's own error, of a batch that no machine has room for."""
+    child = Child(Job("keep", replace(TINY, batch=1 << 50), str(tmp_path), 1), quiet=True)
+    try:
+        child.answer()
+        with pytest.raises(ChildOutOfMemoryError, match=r"mode keep is out of memory: .*can't allocate") as caught:
+            child.ask("step")
+    finally:
+        child.close()
+    assert caught.value.why == "out of memory"
+
+
+def hungry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The rows of a benchmark whose modes ssd (at once) and recompute (later) are out of memory."""
+    module = {"module": "tests.hungry_worker", "quiet": True}
+    for place in (bench_round, bench_step):
+        monkeypatch.setattr(place, "Child", partial(Child, **module))
+    args = bench_step.parse_arguments(["--tiny", "--warmup", "1", "--steps", "2", "--rounds", "2", *arguments])
+    return {row["mode"]: row for row in bench_step.run(args, Path())["summary"]}
+
+
+def test_who_is_out_of_memory_is_told_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = hungry(monkeypatch, capsys, "--modes", "keep,ssd,recompute,naive")
+    out, err = capsys.readouterr()
+    assert [row.get("failed") for row in rows.values()] == [None, "out of memory", "out of memory", None]
+    assert rows["naive"]["equal"]
+    assert rows["naive"]["num_steps"] == rows["keep"]["num_steps"] == 4, "both rounds, all timed steps"
+    assert list(rows) == ["keep", "ssd", "recompute", "naive"]
+    assert "| ssd | out of memory | | | | | | | |\n" in out
+    assert "mode ssd is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; the others go on" in err
+    assert "mode recompute is out of memory: MemoryError; the others go on" in err
+    assert "round 1 turn 3: naive" in err
+    assert "round 2 turn 1: recompute" not in err, "it would be so again"
+
+
+def test_a_keep_without_memory_leaves_the_others_without_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fails(*_: object) -> int:
+        raise ChildOutOfMemoryError("keep", "no room")
+
+    monkeypatch.setattr(bench_step, "measure_held", fails)
+    rows = hungry(monkeypatch, capsys, "--modes", "keep,naive,budget=40%")
+    assert [row.get("failed") for row in rows.values()] == ["out of memory", None, "not run: needs what keep holds"]
+    assert rows["naive"]["num_steps"] == 4
+    assert (rows["naive"]["equal"], rows["naive"]["step_ratio"]) == (None, None)
+    assert "| budget=40% | not run: needs what keep holds |" in capsys.readouterr().out
+
+
+def test_all_without_memory_is_a_table_as_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = hungry(monkeypatch, capsys, "--modes", "ssd,recompute")
+    assert [row["failed"] for row in rows.values()] == ["out of memory"] * 2
+    assert "| recompute | out of memory |" in capsys.readouterr().out
+
+
+def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(free=10 << 30)
+    monkeypatch.setattr(bench_step.shutil, "disk_usage", lambda path: free)
+    modes = ["keep", "ssd", "budget=40%", "recompute", "save_on_cpu", "auto@1GB/s", "naive"]
+    held = {mode: parse_mode(mode).disk_bytes(100) for mode in modes}
+    assert [held[mode] for mode in modes] == [0, 100, 60, 0, 0, 100, 100]
+    bench_step.check_room(modes[:5], 6 << 30, tmp_path)
+    with pytest.raises(SystemExit, match=r"has 10.0 GiB free.* ssd 6.0, budget=40% 3.6, naive 6.0; name fewer --modes"):
+        bench_step.check_room([*modes[:5], "naive"], 6 << 30, tmp_path)
+    bench_step.check_room(modes, None, tmp_path)
+    # Groups run one after the other.
+    monkeypatch.setattr(bench_groups, "held_if_needed", lambda *_: 6 << 30)
+    monkeypatch.setattr(bench_groups, "run_round", lambda *_, **__: [])
+    args = bench_step.parse_arguments([])
+    bench_groups.run_groups([["keep", "ssd"], ["keep", "naive"]], TINY, tmp_path, args)
+    with pytest.raises(SystemExit, match=r"10\.0 GiB free"):
+        bench_groups.run_groups([["keep", "ssd", "naive"]], TINY, tmp_path, args)
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "profile", "batch"), [(139, "h200", 16), (79, "h100", 4), (78, "h100", 4), (74, "h100", 4)]
+)
+def test_a_card_gets_the_profile_that_fits_its_memory(
+    gibibytes: int, profile: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(monkeypatch, gibibytes)
+    args = bench_step.parse_arguments(["--profile", "gpu"])
+    assert choose_shape(args) == PROFILES[profile]
+    assert (PROFILES[profile].batch, PROFILES[profile].device) == (batch, "cuda")
+
+
+def test_a_small_card_wants_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    card(monkeypatch, 24)
+    message = r"this card has 24 GiB, and the smallest profile, h100, needs 74; give sizes .* --layers 12"
+    with pytest.raises(SystemExit, match=message):
+        choose_shape(bench_step.parse_arguments(["--profile", "gpu"]))
+    shape = choose_shape(bench_step.parse_arguments(["--profile", "gpu", "--layers", "12", "--batch", "2"]))
+    assert shape == replace(PROFILES["h100"], layers=12, batch=2)
+
+
+def card(monkeypatch: pytest.MonkeyPatch, gibibytes: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(total_memory=gibibytes << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_profile_of_a_card_says_that_there_is_none() -> None:
-    with pytest.raises(SystemExit, match="needs a CUDA device"):
-        bench_step.main(["--profile", "h200"])
+    for profile in ("h100", "h200", "gpu"):
+        with pytest.raises(SystemExit, match=f"--profile {profile} needs a CUDA device"):
+            bench_step.main(["--profile", profile])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["cpu", "h200"])
 def test_a_toy_run_of_the_real_thing(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    modes = "keep,ssd" if profile == "h200" else "keep,ssd,recompute+mmap,naive"
+    modes = "keep,keep_again,ssd" if profile == "h200" else "keep,ssd,recompute+mmap,naive"
     arguments = ["--tiny", "--profile", profile, "--modes", modes, "--rounds", "1", "--steps", "2", "--width", "128"]
     file = tmp_path / "result.json"
     out = run(capsys, *arguments, "--sequence", "128", "--dir", str(tmp_path / "spill"), "--json", str(file))

@@ -73,11 +73,13 @@ def test_the_cuda_clock_stamps_the_stream_that_is_current_at_the_call(monkeypatc
 @pytest.mark.gpu
 def test_the_cuda_clock_counts_what_the_device_does_not_what_the_host_does() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    clock = clock_of(device)
+    clock, side = clock_of(device), torch.cuda.Stream(device)
+    # CUDA loads a kernel when it is first launched, and waits for the device meanwhile: not between the stamps.
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize(device)
     begin_s, begin = time.perf_counter(), clock.stamp()
     torch.cuda._sleep(100_000_000)
     end, queued_s = clock.stamp(), time.perf_counter() - begin_s
-    side = torch.cuda.Stream(device)
     with torch.cuda.stream(side):
         elsewhere = clock.stamp()
     seconds = clock.seconds(begin, end)

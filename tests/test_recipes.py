@@ -221,6 +221,33 @@ def test_the_plain_loop_gives_the_weights_of_the_lightning_run(
     assert "model=gpt offload=ssd" in output
 
 
+@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
+def test_the_plain_loop_opens_its_offloader_for_the_device_of_the_network(
+    accelerator: str, monkeypatch: pytest.MonkeyPatch, spill_dir: Path
+) -> None:
+    """As on a machine with a GPU; the network only says that it goes there."""
+    gone_to: list[torch.device] = []
+
+    class Opened(Exception):
+        pass
+
+    class Network(torch.nn.Linear):
+        def to(self, device: torch.device) -> torch.nn.Module:  # type: ignore[override]
+            gone_to.append(device)
+            return self
+
+    def offloader(*, device: torch.device | None = None, **rest: object) -> None:
+        raise Opened(device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(plain_loop, "build_network", lambda config, objective: Network(1, 1))
+    monkeypatch.setattr("lightning_ssd.Offloader", offloader)
+    overrides = [*TINY, "offload=ssd", f"trainer.accelerator={accelerator}", f"output_dir={spill_dir}"]
+    with pytest.raises(Opened) as opened:
+        plain_loop.main(overrides)
+    assert [opened.value.args[0]] == gone_to == [torch.device("cuda" if accelerator == "auto" else "cpu")]
+
+
 def test_the_plain_loop_refuses_mistakes() -> None:
     with pytest.raises(SystemExit, match=r"Did you mean offload\.min_tensor_bytes"):
         plain_loop.main(["+offload.min_tensor_byte=4"])

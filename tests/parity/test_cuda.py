@@ -1,0 +1,363 @@
+"""Trainings on a CUDA device, bit for bit those of plain PyTorch on it. The same tests run on the CPU, where they are
+proved themselves.
+
+On CUDA each block is late on purpose, in forward and in backward: a kernel sleeps in front of it, so that what was
+packed is not there yet when the Python thread goes on. Whoever does not wait for the right stream moves other bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.planning.comparison import PlanReport
+from lightning_ssd.stats import OffloadStats, OptimizerStats
+from recipes.determinism import make_deterministic
+from recipes.optimizer_job import Kind
+from recipes.optimizer_worker import CopiesByHand, states_digest
+from tests.helpers import Session, assert_identical, assert_released, moved
+from tests.leftovers import assert_nothing_left
+from tests.parity.lightning_pairs import MARKS, both, everything
+from tests.trainers import Net, fit
+
+VOCABULARY, NUM_BLOCKS = 97, 4
+SLEEP_CYCLES = 1_000_000  # about half a millisecond
+ADAMW = {"foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a training runs, and how large it is there: the CPU's is only to prove the test."""
+
+    device: torch.device
+    stream: torch.cuda.Stream | None
+    """``None``: the one that is current anyway."""
+    width: int
+    window: int
+    batch: int = 8
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def some_host_memory(self) -> int:
+        """Less than a step saves, and than the optimizer's states are."""
+        return (8 << 20) if self.is_cuda else (128 << 10)
+
+    def entered(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def tokens(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        shape = (self.batch, self.window)
+        return torch.randint(VOCABULARY, shape, generator=generator).to(self.device)
+
+    def level(self) -> int:
+        """Bytes that PyTorch's allocator has given out on the device, without cuBLAS's own; 0 on a CPU."""
+        gc.collect()
+        if not self.is_cuda:
+            return 0
+        torch.cuda.synchronize(self.device)
+        torch._C._cuda_clearCublasWorkspaces()
+        return torch.cuda.memory_allocated(self.device)
+
+
+@functools.cache
+def place_of(name: str) -> Place:
+    if name == "cpu":
+        return Place(torch.device("cpu"), None, width=32, window=32)
+    device = torch.device("cuda", torch.cuda.current_device())
+    side = torch.cuda.Stream(device) if name == "side_stream" else None
+    return Place(device, side, width=256, window=256)
+
+
+@pytest.fixture(
+    params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "side_stream"))],
+)
+def place(request: pytest.FixtureRequest) -> Place:
+    found = place_of(request.param)
+    make_deterministic(found.device)
+    return found
+
+
+class Late(torch.autograd.Function):
+    """The identity, after a while in either direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        if gradients[0].is_cuda:
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return gradients[0]
+
+
+class Block(nn.Module):
+    """Of a transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.dropout = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Late.apply(x)
+        q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.dropout(self.down(functional.gelu(self.up(self.second(x)))))
+
+
+class Gpt(nn.Module):
+    """Tied weights, dropout."""
+
+    def __init__(self, width: int, window: int) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(window, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(NUM_BLOCKS))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.place.weight
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float().flatten(0, 1)
+        return functional.cross_entropy(logits, tokens.roll(-1, 1).flatten())
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training; everything it needs is made anew for each run."""
+
+    steps: int = 5
+    micro_batches: int = 1
+    autocast: bool = False
+    adamw: str = "foreach"
+    master_weights: bool = False
+    """Parameters are bfloat16, and float32 copies of them are updated."""
+
+    def __call__(self, place: Place, session: Session) -> dict[str, Any]:
+        """Train; returns all that there is to compare, in the host's memory."""
+        torch.manual_seed(3)
+        dtype = torch.bfloat16 if self.master_weights else torch.float32
+        network = Gpt(place.width, place.window).to(place.device, dtype)
+        session.register(network)
+        optimizer = self._optimizer(list(network.parameters()), session.offloader)
+        seen: dict[str, Any] = {"losses": [], "gradients": []}
+        for number in range(self.steps * self.micro_batches):
+            session.drained = number % 2 == 0  # on the other steps transfers run into backward
+            with session.saved(), torch.autocast(place.device.type, torch.bfloat16, enabled=self.autocast):
+                loss = network(place.tokens(number)) / self.micro_batches
+            session.drain()
+            loss.backward()
+            session.end()
+            seen["losses"].append(host_copy(loss))
+            if (number + 1) % self.micro_batches == 0:
+                seen["gradients"].append([host_copy(p.grad) for p in network.parameters() if p.grad is not None])
+                optimizer.step()
+                network.zero_grad()
+        seen["weights"] = {name: host_copy(value) for name, value in network.state_dict().items()}
+        seen["states"] = states_digest(optimizer.state_dict())
+        return seen
+
+    def _optimizer(self, parameters: list[nn.Parameter], offloader: Offloader | None) -> torch.optim.Optimizer:
+        kind = Kind(torch.optim.AdamW, {"lr": 1e-2, **ADAMW[self.adamw]}, 2)
+        if offloader is not None:
+            return offloader.offload_optimizer(kind.cls(parameters, **kind.settings))
+        return (
+            CopiesByHand(parameters, kind).optimizer if self.master_weights else kind.cls(parameters, **kind.settings)
+        )
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()
+
+
+def run(task: Task, place: Place, session: Session) -> dict[str, Any]:
+    with place.entered():
+        seen = task(place, session)
+    if place.is_cuda:
+        torch.cuda.synchronize(place.device)
+    return seen
+
+
+@functools.cache
+def plainly(task: Task, place: Place) -> dict[str, Any]:
+    """What plain PyTorch gives."""
+    return run(task, place, Session())
+
+
+@dataclass(frozen=True)
+class Ours:
+    """How a training went that has given the bits of plain PyTorch."""
+
+    stats: OffloadStats
+    optimizers: tuple[OptimizerStats, ...]
+    report: PlanReport | None
+
+
+def assert_parity(task: Task, place: Place, directory: Path, *, host_memory: int = 0, **policy: Any) -> Ours:
+    """Losses, gradients, weights and states are those of plain PyTorch; nothing is left on drive, device or host."""
+    expected = plainly(task, place)
+    level = place.level()
+    spill = directory / "spill"
+    with ExitStack() as stack:
+        offloader = Offloader(
+            policy=OffloadPolicy(min_tensor_bytes=4096, master_weights=task.master_weights, **policy),
+            hardware=HardwareProfile(paths=[spill], allow_unsuitable_paths=True, host_memory=host_memory),
+            device=place.device,
+        )
+        stack.enter_context(place.entered())
+        stack.enter_context(offloader)
+        got = run(task, place, Session(offloader, settled=True))
+        report = offloader.plan_report
+        assert_released(offloader)
+    assert_identical(got, expected)
+    assert_nothing_left(spill)
+    assert not spill.exists() or list(spill.iterdir()) == []
+    ours = Ours(offloader.stats, offloader.optimizer_stats, report)
+    del offloader
+    assert place.level() == level, "memory of the device is held"
+    assert ours.stats.failures == 0
+    return ours
+
+
+# -- plain PyTorch -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "task",
+    [Task(), Task(autocast=True), Task(adamw="fused", master_weights=True)],
+    ids=["float32", "autocast", "master_weights"],
+)
+def test_plain_training_repeats_its_bits(task: Task, place: Place) -> None:
+    """Else nothing below could be compared."""
+    assert_identical(run(task, place, Session()), plainly(task, place))
+
+
+def test_what_is_compared_would_be_seen(place: Place) -> None:
+    """A training with another arithmetic has other bits."""
+    one, other = plainly(Task(), place), plainly(Task(autocast=True), place)
+    with pytest.raises(AssertionError, match="bits differ"):
+        assert_identical(one, other)
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def held_bytes(task: Task, place: Place) -> int:
+    """What keeping everything holds at its worst moment. Opens no directory."""
+    return assert_parity(task, place, Path("nowhere"), activations="keep").stats.saved_peak_bytes
+
+
+def assert_activation_parity(
+    activations: str, task: Task, place: Place, directory: Path, *, host_memory: int, verify: str = "off"
+) -> None:
+    """As :func:`assert_parity`, and bytes have moved. Under ``auto`` some must: the budget is too small for all."""
+    budget = round(0.6 * held_bytes(task, place)) if activations == "auto" else None
+    policy = {"activations": activations, "activation_budget": budget, "verify": verify}
+    ours = assert_parity(task, place, directory, host_memory=host_memory, **policy)
+    assert moved(ours.stats) > 0
+    if budget is None:
+        assert ours.stats.bytes_written > 0
+        assert ours.stats.bytes_read > 0
+        assert ours.report is None
+    else:
+        assert ours.stats.bytes_written + ours.stats.bytes_host > 0
+        assert ours.stats.resident_peak_bytes <= budget
+        assert ours.report is not None, "no plan came into force"
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+@pytest.mark.parametrize("host_memory", ["none", "some"])
+@pytest.mark.parametrize("activations", ["offload", "auto", "recompute_offload"])
+def test_activations(activations: str, host_memory: str, verify: str, place: Place, spill_dir: Path) -> None:
+    memory = place.some_host_memory if host_memory == "some" else 0
+    assert_activation_parity(activations, Task(), place, spill_dir, host_memory=memory, verify=verify)
+
+
+@pytest.mark.parametrize("activations", ["offload", "auto", "recompute_offload"])
+@pytest.mark.parametrize(
+    "task",
+    [Task(autocast=True), Task(steps=3, micro_batches=2), Task(steps=2, micro_batches=3, autocast=True)],
+    ids=["autocast", "accumulation", "both"],
+)
+def test_autocast_and_accumulation(task: Task, activations: str, place: Place, spill_dir: Path) -> None:
+    assert_activation_parity(activations, task, place, spill_dir, host_memory=place.some_host_memory)
+
+
+# -- optimizer states --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_subgroups")
+@pytest.mark.parametrize("host_memory", ["none", "some"])
+@pytest.mark.parametrize("master_weights", [False, True], ids=["float32", "master_weights"])
+@pytest.mark.parametrize("adamw", list(ADAMW))
+def test_optimizer_states(adamw: str, master_weights: bool, host_memory: str, place: Place, spill_dir: Path) -> None:
+    """Together with activations, which go the same way at the same time."""
+    task = Task(adamw=adamw, master_weights=master_weights)
+    memory = place.some_host_memory if host_memory == "some" else 0
+    policy = {"activations": "offload", "optimizer_states": "offload", "verify": "full"}
+    ours = assert_parity(task, place, spill_dir, host_memory=memory, **policy)
+    (stats,) = ours.optimizers
+    assert stats.num_steps == task.steps
+    assert stats.written_bytes > 0
+    assert stats.read_bytes > 0
+    assert 0 < stats.resident_peak_bytes < stats.state_bytes
+    assert ours.stats.bytes_written > 0
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lightning_settings(place: Place, lightning_twins: None) -> Callable[[Path], dict[str, Any]]:
+    accelerator = "gpu" if place.is_cuda else "cpu"
+    return lambda directory: {"accelerator": accelerator, "devices": 1}
+
+
+class TestLightning:
+    pytestmark = MARKS
+
+    def test_by_name(self, place: Place, lightning_settings: Callable[[Path], dict[str, Any]], spill_dir: Path) -> None:
+        """As users write it; small tensors stay, under a policy of which they say nothing."""
+        settings = lightning_settings(spill_dir)
+        with place.entered():
+            expected = everything(*fit(Net, "auto", spill_dir / "plain", **settings))
+            trainer, module = fit(Net, "ssd_offload", spill_dir / "ours", **settings)
+            assert_identical(everything(trainer, module), expected)
+        assert trainer.strategy.root_device.type == place.device.type
+        assert trainer.strategy.stats.num_kept_small > 0  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+    def test_everything_on_ssd(
+        self,
+        precision: str,
+        place: Place,
+        lightning_settings: Callable[[Path], dict[str, Any]],
+        spill_dir: Path,
+    ) -> None:
+        """States too; the losses, weights, states and that bytes moved are looked at in there."""
+        with place.entered():
+            _, (trainer, _) = both(Net, spill_dir, lambda d: lightning_settings(d) | {"precision": precision})
+        assert trainer.strategy.root_device.type == place.device.type
+        assert_nothing_left(spill_dir)
