@@ -46,7 +46,7 @@ class Offloader:
 
     Example::
 
-        with lightning_ssd.Offloader() as offloader:
+        with lightning_ssd.Offloader(device=next(model.parameters()).device) as offloader:
             offloader.register_module(model)
             for batch in data:
                 with offloader.saved_tensors():
@@ -60,7 +60,7 @@ class Offloader:
     Args:
         policy: what is moved.
         hardware: where to, with what.
-        device: whose tensors; default: that of the registered module's parameters, else the CPU.
+        device: whose tensors; default: that of the modules given to :meth:`open`, else (as under ``with``) the CPU.
         default_directory: used when neither ``hardware.paths`` nor ``$LIGHTNING_SSD_PATHS`` names a directory.
         subdirectory: appended to each directory, so that processes do not meet.
         agree: under several processes that train together: gives the smallest of each number over all of them, so

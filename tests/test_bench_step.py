@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from recipes import bench_groups, bench_hooks, bench_round, bench_step
-from recipes.bench_child import Child, ChildDiedError, ChildOutOfMemoryError
+from recipes import bench_hooks, bench_round, bench_step
 from recipes.bench_modes import Account
-from recipes.bench_shapes import PROFILES, SHAPES, TINY, choose_shape
+from recipes.bench_shapes import SHAPES, TINY
 from recipes.bench_table import Sample, show, summarise
-from recipes.bench_worker import Job
-from recipes.mode_spec import MODES, ModeSpec, parse_mode, parse_modes, with_throttle
 from tests.parity.models import Perceptrons, floats
 
 
@@ -114,81 +108,6 @@ def test_what_autograd_saves_is_accounted_once_per_storage() -> None:
     assert account.held_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [(["--modes", "keep,ssdd"], "--modes has ssdd; allowed: keep, ssd"), (["--modes", ""], "--modes has nothing")],
-)
-def test_wrong_modes_name_the_right_ones(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench_step.main(arguments)
-    assert text in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "budget"])
-def test_every_mode_is_a_name(mode: str) -> None:
-    assert parse_mode(mode) == ModeSpec(kind=mode)
-
-
-@pytest.mark.parametrize(
-    ("name", "spec", "budget_bytes"),
-    [
-        ("budget=40%", ModeSpec(kind="budget", budget="40%"), 400),
-        ("budget=1.5GiB", ModeSpec(kind="budget", budget="1.5GiB"), 3 << 29),
-        ("budget=12.5%@50MB/s+mmap", ModeSpec(kind="budget", budget="12.5%", throttle="50MB/s", is_mapped=True), 125),
-        ("auto@200MB/s", ModeSpec(kind="auto", throttle="200MB/s"), None),
-        ("recompute+mmap", ModeSpec(kind="recompute", is_mapped=True), None),
-    ],
-)
-def test_names_are_read(name: str, spec: ModeSpec, budget_bytes: int | None) -> None:
-    assert parse_mode(name) == spec
-    assert spec.budget_bytes(1000) == budget_bytes
-    assert spec.is_planned == (spec.kind in ("auto", "budget"))
-
-
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [
-        ("budget", "budget=SIZE"),
-        ("budget=", "allowed: keep"),
-        ("budget=0%", "above 0 %"),
-        ("budget=101%", "up to 100 %"),
-        ("budget=many%", "up to 100 %"),
-        ("budget=0", "above 0"),
-        ("budget=lots", "is not a size"),
-        ("ssd=40%", "no budget for the other modes"),
-        ("auto@fast", "is not a size"),
-        ("auto@0", "above 0"),
-        ("keep@50MB/s", "so not keep"),
-        ("recompute@50MB/s", "so not recompute"),
-        ("auto+mmap@50MB/s", "allowed: keep"),
-    ],
-)
-def test_names_that_say_nothing_are_refused(name: str, allowed: str) -> None:
-    with pytest.raises(ValueError, match=allowed):
-        parse_mode(name)
-
-
-def test_a_share_needs_a_whole() -> None:
-    with pytest.raises(ValueError, match="share of what keep holds, which is not known"):
-        parse_mode("budget=40%").budget_bytes(None)
-
-
-def test_no_mode_twice() -> None:
-    with pytest.raises(ValueError, match="each mode once"):
-        parse_modes("keep,ssd, keep")
-
-
-def test_a_throttle_is_for_those_that_are_ours_and_have_none() -> None:
-    names = ["keep", "auto", "budget=40%+mmap", "ssd@1GB/s", "recompute"]
-    assert [with_throttle(name, "50MB/s") for name in names] == [
-        "keep",
-        "auto@50MB/s",
-        "budget=40%@50MB/s+mmap",
-        "ssd@1GB/s",
-        "recompute",
-    ]
-
-
 def plan(**values: float) -> dict[str, float]:
     names = ("step_s", "stall_s", "peak_bytes", "written_bytes")
     return {f"{kind}_{name}": 0.0 for kind in ("predicted", "measured") for name in names} | {"num_plans": 1} | values
@@ -279,134 +198,6 @@ def test_the_shapes_have_about_equal_activations(name: str) -> None:
 def test_the_shapes_of_a_card_are_its_own() -> None:
     with pytest.raises(SystemExit, match="--shape tall belongs to --profile cpu"):
         bench_step.main(["--profile", "h200", "--shape", "tall"])
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
-    """It cannot make its directory, says so itself, and everything is closed."""
-    (tmp_path / "file").write_text("")
-    job = Job("ssd", TINY, str(tmp_path / "file" / "below"), 1)
-    child = Child(job, quiet=True)
-    try:
-        with pytest.raises(ChildDiedError, match="the process of mode ssd ended with code 1") as caught:
-            child.answer()
-    finally:
-        child.close()
-    assert (caught.value.mode, caught.value.code) == ("ssd", 1)
-
-
-@pytest.mark.slow
-def test_a_worker_that_has_not_enough_memory_says_so(tmp_path: Path) -> None:
-    """PyTorch's own error, of a batch that no machine has room for."""
-    child = Child(Job("keep", replace(TINY, batch=1 << 50), str(tmp_path), 1), quiet=True)
-    try:
-        child.answer()
-        with pytest.raises(ChildOutOfMemoryError, match=r"mode keep is out of memory: .*can't allocate") as caught:
-            child.ask("step")
-    finally:
-        child.close()
-    assert caught.value.why == "out of memory"
-
-
-def hungry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The rows of a benchmark whose modes ssd (at once) and recompute (later) are out of memory."""
-    module = {"module": "tests.hungry_worker", "quiet": True}
-    for place in (bench_round, bench_step):
-        monkeypatch.setattr(place, "Child", partial(Child, **module))
-    args = bench_step.parse_arguments(["--tiny", "--warmup", "1", "--steps", "2", "--rounds", "2", *arguments])
-    return {row["mode"]: row for row in bench_step.run(args, Path())["summary"]}
-
-
-def test_who_is_out_of_memory_is_told_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = hungry(monkeypatch, capsys, "--modes", "keep,ssd,recompute,naive")
-    out, err = capsys.readouterr()
-    assert [row.get("failed") for row in rows.values()] == [None, "out of memory", "out of memory", None]
-    assert rows["naive"]["equal"]
-    assert rows["naive"]["num_steps"] == rows["keep"]["num_steps"] == 4, "both rounds, all timed steps"
-    assert list(rows) == ["keep", "ssd", "recompute", "naive"]
-    assert "| ssd | out of memory | | | | | | | |\n" in out
-    assert "mode ssd is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; the others go on" in err
-    assert "mode recompute is out of memory: MemoryError; the others go on" in err
-    assert "round 1 turn 3: naive" in err
-    assert "round 2 turn 1: recompute" not in err, "it would be so again"
-
-
-def test_a_keep_without_memory_leaves_the_others_without_comparison(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def fails(*_: object) -> int:
-        raise ChildOutOfMemoryError("keep", "no room")
-
-    monkeypatch.setattr(bench_step, "measure_held", fails)
-    rows = hungry(monkeypatch, capsys, "--modes", "keep,naive,budget=40%")
-    assert [row.get("failed") for row in rows.values()] == ["out of memory", None, "not run: needs what keep holds"]
-    assert rows["naive"]["num_steps"] == 4
-    assert (rows["naive"]["equal"], rows["naive"]["step_ratio"]) == (None, None)
-    assert "| budget=40% | not run: needs what keep holds |" in capsys.readouterr().out
-
-
-def test_all_without_memory_is_a_table_as_well(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = hungry(monkeypatch, capsys, "--modes", "ssd,recompute")
-    assert [row["failed"] for row in rows.values()] == ["out of memory"] * 2
-    assert "| recompute | out of memory |" in capsys.readouterr().out
-
-
-def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = SimpleNamespace(free=10 << 30)
-    monkeypatch.setattr(bench_step.shutil, "disk_usage", lambda path: free)
-    modes = ["keep", "ssd", "budget=40%", "recompute", "save_on_cpu", "auto@1GB/s", "naive"]
-    held = {mode: parse_mode(mode).disk_bytes(100) for mode in modes}
-    assert [held[mode] for mode in modes] == [0, 100, 60, 0, 0, 100, 100]
-    bench_step.check_room(modes[:5], 6 << 30, tmp_path)
-    with pytest.raises(SystemExit, match=r"has 10.0 GiB free.* ssd 6.0, budget=40% 3.6, naive 6.0; name fewer --modes"):
-        bench_step.check_room([*modes[:5], "naive"], 6 << 30, tmp_path)
-    bench_step.check_room(modes, None, tmp_path)
-    # Groups run one after the other.
-    monkeypatch.setattr(bench_groups, "held_if_needed", lambda *_: 6 << 30)
-    monkeypatch.setattr(bench_groups, "run_round", lambda *_, **__: [])
-    args = bench_step.parse_arguments([])
-    bench_groups.run_groups([["keep", "ssd"], ["keep", "naive"]], TINY, tmp_path, args)
-    with pytest.raises(SystemExit, match=r"10\.0 GiB free"):
-        bench_groups.run_groups([["keep", "ssd", "naive"]], TINY, tmp_path, args)
-
-
-@pytest.mark.parametrize(
-    ("gibibytes", "profile", "batch"), [(139, "h200", 16), (79, "h100", 4), (78, "h100", 4), (74, "h100", 4)]
-)
-def test_a_card_gets_the_profile_that_fits_its_memory(
-    gibibytes: int, profile: str, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    card(monkeypatch, gibibytes)
-    args = bench_step.parse_arguments(["--profile", "gpu"])
-    assert choose_shape(args) == PROFILES[profile]
-    assert (PROFILES[profile].batch, PROFILES[profile].device) == (batch, "cuda")
-
-
-def test_a_small_card_wants_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    card(monkeypatch, 24)
-    message = r"this card has 24 GiB, and the smallest profile, h100, needs 74; give sizes .* --layers 12"
-    with pytest.raises(SystemExit, match=message):
-        choose_shape(bench_step.parse_arguments(["--profile", "gpu"]))
-    shape = choose_shape(bench_step.parse_arguments(["--profile", "gpu", "--layers", "12", "--batch", "2"]))
-    assert shape == replace(PROFILES["h100"], layers=12, batch=2)
-
-
-def card(monkeypatch: pytest.MonkeyPatch, gibibytes: int) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    properties = SimpleNamespace(total_memory=gibibytes << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_profile_of_a_card_says_that_there_is_none() -> None:
-    for profile in ("h100", "h200", "gpu"):
-        with pytest.raises(SystemExit, match=f"--profile {profile} needs a CUDA device"):
-            bench_step.main(["--profile", profile])
 
 
 @pytest.mark.slow

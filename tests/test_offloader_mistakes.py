@@ -1,0 +1,131 @@
+"""What users forget or mix up in a plain loop, and what they are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import ConfigError
+from tests.offloader_steps import OFFLOAD_ALL, step
+
+
+def forgetful(offloader: Offloader, num_passes: int, *, end_each: int = 1 << 30) -> None:
+    x = torch.randn(300, 300, requires_grad=True)
+    for index in range(num_passes):
+        with offloader.saved_tensors():
+            loss = x.exp().sin().cos().tanh().sum()
+        loss.backward()
+        if (index + 1) % end_each == 0:
+            offloader.end_backward()
+    with torch.no_grad(), offloader.saved_tensors():
+        x.exp().sin()
+
+
+def test_backwards_that_nobody_ends_are_told_of_once(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=spill_dir)
+    with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
+        with pytest.warns(
+            UserWarning, match=r"^8 passes have run, and end_backward\(\) was never called, so"
+        ) as caught:
+            forgetful(offloader, 30)
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+        assert "Call offloader.end_backward() after each loss.backward()" in str(caught[0].message)
+        forgetful(offloader, 300)
+        assert len(offloader._cache._passes._finished) <= 256  # type: ignore[union-attr]
+
+
+def test_whoever_ends_backwards_is_told_nothing(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=spill_dir)
+    with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
+        forgetful(offloader, 30, end_each=4)
+    with Offloader(policy=OFFLOAD_ALL, hardware=hardware) as offloader:  # plans nothing
+        forgetful(offloader, 30)
+    with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
+        x = torch.randn(300, 300, requires_grad=True)
+        for _ in range(30):  # forwards alone
+            with offloader.saved_tensors():
+                x.exp().sin()
+
+
+STATES = OffloadPolicy(activations="keep", optimizer_states="offload")
+
+
+def test_an_optimizer_that_was_never_offloaded_is_told_of(spill_dir: Path) -> None:
+    offloader = Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)).open()
+    step(offloader)
+    with pytest.warns(UserWarning, match=r"moved nothing.*offloader\.offload_optimizer\(optimizer\) before") as caught:
+        offloader.close()
+    assert len(caught) == 1
+    offloader.close()
+    with offloader:
+        step(offloader)
+
+
+def test_an_optimizer_that_is_stepped_past_the_wrapper_is_told_of(spill_dir: Path) -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(9))])
+    offloader = Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)).open()
+    offloader.offload_optimizer(optimizer)  # and what it returns is dropped
+    step(offloader)
+    optimizer.step()
+    with pytest.warns(UserWarning, match=r"moved nothing.* and use what it returns"):
+        offloader.close()
+
+
+def test_nothing_is_told_where_no_optimizer_was_missed(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=spill_dir)
+    with Offloader(policy=STATES, hardware=hardware):
+        pass
+    with Offloader(policy=STATES, hardware=hardware) as offloader:
+        optimizer = offloader.offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
+        step(offloader)
+        optimizer.step()
+    with Offloader(policy=STATES, hardware=hardware) as offloader:
+        no_parameters = torch.optim.Adam([{"params": []}])
+        assert offloader.offload_optimizer(no_parameters) is no_parameters
+        step(offloader)
+    with Offloader(policy=OFFLOAD_ALL, hardware=hardware) as offloader:
+        step(offloader)
+    offloader = Offloader(policy=STATES, hardware=hardware).open()
+    step(offloader)
+    offloader.abort()  # something else has failed
+    offloader.close()
+
+
+@pytest.mark.parametrize("wrong", [{"policy": "offload"}, {"hardware": "/tmp"}])
+def test_wrong_types_say_what_to_write(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"for example (OffloadPolicy|HardwareProfile)"):
+        Offloader(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_no_module_or_no_optimizer_is_refused(spill_dir: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+        with pytest.raises(ConfigError, match=r"a generator is no module; allowed: torch\.nn\.Module, for example"):
+            offloader.register_module(model.parameters())  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"a OffloadPolicy is no module"):
+            offloader.open(STATES)  # type: ignore[arg-type]
+        for wrong in (model, model.parameters()):
+            with pytest.raises(
+                ConfigError, match=r"^optimizer=.*; allowed: Optimizer, for example torch\.optim\.AdamW"
+            ):
+                offloader.offload_optimizer(wrong)  # type: ignore[arg-type]
+
+
+def test_other_devices_than_cpu_and_cuda_are_refused(spill_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"device='meta': nothing would be moved from there; allowed: 'cpu', 'cuda'"):
+        Offloader(device="meta", hardware=HardwareProfile(paths=spill_dir)).open()
+
+
+def test_a_variable_with_several_directories_in_one_name_is_refused(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_SSD_PATHS", f"{spill_dir}/a,{spill_dir}/b")
+    with pytest.raises(
+        ConfigError, match=r"^\$LIGHTNING_SSD_PATHS: .* would be one directory of that name; allowed: .*:"
+    ):
+        Offloader().open()
+    assert not list(spill_dir.iterdir())
