@@ -72,10 +72,9 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, site: Site) -> Parts:
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
         BackendUnavailableError: ``hardware.backend`` names one that does not work here.
     """
-    if site.device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={str(site.device)!r}: nothing would be moved from there; allowed: 'cpu', 'cuda'")
     if policy.activations == "keep":
         return Parts(description="everything is kept in memory and counted")
+    _refuse_other_devices(site.device)
     is_mapped = site.device.type == "cpu" and site.copies is None
     allocation = Allocation(is_ours=is_mapped)
     stack.callback(allocation.close)
@@ -118,6 +117,7 @@ def open_state_files(policy: OffloadPolicy, site: Site) -> StateFiles:
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
         BackendUnavailableError: ``hardware.backend`` names one that does not work here.
     """
+    _refuse_other_devices(site.device)
     with ExitStack() as stack:
         backend, directories, _ = _open_directories(stack, site)
         # Asked of all, since all have to take part in the trial: nodes may have different numbers of processes.
@@ -148,6 +148,11 @@ def open_state_files(policy: OffloadPolicy, site: Site) -> StateFiles:
             first=int(os.environ.get("LOCAL_RANK", "0")),
             resources=stack.pop_all(),
         )
+
+
+def _refuse_other_devices(device: torch.device) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={str(device)!r}: nothing would be moved from there; allowed: 'cpu', 'cuda'")
 
 
 def _tell_of_foreign_malloc(memory_budget: int | str) -> None:

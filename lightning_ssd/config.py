@@ -153,15 +153,16 @@ def _as_tuple(name: str, value: object, allowed: str) -> tuple[object, ...]:
     return tuple(value)
 
 
-def refuse_misread(name: str, paths: Iterable[object], allowed: str) -> None:
-    """Missing directories are made, so that one with such a name would be, too.
+def refuse_misread(name: str, paths: Iterable[Any], allowed: str) -> None:
+    """Missing directories are made, so that one with such a name would be, too. One that is there is meant.
 
     Raises:
         ConfigError: a name looks like several in one, like an address, or like a variable.
     """
     for path in paths:
-        if re.search(r"^\$|[:,;] *[/~]", str(path)):
-            raise ConfigError(f"{name}: {str(path)!r} would be one directory of that name; allowed: {allowed}")
+        text: str = os.fspath(path)
+        if re.search(r"^\$|[:,;] *[/~]", text) and not os.path.isdir(text):
+            raise ConfigError(f"{name}: {text!r} would be one directory of that name; allowed: {allowed}")
 
 
 @names_mistakes

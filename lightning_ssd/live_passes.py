@@ -92,7 +92,8 @@ class LivePasses:
         if current.begin is None:
             current.begin = PassBegin(self._clock.stamp(), level_bytes, counters.bytes_written, counters.bytes_read)
             self._ledger.window_peak_bytes = counters.resident_bytes
-        self._passes.append(current)
+        if current not in self._passes:
+            self._passes.append(current)
 
     def _tell_allocation(self, guide: Guide | None, available_bytes: int | None) -> None:
         # Without a plan, what the last pass took: none that is like it is the worse for it.
@@ -105,6 +106,8 @@ class LivePasses:
 
     def stalled(self, begin: Stamp, end: Stamp) -> None:
         """Somebody has waited for a transfer, and with him every pass that is under way."""
+        if self._scheduler is None:
+            return  # nobody asks
         for current in self._passes:
             if not current.is_finished:
                 current.stalls.append((begin, end))

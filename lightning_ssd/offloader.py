@@ -101,7 +101,8 @@ class Offloader:
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
         self._last_stats = self._sampled = OffloadStats()
         self.expects_optimizer = self.policy.optimizer_states == "offload"  # else nobody forgets offload_optimizer
-        self._has_trained, self.description = False, "closed"
+        self._has_trained = self._has_failed = False
+        self.description = "closed"
 
     # -- opening and closing -------------------------------------------------------------------------------------
 
@@ -147,6 +148,7 @@ class Offloader:
         )
         stack.callback(self._cache.close)
         self._last_stats = self._sampled = OffloadStats()
+        self._has_trained = self._has_failed = False
 
     def _site(self, device: torch.device, copies: Copies | None) -> Site:
         return Site(
@@ -180,21 +182,24 @@ class Offloader:
         try:
             failure = cache.close()
         finally:
-            self._last_stats = self._snapshot()
-            self._resources = self._cache = None
-            self._finalizer.detach()
-            resources.close()
-            self._last_optimizer_stats, self._optimizers = self.optimizer_stats, []
-            self.description = "closed"
+            try:
+                self._last_stats = self._snapshot()
+            finally:  # a broken device can tell nothing any more
+                self._resources = self._cache = None
+                self._finalizer.detach()
+                resources.close()
+                self._last_optimizer_stats = self.optimizer_stats
+                is_bypassed = any(optimizer.is_bypassed for optimizer in self._optimizers)
+                self._optimizers, self.description = [], "closed"
         if failure is not None:
             raise failure
-        if self.expects_optimizer and self._has_trained and not any(o.num_steps for o in self._last_optimizer_stats):
+        if not self._has_failed and (is_bypassed or (self.expects_optimizer and self._has_trained)):
             self.expects_optimizer = False
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
 
     def abort(self) -> None:
         """A step has failed: drop queued work. :meth:`close` will not raise over the error that is under way."""
-        self.expects_optimizer = False
+        self._has_failed = True
         if self._cache is not None and not self._is_foreign:
             self._cache.abort()
 
@@ -251,10 +256,10 @@ class Offloader:
         """
         self._opened()
         expect("optimizer", optimizer, Optimizer, "torch.optim.AdamW(model.parameters())")
+        self.expects_optimizer = False
         resources = self._resources
         parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
-            self.expects_optimizer = False
             return optimizer
         site = self._site(parameter.device, copies=None)
         files = open_state_files(self.policy, site)

@@ -97,6 +97,11 @@ class OffloadedOptimizer(Optimizer):
         return self.inner
 
     @property
+    def is_bypassed(self) -> bool:
+        """Whether the inner optimizer has made states of its own, because it was stepped in this one's place."""
+        return any(self.inner.state.values())
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's own."""
         return self.inner.param_groups
@@ -212,7 +217,7 @@ class OffloadedOptimizer(Optimizer):
             raise StorageError(f"this optimizer's files are those of process {self._pid}; make it after the fork")
 
     def _check_inner(self) -> None:
-        if any(self.inner.state.values()):
+        if self.is_bypassed:
             raise RuntimeError(
                 "the optimizer inside an OffloadedOptimizer has got states of its own, which would be ignored: it was "
                 "stepped or loaded directly. Call step() and load_state_dict() of what offload_optimizer() returned"

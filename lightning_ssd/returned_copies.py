@@ -28,11 +28,19 @@ class ReturnedCopies:
 
     def give_back_extents(self) -> None:
         """What lies in files, which take an extent back without a lock."""
-        while self._on_drives:
-            self._on_drives.popleft().release()
+        _release(self._on_drives)
 
     def give_back(self) -> None:
         """All. Takes the locks of host memory."""
         self.give_back_extents()
-        while self._in_host_memory:
-            self._in_host_memory.popleft().release()
+        _release(self._in_host_memory)
+
+
+def _release(copies: deque[Copy]) -> None:
+    # Between a look at the deque and its next element, a collected holder in this very thread may empty it.
+    while True:
+        try:
+            copy = copies.popleft()
+        except IndexError:
+            return
+        copy.release()

@@ -27,6 +27,7 @@ class RunAhead:
         self._marks: deque[tuple[Mark, int]] = deque()
         self._nbytes = 0
         self._largest_bytes = 0
+        self._saved_peak_bytes = 0  # of the whole run, whoever sets peaks back
 
     def add(self, mark: Mark, nbytes: int, saved_peak_bytes: int) -> None:
         """A storage was saved. Of those before it a sixteenth of all that is saved, 64 MiB, or two of the largest size,
@@ -40,7 +41,8 @@ class RunAhead:
         self._marks.append((mark, nbytes))
         self._nbytes += nbytes
         self._largest_bytes = max(self._largest_bytes, nbytes)
-        most_bytes = max(_MIN_BYTES, saved_peak_bytes // _SHARE, 2 * self._largest_bytes)
+        self._saved_peak_bytes = max(self._saved_peak_bytes, saved_peak_bytes)
+        most_bytes = max(_MIN_BYTES, self._saved_peak_bytes // _SHARE, 2 * self._largest_bytes)
         while self._nbytes > most_bytes:
             mark, nbytes = self._marks.popleft()
             self._nbytes -= nbytes

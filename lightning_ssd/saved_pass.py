@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from lightning_ssd.recorder import Recorder
 from lightning_ssd.saved_storage import SavedStorage
 
 __all__ = ["PassBegin", "SavedPass"]
+
+_MAX_STALLS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class SavedPass:
         self.limit_bytes: int | None = None  # without a guide: forward waits for writes above it
         self.recorder: Recorder | None = None  # none: nobody learns from this pass
         self.begin: PassBegin | None = None
-        self.stalls: list[tuple[Stamp, Stamp]] = []
+        self.stalls: deque[tuple[Stamp, Stamp]] = deque(maxlen=_MAX_STALLS)  # some graphs live on without a backward
         self.is_finished = False
         self.records: list[SavedStorage] = []
         self.sizes: list[int] = []

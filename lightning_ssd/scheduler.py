@@ -234,9 +234,10 @@ class Scheduler:
 
     def _compare(self, kind: _Kind, known: StoredPlan, done: FinishedPass) -> bool:
         """Whether measured and predicted have parted."""
+        stalls = [done.clock.seconds(begin, end) for begin, end in done.stalls]
         measured = Measured(
             step_s=done.clock.seconds(done.begin, done.end),
-            stall_s=sum(done.clock.seconds(begin, end) for begin, end in done.stalls),
+            stall_s=sum(stall for stall in stalls if stall > done.clock.noise_s),
             peak_bytes=done.peak_bytes,
             written_bytes=done.written_bytes,
             read_bytes=done.read_bytes,

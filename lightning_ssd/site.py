@@ -74,10 +74,11 @@ class Site:
     @property
     def paths(self) -> list[Path]:
         """The user's directories: from the profile, else the environment, else the default."""
-        named = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
-        refuse_misread(f"${PATHS_VARIABLE}", named, "directories separated by ':'")
-        fallback = self.default_directory or tempfile.gettempdir()
-        paths = tuple(cast(Sequence[str], self.hardware.paths)) or tuple(named) or (fallback,)
+        paths: Sequence[str | os.PathLike[str]] = tuple(cast(Sequence[str], self.hardware.paths))
+        if not paths:
+            paths = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
+            refuse_misread(f"${PATHS_VARIABLE}", paths, "directories separated by ':'")
+        paths = paths or [self.default_directory or tempfile.gettempdir()]
         return [Path(path).expanduser().absolute() for path in paths]
 
     @property

@@ -157,8 +157,7 @@ class TensorCache:
         self.check_process()
         with self.ledger.lock:
             self.ledger.settle()
-            if not self._is_capturing():
-                self._fetcher.stalls.settle()
+            self._settle_stalls()
             rates = None if self._meter is None else self._meter.machine().ssd
             if rates is not None:
                 self._fetcher.prefetcher.budget.pass_ended(
@@ -170,6 +169,10 @@ class TensorCache:
             self._passes.prune()
             self._prune()
         self._warn_of_writes()
+
+    def _settle_stalls(self) -> None:
+        if not self._is_capturing():
+            self._fetcher.stalls.settle()
 
     def check_process(self) -> None:
         """Before any lock: in a forked child no worker runs, and a lock may be held for ever.
@@ -217,6 +220,7 @@ class TensorCache:
         with self.ledger.lock:
             self.ledger.settle()
             self.ledger.sweep_all()
+            self._settle_stalls()
             stats = self.ledger.counters.snapshot()
         return replace(
             stats,

@@ -17,7 +17,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFabricStrategy, assembly
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFabricStrategy, assembly, site
 from lightning_ssd.storage.backend import Backend
 
 NUM = 3
@@ -97,8 +97,8 @@ def test_a_strategys_word_is_above_torchruns(
 @pytest.fixture
 def offloader(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Offloader:
     """Of one of three processes, on a device that has memory of its own: the CPU plays it."""
-    monkeypatch.setattr(assembly, "_has_own_memory", lambda device: True)
-    monkeypatch.setattr(assembly, "host_available_bytes", lambda: NUM * 4 * 6 * MIB)
+    monkeypatch.setattr(site, "_has_own_memory", lambda device: True)
+    monkeypatch.setattr(site, "host_available_bytes", lambda: NUM * 4 * 6 * MIB)
     policy = OffloadPolicy(optimizer_states="offload", wear_budget="3TB")
     hardware = HardwareProfile(paths=spill_dir, drive_endurance="600TB")
     return Offloader(policy=policy, hardware=hardware, num_local_processes=NUM, agree=lambda values: list(values))

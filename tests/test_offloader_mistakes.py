@@ -66,10 +66,12 @@ def test_an_optimizer_that_was_never_offloaded_is_told_of(spill_dir: Path) -> No
 
 
 def test_an_optimizer_that_is_stepped_past_the_wrapper_is_told_of(spill_dir: Path) -> None:
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(9))])
+    parameter = torch.nn.Parameter(torch.ones(9))
+    optimizer = torch.optim.Adam([parameter])
     offloader = Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)).open()
     offloader.offload_optimizer(optimizer)  # and what it returns is dropped
     step(offloader)
+    parameter.grad = torch.ones(9)
     optimizer.step()
     with pytest.warns(UserWarning, match=r"moved nothing.* and use what it returns"):
         offloader.close()
@@ -79,10 +81,17 @@ def test_nothing_is_told_where_no_optimizer_was_missed(spill_dir: Path) -> None:
     hardware = HardwareProfile(paths=spill_dir)
     with Offloader(policy=STATES, hardware=hardware):
         pass
+    parameter = torch.nn.Parameter(torch.ones(9))
     with Offloader(policy=STATES, hardware=hardware) as offloader:
-        optimizer = offloader.offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
+        optimizer = offloader.offload_optimizer(torch.optim.Adam([parameter]))
         step(offloader)
+        parameter.grad = torch.ones(9)
         optimizer.step()
+    with offloader:  # once more, for its gradients alone
+        step(offloader)
+    with Offloader(policy=STATES, hardware=hardware) as offloader:
+        offloader.offload_optimizer(torch.optim.Adam([parameter]))
+        step(offloader)  # fewer batches than are accumulated
     with Offloader(policy=STATES, hardware=hardware) as offloader:
         no_parameters = torch.optim.Adam([{"params": []}])
         assert offloader.offload_optimizer(no_parameters) is no_parameters
@@ -116,8 +125,13 @@ def test_what_is_no_module_or_no_optimizer_is_refused(spill_dir: Path) -> None:
 
 
 def test_other_devices_than_cpu_and_cuda_are_refused(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=spill_dir)
     with pytest.raises(ConfigError, match=r"device='meta': nothing would be moved from there; allowed: 'cpu', 'cuda'"):
-        Offloader(device="meta", hardware=HardwareProfile(paths=spill_dir)).open()
+        Offloader(device="meta", hardware=hardware).open()
+    with Offloader(device="meta", policy=STATES, hardware=hardware) as offloader:  # to count is allowed
+        optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(9, device="meta"))])
+        with pytest.raises(ConfigError, match=r"device='meta': nothing would be moved"):
+            offloader.offload_optimizer(optimizer)
 
 
 def test_a_variable_with_several_directories_in_one_name_is_refused(
@@ -129,3 +143,15 @@ def test_a_variable_with_several_directories_in_one_name_is_refused(
     ):
         Offloader().open()
     assert not list(spill_dir.iterdir())
+    with Offloader(hardware=HardwareProfile(paths=spill_dir)):
+        pass  # the profile comes before the variable
+
+
+def test_a_directory_with_such_a_name_is_meant(spill_dir: Path) -> None:
+    odd = spill_dir / "run 1;" / "x:"
+    with pytest.raises(ConfigError, match="would be one directory of that name"):
+        HardwareProfile(paths=odd)
+    odd.mkdir(parents=True)
+    with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=odd)) as offloader:
+        step(offloader)
+        assert offloader.stats.bytes_written > 0

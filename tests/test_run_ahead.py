@@ -56,6 +56,12 @@ class TestBound:
         ahead.add(made[4], 32 * MIB, 2048 * MIB)
         assert list(ahead.late) == made[:1]
 
+    def test_peaks_that_are_set_back_do_not_make_it_tighter(self) -> None:
+        ahead = RunAhead()
+        for index, mark in enumerate(marks(4)):
+            ahead.add(mark, 32 * MIB, 2048 * MIB if index == 0 else 0)
+        assert not ahead.late
+
 
 class Counted(LateCopies):
     """Knows how many bytes of saved tensors the compute stream still had to compute when the next one was saved."""
