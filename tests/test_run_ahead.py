@@ -29,32 +29,21 @@ class TestBound:
             ahead.add(mark, MIB, 64 * MIB)
         assert not ahead.late
 
-    def test_the_oldest_are_waited_for(self) -> None:
-        ahead, (first, second, third) = RunAhead(), marks(3)
-        ahead.add(first, 30 * MIB, 0)
-        ahead.add(second, 32 * MIB, 0)
+    @pytest.mark.parametrize(
+        ("sizes", "saved_peak"),
+        [([30, 32, 3], 0), ([100, 100, 100], 0), ([32, 32, 32, 32, 32], 2048)],
+        ids=["64 MiB", "two of the largest", "a sixteenth"],
+    )
+    def test_the_oldest_is_waited_for_when_more_are_left(self, sizes: list[int], saved_peak: int) -> None:
+        ahead, made = RunAhead(), marks(len(sizes))
+        for mark, size in zip(made[:-1], sizes[:-1], strict=True):
+            ahead.add(mark, size * MIB, saved_peak * MIB)
         assert not ahead.late
-        ahead.add(third, 3 * MIB, 0)
-        assert list(ahead.late) == [first]
-        first.passed.set()
+        ahead.add(made[-1], sizes[-1] * MIB, saved_peak * MIB)
+        assert list(ahead.late) == made[:1]
+        made[0].passed.set()
         ahead.wait()
         assert not ahead.late
-
-    def test_two_of_the_largest_may_always_be_left(self) -> None:
-        ahead, (first, second, third) = RunAhead(), marks(3)
-        ahead.add(first, 100 * MIB, 0)
-        ahead.add(second, 100 * MIB, 0)
-        assert not ahead.late
-        ahead.add(third, 100 * MIB, 0)
-        assert list(ahead.late) == [first]
-
-    def test_a_large_pass_may_be_a_sixteenth_behind(self) -> None:
-        ahead, made = RunAhead(), marks(5)
-        for mark in made[:4]:
-            ahead.add(mark, 32 * MIB, 2048 * MIB)
-        assert not ahead.late
-        ahead.add(made[4], 32 * MIB, 2048 * MIB)
-        assert list(ahead.late) == made[:1]
 
     def test_peaks_that_are_set_back_do_not_make_it_tighter(self) -> None:
         ahead = RunAhead()
