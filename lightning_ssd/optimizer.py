@@ -98,8 +98,8 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether the inner optimizer has made states of its own, because it was stepped in this one's place."""
-        return any(self.inner.state.values())
+        """Whether this one was never stepped, and the inner one, which has made states of its own, was."""
+        return not self._num_steps and any(self.inner.state.values())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -217,7 +217,7 @@ class OffloadedOptimizer(Optimizer):
             raise StorageError(f"this optimizer's files are those of process {self._pid}; make it after the fork")
 
     def _check_inner(self) -> None:
-        if self.is_bypassed:
+        if any(self.inner.state.values()):
             raise RuntimeError(
                 "the optimizer inside an OffloadedOptimizer has got states of its own, which would be ignored: it was "
                 "stepped or loaded directly. Call step() and load_state_dict() of what offload_optimizer() returned"
