@@ -55,7 +55,7 @@ class CudaClock:
     """Timing events in the current stream of one CUDA device."""
 
     lag = 1
-    noise_s = 20e-6
+    noise_s = 20e-6  # some microseconds lie between two events with nothing between; a guess, measured on no GPU yet
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -27,6 +27,7 @@ from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.watch import Measured, Watch, is_worth_switching
 from lightning_ssd.planning.worth import Worth
 from lightning_ssd.recorder import Recorder
+from lightning_ssd.stalls import stall_seconds
 
 __all__ = ["Agree", "FinishedPass", "Scheduler"]
 
@@ -234,10 +235,9 @@ class Scheduler:
 
     def _compare(self, kind: _Kind, known: StoredPlan, done: FinishedPass) -> bool:
         """Whether measured and predicted have parted."""
-        stalls = [done.clock.seconds(begin, end) for begin, end in done.stalls]
         measured = Measured(
             step_s=done.clock.seconds(done.begin, done.end),
-            stall_s=sum(stall for stall in stalls if stall > done.clock.noise_s),
+            stall_s=sum(stall_seconds(done.clock, begin, end) for begin, end in done.stalls),
             peak_bytes=done.peak_bytes,
             written_bytes=done.written_bytes,
             read_bytes=done.read_bytes,

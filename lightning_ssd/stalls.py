@@ -14,7 +14,13 @@ from lightning_ssd.clock import Clock, Stamp
 from lightning_ssd.events import EventLog, StallEvent
 from lightning_ssd.stats import Counters
 
-__all__ = ["Stalls"]
+__all__ = ["Stalls", "stall_seconds"]
+
+
+def stall_seconds(clock: Clock, begin: Stamp, end: Stamp) -> float:
+    """What the device lost between two stamps that it has passed; 0 for what is the clock's noise."""
+    seconds = clock.seconds(begin, end)
+    return seconds if seconds > clock.noise_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,8 @@ class Stalls:
         """Count the stalls that the device has passed."""
         while self._pending and self._clock.has_passed(self._pending[0].end):
             stall = self._pending.popleft()
-            seconds = self._clock.seconds(stall.begin, stall.end)
-            if seconds <= self._clock.noise_s:
+            seconds = stall_seconds(self._clock, stall.begin, stall.end)
+            if not seconds:
                 continue
             self._counters.stall_s += seconds
             self._events.append(StallEvent(stall.nbytes, stall.start_s, stall.start_s + seconds))
