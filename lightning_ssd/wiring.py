@@ -52,6 +52,7 @@ class Offloading(WithModule):
     _size_trial: SizeTrial | None = None
     _num_borders = 0
     _is_set_up = False
+    """From the end of ``setup`` for ``fit`` to ``teardown``."""
     _stall_watch: StallWatch | None = None
 
     def _configure_offloading(self, policy: OffloadPolicy | None, hardware: HardwareProfile | None) -> None:
@@ -131,6 +132,7 @@ class Offloading(WithModule):
 
     @override
     def teardown(self) -> None:
+        self._is_set_up = False
         try:
             if self._offloader is not None:
                 self._offloader.close()
@@ -145,7 +147,8 @@ class Offloading(WithModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and files stay here; a process that is spawned opens its own in setup.
-        return {**super().__getstate__(), "_offloader": None, "_stall_watch": None, "_size_trial": None}
+        own = {"_offloader": None, "_stall_watch": None, "_size_trial": None, "_is_set_up": False}
+        return {**super().__getstate__(), **own}
 
     def _warn_of_whole_compile(self) -> None:
         name = _compiled_whole(self.module)
@@ -161,15 +164,16 @@ class Offloading(WithModule):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._offloader is None:
-            raise RuntimeError(f"{type(self).__name__}.training_step before setup; call Trainer.fit")
+        offloader = self._offloader
+        if offloader is None or not self._is_set_up:
+            return super().training_step(*args, **kwargs)  # a loop called again after fit: nothing is offloaded
         num_borders = self._num_borders
-        saving = self._offloader.saved_tensors(signature=signature_of((args, kwargs), self.module))
+        saving = offloader.saved_tensors(signature=signature_of((args, kwargs), self.module))
         with self._translated(), saving, self._inside_saving():
             output = super().training_step(*args, **kwargs)
         if not self.module.automatic_optimization and self._num_borders == num_borders:
             # Manual optimization may call loss.backward() itself, past us.
-            self._end_backward(self._offloader)
+            self._end_backward(offloader)
         return output
 
     def _translated(self) -> AbstractContextManager[None]:
@@ -184,7 +188,7 @@ class Offloading(WithModule):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         # The last thing in Lightning's backward, which stays its own: whoever wraps that one expects to be called once.
         super().post_backward(closure_loss)
-        if self._offloader is not None:
+        if self._offloader is not None and self._is_set_up:
             self._end_backward(self._offloader)
 
     def _end_backward(self, offloader: Offloader) -> None:

@@ -26,7 +26,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadF
 from lightning_ssd.callback import OffloadMonitor
 from lightning_ssd.shards import as_piece
 from tests.helpers import assert_identical
-from tests.trainers import BATCH_SIZE, Net, fit, make_trainer
+from tests.trainers import BATCH_SIZE, Net, Unlogged, fit, make_trainer, step_after_fit
 
 HARDWARE: dict[str, Any] = {"allow_unsuitable_paths": True}
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -244,6 +244,23 @@ def activations(directory: Path) -> None:
     assert not any(module.gathered), "what was gathered for a block is still there after its forward"
 
 
+class ShardedAndUnlogged(Unlogged, Sharded):
+    pass
+
+
+def after_fit(directory: Path) -> None:
+    """A loop that is called again after ``teardown`` takes a step without us, as with Lightning's strategy."""
+    found = []
+    for strategy in (plain(), ours(directory, optimizer_states="keep")):
+        trainer, module = fit(ShardedAndUnlogged, strategy, directory, devices=2)
+        num_losses = len(module.losses)
+        step_after_fit(trainer)
+        assert len(module.losses) == num_losses + 1
+        found.append(outcome(trainer, module))
+    assert_identical(found[1], found[0])
+    assert not strategy.offloader.is_open
+
+
 def tensor_parallel(directory: Path) -> None:
     """DTensors among the activations move like others, alone and under FSDP2."""
     for make in (TensorParallel, TwoDimensional):
@@ -351,7 +368,7 @@ def checkpoints(directory: Path) -> None:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (training, optimizers, activations, tensor_parallel, planned, checkpoints)
+    for scenario in (training, optimizers, activations, after_fit, tensor_parallel, planned, checkpoints)
 }
 
 

@@ -165,6 +165,21 @@ def test_a_with_block_closes_and_setup_opens_anew(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+def test_a_step_after_close_trains_without_us(tmp_path):
+    found = []
+    for strategy in ("auto", ours(tmp_path, states="keep")):
+        fabric = make_fabric(strategy)
+        torch.manual_seed(0)
+        model, optimizer = fabric.setup(net := Gpt(), torch.optim.AdamW(net.parameters(), lr=1e-2))
+        more_steps(fabric, model, optimizer, seed=1)
+        if found:
+            fabric.strategy.close()
+            num_saved = fabric.strategy.stats.num_saved
+        found.append(more_steps(fabric, model, optimizer, seed=2))
+    assert_identical(found[1], found[0])
+    assert fabric.strategy.stats.num_saved == num_saved > 0
+
+
 def test_an_error_in_a_with_block_reaches_the_user_and_leaves_nothing(tmp_path):
     fabric = make_fabric(ours(tmp_path))
 

@@ -6,19 +6,23 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, OffloadStats
-from lightning_ssd.errors import StorageError
+from lightning_ssd import HardwareProfile, OffloadPolicy, OffloadStats
+from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.strategy import SSDOffloadStrategy
 from tests.helpers import assert_identical
 from tests.leftovers import assert_nothing_left
 from tests.trainers import (
     LIGHTNING_NOISE,
+    LBFGSNet,
+    ManualNet,
     Net,
+    Unlogged,
     fit,
     make_trainer,
     offload_strategy,
     one_thread,
     result,
+    step_after_fit,
 )
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
@@ -78,6 +82,52 @@ def test_fit_twice(tmp_path):
     once, _ = fit(Net, offload_strategy(tmp_path), tmp_path)
     assert trainer.strategy.stats.bytes_saved == once.strategy.stats.bytes_saved
     assert_nothing_left(tmp_path)
+
+
+class UnloggedLBFGS(Unlogged, LBFGSNet):
+    pass
+
+
+def fit_and_a_step(make, strategy, directory):
+    trainer, module = fit(make, strategy, directory)
+    step_after_fit(trainer)
+    return trainer, result(module)
+
+
+@pytest.mark.parametrize(
+    ("make", "activations"),
+    [(Unlogged, "offload"), (Unlogged, "recompute"), (UnloggedLBFGS, "offload"), (ManualNet, "offload")],
+)
+def test_a_loop_that_is_called_again_after_fit_trains_without_us(tmp_path, make, activations):
+    """As some of Lightning's own tests do: its strategies take any step after ``teardown``."""
+    _, expected = fit_and_a_step(make, "auto", tmp_path)
+    strategy = offload_strategy(tmp_path, activations=activations)
+    trainer, found = fit_and_a_step(make, strategy, tmp_path)
+    assert_identical(found, expected)
+    trained, _ = fit(make, offload_strategy(tmp_path, activations=activations), tmp_path)
+    assert strategy.stats.num_saved == trained.strategy.stats.num_saved > 0  # the last step saved nothing through us
+    assert_nothing_left(tmp_path)
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(trainer.lightning_module)
+    assert strategy.stats.num_saved == trained.strategy.stats.num_saved  # those of the second fit
+
+
+def test_an_offloader_that_somebody_closes_in_fit_is_told_of(tmp_path):
+    """Only after ``teardown`` is a step without us what was asked for."""
+
+    class Closes(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.strategy.offloader.close()
+
+    with pytest.raises(OffloaderClosedError, match="not open"):
+        fit(Net, offload_strategy(tmp_path), tmp_path, callbacks=[Closes()])
+
+
+def test_a_step_after_fit_with_states_on_ssd_says_where_they_are(tmp_path):
+    policy = OffloadPolicy(activations="keep", optimizer_states="offload")
+    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
+    with pytest.raises(OffloaderClosedError, match=r"files are closed; load its state_dict\(\) into another one"):
+        fit_and_a_step(Unlogged, SSDOffloadStrategy(policy=policy, hardware=hardware), tmp_path)
 
 
 class Sabotage(L.Callback):

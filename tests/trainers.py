@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +112,13 @@ class Net(L.LightningModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
+class Unlogged(Net):
+    """For :func:`step_after_fit`: Lightning has nowhere to log to then."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
 class ManualNet(Net):
     """Two optimizers in turn, as a GAN has them; ``through_lightning=False`` calls ``loss.backward()`` itself."""
 
@@ -193,6 +201,17 @@ def fit(make: Callable[[], Net], strategy: Strategy | str, directory: Path, **mo
             warnings.filterwarnings("ignore", message, category=kind or Warning)
         trainer.fit(module)
     return trainer, module
+
+
+def step_after_fit(trainer: L.Trainer) -> None:
+    """Call the loop once more when everything has been torn down, as some of Lightning's own tests do."""
+    module = trainer.lightning_module
+    kwargs = OrderedDict(batch=list(module.dataset()[:BATCH_SIZE]), batch_idx=0)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if module.automatic_optimization:
+        epoch_loop.automatic_optimization.run(trainer.optimizers[0], 0, kwargs)
+    else:
+        epoch_loop.manual_optimization.run(kwargs)
 
 
 def result(module: Net) -> dict[str, Any]:
