@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.data import DataLoader, DistributedSampler
 
+from recipes.mistakes import ConfigMistake, make_directory
+
 __all__ = ["EOS_TOKEN", "MASK_TOKEN", "PAD_TOKEN", "SyntheticData", "TextData", "TokenData", "python_text", "tokenize"]
 
 PAD_TOKEN, EOS_TOKEN, MASK_TOKEN = range(3)
@@ -57,7 +59,9 @@ def tokenize(text: str, vocab_size: int) -> Tensor:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     if vocab_size < _MIN_VOCABULARY:
-        raise ValueError(f"data.vocab_size={vocab_size}; allowed: at least {_MIN_VOCABULARY} (256 bytes and specials)")
+        raise ConfigMistake(
+            f"data.vocab_size={vocab_size}; allowed: at least {_MIN_VOCABULARY} (256 bytes and specials)"
+        )
     documents = [document for document in text.split(_DOCUMENT_BORDER) if document]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -134,7 +138,7 @@ class TokenData(pl.LightningDataModule):
             num_windows = len(tokens) // self.sequence_length
             needed = (self.num_val_batches + 1) * self.batch_size
             if num_windows < needed:
-                raise ValueError(
+                raise ConfigMistake(
                     f"the text has {len(tokens)} tokens, which is {num_windows} windows of data.sequence_length="
                     f"{self.sequence_length}; one training batch and data.num_val_batches={self.num_val_batches} of "
                     f"data.batch_size={self.batch_size} need {needed}. Give more text or ask for less"
@@ -218,7 +222,7 @@ class TextData(TokenData):
             return python_text(self.max_text_bytes)
         file = Path(self.path).expanduser()
         if not file.is_file():
-            raise FileNotFoundError(f"data.path={self.path!r} is no file; give a UTF-8 text file, or null for Python's")
+            raise ConfigMistake(f"data.path={self.path!r} is no file; give a UTF-8 text file, or null for Python's")
         with file.open("rb") as stream:
             return stream.read(self.max_text_bytes).decode(errors="ignore")
 
@@ -231,7 +235,7 @@ class TextData(TokenData):
             found: Tensor = torch.load(cached, weights_only=True)
             return found
         tokens = tokenize(text, self.vocab_size)
-        self.cache_dir.mkdir(parents=True, exist_ok=True)
+        make_directory("data.cache_dir", self.cache_dir)
         # Renamed when complete, so that runs side by side never read half a file.
         with tempfile.NamedTemporaryFile(dir=self.cache_dir, suffix=".tmp", delete=False) as stream:
             torch.save(tokens, stream)
@@ -279,4 +283,11 @@ class SyntheticData(TokenData):
         generator = torch.Generator().manual_seed(self.seed)
         num_tokens = (self.num_batches + self.num_val_batches) * self.batch_size * self.sequence_length
         lowest = len(_SPECIAL_TOKENS)
-        return torch.randint(lowest, self.vocab_size, (num_tokens,), generator=generator, dtype=torch.int32)
+        try:
+            return torch.randint(lowest, self.vocab_size, (num_tokens,), generator=generator, dtype=torch.int32)
+        except (RuntimeError, TypeError) as error:  # no memory, or more than a tensor may have
+            raise ConfigMistake(
+                f"data.num_batches={self.num_batches} and data.num_val_batches={self.num_val_batches} of "
+                f"data.batch_size={self.batch_size} windows are {num_tokens} tokens, which do not fit in memory; ask "
+                "for fewer"
+            ) from error

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from lightning_ssd.blocks import find_blocks
 from lightning_ssd.first_calls import settle_first_calls
 from recipes.data import MASK_TOKEN, PAD_TOKEN
+from recipes.mistakes import ConfigMistake
 
 __all__ = ["LanguageModel", "Objective", "build_network", "compute_loss", "make_inputs"]
 
@@ -42,7 +43,10 @@ def build_network(config: PreTrainedConfig, objective: Objective) -> nn.Module:
     if objective not in _BUILDERS:
         raise ValueError(f"model.objective={objective!r}; allowed: {', '.join(map(repr, _BUILDERS))}")
     settle_first_calls()  # so that plain training, too, is the same in every process
-    network = cast(nn.Module, _BUILDERS[objective].from_config(config))
+    try:
+        network = cast(nn.Module, _BUILDERS[objective].from_config(config))
+    except (ValueError, TypeError, ArithmeticError, AssertionError) as error:  # sizes that do not go together
+        raise ConfigMistake(f"model.config: {type(config).__name__} cannot be built: {error}") from error
     # Some architectures come out of from_config in evaluation mode, which would switch dropout off.
     return network.train()
 

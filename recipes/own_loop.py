@@ -5,15 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_ssd.errors import BackendUnavailableError, BudgetError, UnsuitablePathError
-from recipes.schema import SCHEMA, ConfigMistake
+from lightning_ssd.errors import BackendUnavailableError, BudgetError, ConfigError, StorageError
+from recipes.mistakes import ConfigMistake, refusal, say_as_keys
+from recipes.schema import SCHEMA
 from recipes.summary import RunSummary
 
-__all__ = ["endless", "run_command"]
+__all__ = ["MISTAKES", "endless", "run_command"]
+
+MISTAKES = (ConfigMistake, ConfigError, StorageError, BackendUnavailableError, BudgetError)
+"""What settings and directories of the user's may end a run with: the message says all, the way to it nothing."""
 
 
 def endless(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
@@ -39,9 +43,17 @@ def run_command(
     overrides.insert(0, f"output_dir={output_dir}")
     try:
         config, choices = SCHEMA.compose(overrides)
+        SCHEMA.check_config(config)
+        if config.trainer.max_steps < 1:
+            raise ConfigMistake(
+                f"trainer.max_steps={config.trainer.max_steps}: expected a whole number of at least 1, since this loop "
+                "counts steps alone"
+            )
         summary = train(config, model=choices["model"], offload=choices["offload"])
-    except (ConfigMistake, HydraException, UnsuitablePathError, BackendUnavailableError, BudgetError) as mistake:
-        sys.exit(str(mistake))
+    except InstantiationException as error:
+        sys.exit(refusal(error))
+    except (HydraException, *MISTAKES) as mistake:
+        sys.exit(say_as_keys(str(mistake)))
     print(summary.line(), flush=True)
     return summary
 

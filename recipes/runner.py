@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +16,9 @@ from lightning_ssd import Offloader, OffloadStats
 from recipes.data import TokenData
 from recipes.determinism import make_deterministic
 from recipes.meter import StepMeter, num_warmup, weights_digest
+from recipes.mistakes import ConfigMistake, make_directory
 from recipes.models import LanguageModel
-from recipes.schema import SCHEMA, ConfigMistake
+from recipes.schema import SCHEMA
 from recipes.summary import RunSummary
 
 __all__ = ["MeterCallback", "run"]
@@ -70,6 +72,7 @@ def run(config: DictConfig, *, model: str, offload: str) -> RunSummary:
         ConfigMistake: a key or an option is mistyped; nothing was built.
     """
     SCHEMA.check_config(config)
+    make_directory("output_dir", Path(config.output_dir))  # the results come last, and are to have a place
     pl.seed_everything(config.seed, workers=True, verbose=False)
     data = instantiate(config.data)
     module = instantiate(config.model, _convert_="all")
@@ -111,6 +114,12 @@ def _check_together(module: LanguageModel, data: TokenData) -> None:
         value = getattr(data, name)
         if value > limit:
             raise ConfigMistake(f"data.{name}={value} is more than the model takes; allowed: up to {limit}")
+    heads, shared = (getattr(module.config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if heads and shared and heads % shared:  # transformers finds it out in the middle of a forward
+        raise ConfigMistake(
+            f"model.config.num_key_value_heads={shared} does not divide model.config.num_attention_heads={heads}; "
+            "allowed: a divisor of it"
+        )
 
 
 def _finish(loggers: list[Logger]) -> None:

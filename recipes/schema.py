@@ -22,8 +22,13 @@ from urllib.parse import urlsplit
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.mistakes import ConfigMistake
+from recipes.values import is_interpolation, mistake_in
 
 __all__ = ["SCHEMA", "ConfigMistake", "Schema"]
 
@@ -31,13 +36,13 @@ _TARGET = "_target_"
 _HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
 # The user is free to name the entries of these; each entry is a target.
 _FREE_NAMES = ("callbacks", "logger")
+# An offload option may have no settings.
+_NEEDED = ("seed", "output_dir", "model", "data", "trainer", "hardware", *_FREE_NAMES)
+# The only group whose default is none of its options.
+_OPTIONAL_GROUPS = ("experiment",)
 
 Tree = Mapping[str, Any]
 KeyPath = tuple[str, ...]
-
-
-class ConfigMistake(ValueError):
-    """A key or option that does not exist. The message has its full name, the nearest match and what is allowed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +67,13 @@ class Schema:
         return sorted({*map(str, primary), *self.groups} - {"defaults", "hydra"})
 
     def check_config(self, config: DictConfig) -> None:
-        """Check every key and every closed choice of a composed configuration, wherever it was written.
+        """Check every key and every value of a composed configuration, wherever it was written.
 
         Raises:
             ConfigMistake: for the first wrong one.
         """
         tree = _plain(config)
+        self._check_needed(tree)
         for path, node in _nodes(tree, ()):
             for key in node:
                 self._check_key(tree, (*path, str(key)))
@@ -79,12 +85,20 @@ class Schema:
                     raise ConfigMistake(
                         f"{name}.{key}={entry!r} names nothing to build; give it a _target_ and arguments"
                     )
+        _check_values(tree, _resolved(config))
 
-    def check_overrides(self, overrides: Sequence[str]) -> None:
+    def _check_needed(self, tree: Tree) -> None:
+        for key in _NEEDED:
+            if key not in tree or (key in self.groups and not isinstance(tree[key], Mapping)):
+                options = f"{key}=OPTION, of {_listed(self.groups[key])}" if key in self.groups else f"{key}=VALUE"
+                raise ConfigMistake(f"{key} is missing: every run needs it. Allowed: {options}")
+
+    def check_overrides(self, overrides: Sequence[str], *, sweeps: bool = True) -> None:
         """Check the overrides of a command line, sweeps included, before any job starts.
 
         Args:
             overrides: as given, such as ``model=gpt,bert`` or ``+trainer.gradient_clip_val=1``.
+            sweeps: whether several values for one key are several runs.
 
         Raises:
             ConfigMistake: for the first wrong one.
@@ -92,11 +106,26 @@ class Schema:
         # Hydra's own settings and repackaged groups (model@other) are checked by Hydra.
         parsed = [
             override
-            for override in OverridesParser.create().parse_overrides(list(overrides))
+            for override in map(_parsed, overrides)
             if override.key_or_group.split(".")[0].split("/")[0] != "hydra" and override.package is None
         ]
+        for override in parsed:
+            if not sweeps and override.is_sweep_override():
+                raise ConfigMistake(
+                    f"{override.input_line}: several values; add -m to run each of them, or write a list: "
+                    f"{override.key_or_group}=[first,second]"
+                )
         groups = [override for override in parsed if override.key_or_group in self.groups]
         for override in groups:
+            if override.is_delete() and override.key_or_group in _NEEDED:
+                raise ConfigMistake(
+                    f"{override.input_line}: every run needs it. Allowed: {override.key_or_group}=OPTION, of "
+                    f"{_listed(self.groups[override.key_or_group])}"
+                )
+            if override.is_add():
+                raise ConfigMistake(
+                    f"{override.input_line}: every run has a {override.key_or_group}; write it without the plus sign"
+                )
             for option in _values(override):
                 self._check_option(override.key_or_group, option)
         keys = [override for override in parsed if override.key_or_group not in self.groups]
@@ -115,7 +144,7 @@ class Schema:
         Raises:
             ConfigMistake: for the first wrong override.
         """
-        self.check_overrides(overrides)
+        self.check_overrides(overrides, sweeps=False)
         with initialize_config_dir(str(self.config_dir), version_base="1.3"):
             config = compose(self.config_name, overrides=list(overrides), return_hydra_config=True)
         choices = {group: str(option) for group, option in config.hydra.runtime.choices.items()}
@@ -133,10 +162,14 @@ class Schema:
                 f"Allowed for {path[0]}: {_listed(self.groups[path[0]])}"
             )
         self._check_key(tree, path, written=override.input_line)
+        if override.is_add() and not override.is_force_add() and _descend(tree, path) is not None:
+            raise ConfigMistake(f"{override.input_line}: there is such a key already; write it without the plus sign")
         parent = _descend(tree, path[:-1])
         choices = _choices(parent).get(path[-1]) if isinstance(parent, Mapping) else None
-        for value in _values(override) if choices else ():
-            _check_choice(override.key_or_group, value, choices or ())
+        for value in _values(override):
+            if choices:
+                _check_choice(override.key_or_group, value, choices)
+            _check_value(override.key_or_group, value)
 
     def _check_key(self, tree: Tree, path: KeyPath, *, written: str | None = None) -> None:
         """Walk down ``path`` and refuse the first part that the node above it does not know."""
@@ -144,17 +177,20 @@ class Schema:
         for depth, part in enumerate(path):
             allowed = self.top_keys if depth == 0 else _parameters(node, path[:depth])
             if allowed is not None and part not in allowed:
-                raise ConfigMistake(_unknown_key(tree, path[: depth + 1], allowed, written))
+                raise ConfigMistake(_unknown_key(tree, path, depth, allowed, written))
             node = node.get(part)
             if not isinstance(node, Mapping):
+                if node is not None and path[depth + 1 :]:
+                    raise ConfigMistake(_key_below_a_value(tree, path, depth, node))
                 return
 
     def _check_option(self, group: str, option: Any) -> None:
         allowed = self.groups[group]
         for name in option if isinstance(option, list) else [option]:
-            if name is not None and name not in allowed:
+            if name not in allowed and not (name is None and group in _OPTIONAL_GROUPS):
+                hint = _hint(str(name), allowed, f"{group}=")
                 raise ConfigMistake(
-                    f"{group}={name}: there is no such option.{_hint(str(name), allowed, f'{group}=')}\n"
+                    f"{group}={'null' if name is None else name}: there is no such option.{hint}\n"
                     f"Allowed for {group}: {_listed(allowed)}"
                 )
 
@@ -169,20 +205,73 @@ class Schema:
                 yield _plain(compose(self.config_name, overrides=words))
 
 
-def _unknown_key(tree: Tree, path: KeyPath, allowed: Sequence[str], written: str | None) -> str:
-    full, above = ".".join(path), ".".join(path[:-1])
-    hint = _hint(path[-1], allowed, f"{above}." if above else "")
-    elsewhere = [".".join((*where, key)) for where, node in _nodes(tree, ()) for key in node if key == path[-1]]
-    if not hint and elsewhere:
-        hint = f" Did you mean {elsewhere[0]}?"
+def _parsed(override: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise ConfigMistake(
+            f"{override!r}: expected KEY=VALUE, GROUP=OPTION or ~KEY, without spaces around the equals sign. A value "
+            "with spaces, commas, brackets or letters beyond ASCII needs quotes of its own within those of the shell: "
+            "'data.path=\"my text.txt\"'"
+        ) from error
+
+
+def _unknown_key(tree: Tree, path: KeyPath, depth: int, allowed: Sequence[str], written: str | None) -> str:
+    """``path[depth]`` is the first part that nobody knows."""
+    full, above = ".".join(path[: depth + 1]), ".".join(path[:depth])
+    near = "" if path[depth + 1 :] else _hint(path[depth], allowed, f"{above}." if above else "")
+    hint = near or _elsewhere(tree, path) or _hint(path[depth], allowed, f"{above}." if above else "")
     origin = f" (in the override {written!r})" if written else ""
     where = f"below {above}" if above else "at the top"
     return f"{full}: there is no such key{origin}.{hint}\nAllowed {where}: {_listed(allowed)}"
 
 
+def _key_below_a_value(tree: Tree, path: KeyPath, depth: int, value: Any) -> str:
+    above, full = ".".join(path[: depth + 1]), ".".join(path)
+    return f"{full}: there is no such key, since {above}={value} is one value.{_elsewhere(tree, path)}"
+
+
+def _elsewhere(tree: Tree, path: KeyPath) -> str:
+    """Where the last part of what was written is a key; the same group comes first."""
+    found = [(*where, key) for where, node in _nodes(tree, ()) for key in node if key == path[-1]]
+    found.sort(key=lambda other: other[0] != path[0])
+    return f" Did you mean {'.'.join(found[0])}?" if found else ""
+
+
+def _check_values(tree: Tree, resolved: Tree) -> None:
+    """What an interpolation gives is checked where it stands as well, since other rules may hold there."""
+    derived = []
+    for path, node in _nodes(resolved, ()):
+        written = _descend(tree, path)
+        for key, value in node.items():
+            place = ".".join((*path, str(key)))
+            if isinstance(written, Mapping) and is_interpolation(written.get(key)):
+                derived.append((place, value))
+            else:
+                _check_value(place, value)
+    for place, value in derived:
+        _check_value(place, value)
+
+
+def _check_value(key: str, value: Any) -> None:
+    mistake = mistake_in(key, value)
+    if mistake is not None:
+        raise ConfigMistake(mistake)
+
+
+def _resolved(config: DictConfig) -> Tree:
+    try:
+        return typing.cast(Tree, OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    except OmegaConfBaseException as error:
+        said = str(error).splitlines()[0]
+        raise ConfigMistake(
+            f"{error.full_key or 'the configuration'}: {said}; allowed: ${{KEY}} of a key that is there"
+        ) from error
+
+
 def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     # An interpolation is somebody else's value; it is checked where it is written.
-    if value not in choices and not (isinstance(value, str) and value.startswith("${")):
+    if value not in choices and not is_interpolation(value):
         raise ConfigMistake(
             f"{name}={value}: there is no such choice.{_hint(str(value), choices, f'{name}=')}\n"
             f"Allowed for {name}: {_listed(choices)}"

@@ -20,35 +20,33 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig
 
-from recipes.schema import SCHEMA, ConfigMistake
+from recipes.mistakes import ConfigMistake, refusal, say_as_keys
+from recipes.schema import SCHEMA
 from recipes.summary import RunSummary
 
 __all__ = ["main"]
 
 # With these Hydra prints something, or takes other files than ours, of which we do not know what may be in them.
 _UNCHECKED_FLAGS = ("-h", "--help", "--hydra-help", "-sc", "--shell-completion", "-i", "--info")
+_FLAGS_WITH_A_WORD = ("-c", "--cfg", "-p", "--package", "--experimental-rerun")
 _OTHER_FILES_FLAGS = ("-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir")
 
 
 def _job(config: DictConfig) -> None:
     # Imported here, because it takes seconds: a mistake on the command line has stopped us before.
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lightning_ssd.errors import BackendUnavailableError, BudgetError, UnsuitablePathError
+    from recipes.own_loop import MISTAKES
     from recipes.runner import run
 
     _tidy_logging()
     choices = HydraConfig.get().runtime.choices
     try:
         summary = run(config, model=str(choices["model"]), offload=str(choices["offload"]))
-    except (ConfigMistake, UnsuitablePathError, BackendUnavailableError, BudgetError) as mistake:
-        sys.exit(str(mistake))
+    except MISTAKES as mistake:
+        sys.exit(say_as_keys(str(mistake)))
     except InstantiationException as error:
-        # A setting was refused by what it sets: the message is for the user, the way to it is not.
-        if not isinstance(error.__cause__, ValueError | MisconfigurationException):
-            raise
-        sys.exit(str(error.__cause__))
+        sys.exit(refusal(error))
     rank_zero_only(_report)(summary, Path(config.output_dir))
     # The next job of a sweep runs in this process; its resting level must not hold this one's model.
     gc.collect()
@@ -71,9 +69,11 @@ def _refuse_mistakes(arguments: list[str]) -> None:
     """Before Hydra sees them: it accepts some, advises to add others, and starts a sweep that fails in the middle."""
     if any(argument in _UNCHECKED_FLAGS + _OTHER_FILES_FLAGS for argument in arguments):
         return
-    overrides = [word for word in arguments if word.startswith("~") or ("=" in word and word[0] != "-")]
+    before = ["", *arguments]
+    words = [word for word, flag in zip(arguments, before, strict=False) if flag not in _FLAGS_WITH_A_WORD]
+    overrides = [word for word in words if not word.startswith("-")]
     try:
-        SCHEMA.check_overrides(overrides)
+        SCHEMA.check_overrides(overrides, sweeps=any(flag in arguments for flag in ("-m", "--multirun")))
     except (ConfigMistake, HydraException) as mistake:
         sys.exit(str(mistake))
 

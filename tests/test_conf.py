@@ -226,7 +226,7 @@ def test_a_mistake_in_a_file_is_found_too(key: str, value: Any, match: str, tmp_
     [
         (["+offload.min_tensor_byte=4"], "Did you mean offload.min_tensor_bytes"),
         (["-m", "offload=keep,sdd", "model=gpt"], "Did you mean offload=ssd"),
-        (["model=[gpt"], "no viable alternative at input"),
+        (["model=[gpt"], r"expected KEY=VALUE, GROUP=OPTION or ~KEY.* needs quotes of its own"),
     ],
 )
 def test_the_command_stops_with_the_message(

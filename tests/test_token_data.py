@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recipes.data import EOS_TOKEN, SyntheticData, TextData, python_text, tokenize
+from recipes.mistakes import ConfigMistake
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_text_data_reads_the_users_file(tmp_path: Path) -> None:
     assert data.read_text() == file.read_text(encoding="utf-8")
     assert next(iter(data.train_dataloader())).shape == (2, 8)
     missing = TextData(path=str(tmp_path / "none.txt"))
-    with pytest.raises(FileNotFoundError, match=r"data\.path='.*none\.txt' is no file; give a UTF-8 text file"):
+    with pytest.raises(ConfigMistake, match=r"data\.path='.*none\.txt' is no file; give a UTF-8 text file"):
         missing.read_text()
 
 
@@ -88,7 +89,7 @@ def test_several_processes_share_one_order(monkeypatch: pytest.MonkeyPatch) -> N
 def test_too_little_text_and_too_few_tokens_are_refused() -> None:
     data = TextData(max_text_bytes=2_000, vocab_size=300, sequence_length=512, batch_size=4, cache_dir="unused")
     data.make_tokens = lambda: tokenize(data.read_text(), 300)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"windows of data\.sequence_length=512; .* need 8\. Give more text"):
+    with pytest.raises(ConfigMistake, match=r"windows of data\.sequence_length=512; .* need 8\. Give more text"):
         data.train_dataloader()
-    with pytest.raises(ValueError, match=r"data\.vocab_size=100; allowed: at least 259"):
+    with pytest.raises(ConfigMistake, match=r"data\.vocab_size=100; allowed: at least 259"):
         tokenize("text", 100)
