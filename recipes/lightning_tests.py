@@ -67,7 +67,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"connectors\.test_accelerator_connector\..*: (AssertionError: )?"
-        r"(assert False|Regex pattern|\S*MisconfigurationException: `Trainer\(strategy=<|ValueError: You set `strategy=<)",
+        r"(assert False|Regex pattern|\S*MisconfigurationException: `Trainer\(|ValueError: You set `strategy=<)",
         "asks which strategy, launcher or environment Lightning chooses by itself; here it is given ours",
     ),
     (
