@@ -36,7 +36,7 @@ def run_round(
     Args:
         index: number of the round; steps are compared within one.
         jobs: one per mode.
-        args: ``steps``, ``warmup``, ``turn_steps`` and ``within``.
+        args: ``steps``, ``warmup``, ``turn_steps``, ``within`` and ``started_s``.
         details: also what plain PyTorch holds, and the profiles that plans were made from.
         failed: takes the modes that run out of memory, and what to say of them; the others go on, and no sample of
             those comes back. ``None``: then that is an error like any other.
@@ -97,9 +97,8 @@ def _take_turns(
 ) -> list[Sample]:
     """Warm-up lasts until each planned mode follows a plan: the first steps are profiled, and plans take a while.
 
-    Where time is short, half of it is for the warm-up.
+    Where time is short, half of it is for the start and the warm-up.
     """
-    begin = time.monotonic()
     samples: list[Sample] = []
     planned = {child.mode for child in children if parse_mode(child.mode).is_planned}
     num_warmup = max(args.warmup, PLANNED_WARMUP) if planned else args.warmup
@@ -121,7 +120,7 @@ def _take_turns(
         _check_memory(_alive(children, failed))
         unplanned -= set(failed or ())
         turn += 1
-        spent = 0.0 if args.within is None else (time.monotonic() - begin) / args.within
+        spent = 0.0 if args.within is None else (time.monotonic() - args.started_s) / args.within
         if spent > 0.5:
             num_warmup = min(num_warmup, turn)
         elif turn == num_warmup and unplanned and num_warmup < args.warmup + MAX_EXTRA_WARMUP:

@@ -193,8 +193,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, rounds: int = 3, steps
         "--warmup", type=int, default=warmup, help=f"turns before these; for planned modes {PLANNED_WARMUP} at least"
     )
     parser.add_argument(
-        "--within", type=float, metavar="SECONDS", help="end a round after so long: fewer turns, but one timed one"
+        "--within", type=float, metavar="SECONDS", help="make fewer turns, but one timed one, where all takes longer"
     )
+    parser.set_defaults(started_s=time.monotonic())
     parser.add_argument("--turn-steps", type=int, help="steps per turn, the first of several not timed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")

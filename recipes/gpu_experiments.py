@@ -17,7 +17,7 @@ _KVIKIO = "tests/storage/test_kvikio.py"
 _NUM_SWEPT = 17
 """Contenders of ``bench_io --sweep``: sixteen shapes of ours, and fio or what stands in for it."""
 _DRIVES_S, _OPTIMIZER_S = 15.0, 30.0
-_TOY = ("--layers=2", "--width=128", "--heads=4", "--sequence=128", "--batch=8", "--vocabulary=211")
+_TOY = ("--layers=2", "--width=128", "--heads=4", "--sequence=128", "--batch=8", "--vocabulary=211", "--threads=1")
 _PYTEST = (
     *("-m", "pytest", "--import-mode=importlib", "--continue-on-collection-errors", "-v", "--durations=5"),
     # The settings of the checkout name options of plugins that may not be installed, and make warnings errors.
@@ -158,7 +158,7 @@ def _steps(room: Room | None, directory: Path, *, rehearse: bool) -> list[Experi
             question=question,
             kind="steps",
             command=("-m", "recipes.bench_step", *chosen, *brief, "--modes", modes, *where),
-            limit_s=120 if rehearse else limit_s,
+            limit_s=150 if rehearse else limit_s,
             least_s=30,
             skip=skip,
         )
@@ -171,7 +171,7 @@ def _drives(room: Room | None, directory: Path, *, rehearse: bool) -> list[Exper
     moved = 32 * MIB if rehearse or room is None else io_bytes(room, _DRIVES_S, _NUM_SWEPT)
     layers = 2 if room is None else optimizer_layers(room, _OPTIMIZER_S)
     brief = ("--part", "main", "--steps", "2", "--warmup", "1", "--modes", "torch,ssd,cache=50%")
-    size = ("--tiny",) if rehearse else ("--profile", "gpu", "--size", "350m", "--layers", str(layers))
+    size = ("--tiny", "--threads=1") if rehearse else ("--profile", "gpu", "--size", "350m", "--layers", str(layers))
     most = f"--max-written={2 * GIB + 2 * (_NUM_SWEPT + 1) * moved}"
     metered = f"--limit-bytes={(16 if rehearse else 256) * MIB}"
     device = () if rehearse else ("--profile", "gpu")
@@ -235,7 +235,7 @@ def _compiled(directory: Path, *, rehearse: bool) -> list[Experiment]:
 
 def command_line(experiment: Experiment, result: Path, limit_s: float) -> list[str]:
     """What is started. A benchmark that can end early is told to, with some time left for its table."""
-    filled = {"{result}": str(result), "{within}": f"{max(5.0, 0.6 * limit_s - 10):.0f}"}
+    filled = {"{result}": str(result), "{within}": f"{0.75 * limit_s:.0f}"}
     parts = list(experiment.command)
     for name, value in filled.items():
         parts = [part.replace(name, value) for part in parts]

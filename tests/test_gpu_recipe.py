@@ -164,8 +164,7 @@ def test_a_benchmark_is_told_to_end_before_its_limit() -> None:
     command = command_line(steps, Path("/out/steps.json"), 75.0)
     assert command[0] == sys.executable
     assert f"--json={Path('/out/steps.json')}" in command
-    assert "--within=35" in command
-    assert "--within=5" in command_line(steps, Path("r"), 20.0)
+    assert "--within=56" in command
 
 
 def test_facts_name_no_host_and_no_path(tmp_path: Path) -> None:
@@ -263,7 +262,8 @@ def test_a_test_that_was_interrupted_has_not_passed(tmp_path: Path) -> None:
     tests.write_text(f"import os, signal, time\ndef test_quick(): pass\n{endless}\n")
     result = tmp_path / "r.xml"
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", f"--junitxml={result}"]
-    done = subprocess.run([*command, str(tests)], capture_output=True, text=True, check=False, timeout=100)
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([*command, str(tests)], capture_output=True, text=True, check=False, timeout=100, env=env)
     assert done.returncode == 2, done.stdout
     answer = read_result("tests", result)
     assert answer == "1 passed, 0 failed, stopped in the next one (its name is in the log)"
