@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -147,6 +147,7 @@ def run_all(args: argparse.Namespace, directory: Path, results: Results) -> None
     _tell(first)
     row, content = run(first, min(first.limit_s, args.within), directory, args.out)
     results.facts = content or {"missing": row.answer}
+    results.head |= _versions(results.facts)
     results.add(row)
     files = [str(path.relative_to(ROOT)) for path in files_with_gpu_tests(ROOT / "tests")]
     for experiment in make_experiments(results.facts, directory, files, rehearse=args.rehearse):
@@ -162,6 +163,19 @@ def run_all(args: argparse.Namespace, directory: Path, results: Results) -> None
             continue
         _tell(experiment, limit_s)
         results.add(*run(experiment, limit_s, directory, args.out))
+
+
+def _versions(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Of what the numbers depend on, as far as it is known."""
+    packages = ", ".join(f"{name} {number}" for name, number in facts.get("packages", {}).items() if number)
+    driver = str(facts.get("driver", "unknown")).splitlines()[-1:]
+    return {
+        "machine": f"{facts.get('device', 'no CUDA device')}, {facts.get('cores', '?')} cores",
+        "kernel": str(facts.get("kernel", "unknown")),
+        "driver": f"{' '.join(driver)}; CUDA of PyTorch: {facts.get('cuda')}",
+        "software": packages or "unknown",
+        "commit": str(facts.get("commit", "unknown")),
+    }
 
 
 def _tell(experiment: Experiment, limit_s: float | None = None) -> None:

@@ -14,6 +14,11 @@ __all__ = ["Row", "as_json", "as_markdown", "read_result"]
 
 MIB = 1 << 20
 _MAX_NAMED = 6
+_LIMITS = (
+    "one round of few steps each, medians of one run: a first look, no benchmark",
+    "sizes follow from what this machine has, so that only numbers of one size compare",
+    "one process per experiment, ended when its time is up; numbers and logs of each are beside this table",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +144,10 @@ def as_json(head: Mapping[str, Any], facts: Mapping[str, Any], rows: Sequence[Ro
 
 
 def as_markdown(head: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """A head and the table."""
+    """What a reader needs to judge the numbers, then the table."""
     lines = [f"- {key}: {value}" for key, value in head.items()]
+    lines += [f"- limit: {limit}" for limit in _LIMITS]
+    lines += ["", *(f"{number}. `{row.command}`" for number, row in enumerate(rows, 1) if row.command)]
     lines += ["", "| # | question | how it went | seconds | answer |", "|---|---|---|---|---|"]
     for number, row in enumerate(rows, 1):
         cells = [str(number), row.question, row.status, f"{row.seconds:.0f}", row.answer]
