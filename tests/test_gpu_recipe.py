@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -302,6 +303,29 @@ def test_results_are_written_after_each_experiment(
     assert "- software: pytest 9.2.0\n" in out
     assert "\n2. `python3 -c " in out
     assert "on purpose" in out
+
+
+def test_ended_from_outside_it_leaves_no_process(tmp_path: Path) -> None:
+    source = (
+        "from recipes import gpu; from recipes.gpu_experiments import Experiment\n"
+        "sleeps = 'import os, sys, time; open(sys.argv[1], \\'w\\').write(str(os.getpid())); time.sleep(100)'\n"
+        "command = ('-c', sleeps, '{result}')\n"
+        "one = Experiment(name='one', question='?', kind='facts', command=command, limit_s=90, least_s=0)\n"
+        "gpu.of_facts = lambda *_, **__: one\n"
+        f"gpu.main(['--dir', {str(tmp_path / 'dir')!r}, '--out', {str(tmp_path)!r}])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pid = tmp_path / "one.json"
+    deadline_s = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    child = int(pid.read_text())
+    parent.terminate()
+    out, _ = parent.communicate(timeout=60)
+    assert parent.returncode == 128 + signal.SIGTERM
+    assert not is_running(child)
+    assert "| # | question |" in out, "the table of what there is comes all the same"
+    assert list((tmp_path / "dir").iterdir()) == []
 
 
 def test_without_a_card_it_says_so(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
