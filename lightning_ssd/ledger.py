@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightning_ssd.profiling import span
 from lightning_ssd.stats import Counters
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Ledger:
                 return has_waited
             has_waited = True
             # Not for ever: a graph that dies elsewhere makes room too, and its death is only noted.
-            self._write_ended.wait(0.1)
+            with span("lightning_ssd::stall"):
+                self._write_ended.wait(0.1)
 
     def write_gone(self) -> None:
         """A queued write has ended, in whatever way, or is no longer wanted."""

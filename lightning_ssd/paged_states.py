@@ -17,6 +17,7 @@ from lightning_ssd.master_weights import lift, lower
 from lightning_ssd.partition import Partition
 from lightning_ssd.planning.spreading import half_duplex_rate, respread, spread
 from lightning_ssd.planning.subgroups import Part, visit_order
+from lightning_ssd.profiling import spanned
 from lightning_ssd.shards import even_numel, is_shard
 from lightning_ssd.slicing import Trials
 from lightning_ssd.state_files import StateFiles
@@ -213,6 +214,7 @@ class PagedStates:
         self.update_s += time.perf_counter() - begin_s
         self._settle(visit.index, states, storage, keep=keep)
 
+    @spanned("lightning_ssd::update")
     def _run(
         self, pieces: Sequence[torch.Tensor], groups: Sequence[int], states: Sequence[State], changes: GroupChanges
     ) -> list[State]:
@@ -226,6 +228,7 @@ class PagedStates:
             for piece, tensor, state in zip(pieces, tensors, after, strict=True)
         ]
 
+    @spanned("lightning_ssd::flush")
     def _settle(self, index: int, states: Sequence[State], storage: torch.UntypedStorage | None, *, keep: bool) -> None:
         """Put states into the subgroup's memory, or into new memory if they have become others, and give it back."""
         subgroup = self.partition.subgroups[index]

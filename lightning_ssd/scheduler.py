@@ -26,6 +26,7 @@ from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.watch import Measured, Watch, is_worth_switching
 from lightning_ssd.planning.worth import Worth
+from lightning_ssd.profiling import spanned
 from lightning_ssd.recorder import Recorder
 from lightning_ssd.stalls import stall_seconds
 
@@ -259,7 +260,7 @@ class Scheduler:
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="lightning_ssd-plan")
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         kind.asked = traced, goal, machine
-        kind.future = self._executor.submit(make_plan, traced.trace, machine, goal)
+        kind.future = self._executor.submit(spanned("lightning_ssd::plan")(make_plan), traced.trace, machine, goal)
 
     def _goal(self, trace: Trace, others: Others) -> Goal:
         limit, wear = self._limits.of(others), self._wishes.wear_bytes_per_day

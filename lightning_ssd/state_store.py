@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.profiling import spanned
 from lightning_ssd.refusals import Refusals
 from lightning_ssd.returned_copies import ReturnedCopies
 from lightning_ssd.slots import SlotMover, Slots
@@ -117,6 +118,7 @@ class StateStore:
             self._queue = deque(indices)
             self._pump()
 
+    @spanned("lightning_ssd::fetch")
     def take(self, index: int) -> torch.UntypedStorage | None:
         """The memory of a subgroup, for the caller alone until :meth:`give`; ``None`` if it was never stored.
 
@@ -373,6 +375,7 @@ class StateStore:
             finally:
                 self._changed.release()
 
+    @spanned("lightning_ssd::stall")
     def _wait(self) -> None:
         """Until something has changed."""
         if self._is_closed:

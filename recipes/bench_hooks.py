@@ -1,14 +1,19 @@
-"""What our hooks cost per saved tensor that is not moved.
+"""What our hooks cost per saved tensor, of those that are not moved and of those that are.
 
 A chain of small operations, each of which saves one tensor, runs forward and backward with and without our context, in
 turns. The difference of the two times, divided by the number of saved tensors, is what packing and unpacking one of
 them costs beyond plain PyTorch. "identity hooks" are two Python functions that do nothing at all: no library that uses
 saved-tensor hooks can cost less. The library's in-place check is part of ours; identity hooks have none. Entering and
 leaving the context happens once for each pass, however many tensors it saves, and is told separately.
+
+A moved tensor costs time on the training thread and in workers, which share Python's lock with it. To see that alone, a
+backend in memory stands in for the drive and answers at once; on a CUDA device the copies are real. Backward begins
+when all writes have ended. What came back is compared with plain PyTorch's, so that nothing is measured that is wrong.
 """
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -25,10 +30,13 @@ import lightning_ssd
 from lightning_ssd.clock import HostClock
 from lightning_ssd.memory import level_bytes
 from lightning_ssd.recorder import Recorder
-from lightning_ssd.tensors import StorageKey
+from lightning_ssd.storage.arena import Arena
+from lightning_ssd.storage.backend import WrappedBackend
+from lightning_ssd.tensors import Region, StorageKey
 
 CHAIN = 400
 ROUNDS = 101
+MOVED_BYTES = 16 << 10
 TARGET_US = 3.0
 Context = Callable[[], AbstractContextManager[Any]]
 Chain = Callable[[Tensor], Tensor]
@@ -43,31 +51,39 @@ def _repeat(operation: Chain) -> Chain:
     return chain
 
 
-def cost_us(chain: Chain, context: Context) -> float:
+def cost_us(chain: Chain, context: Context, *, device: str = "cpu", rounds: int = ROUNDS) -> float:
     """Median over rounds of (with - without) / tensors, in microseconds."""
-    x = torch.full((4, 4), 0.5, requires_grad=True)
+    x = torch.full((4, 4), 0.5, device=device, requires_grad=True)
     differences = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         without, with_hooks = (_time_s(chain, x, used) for used in (nullcontext, context))
         differences.append((with_hooks - without) / CHAIN * 1e6)
     return statistics.median(differences)
 
 
 def _time_s(chain: Chain, x: Tensor, context: Context) -> float:
+    _catch_up(x.device)
     with context():
         begin = time.perf_counter()
         y = chain(x)
         forward_s = time.perf_counter() - begin
     ones = torch.ones_like(y)
+    _catch_up(x.device)
     begin = time.perf_counter()
     y.backward(ones)
     return forward_s + time.perf_counter() - begin
 
 
-def pass_us(context: Context) -> float:
+def _catch_up(device: torch.device) -> None:
+    """What is measured is Python, which a device that is behind would hold up."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def pass_us(context: Context, *, device: str = "cpu", rounds: int = ROUNDS) -> float:
     """Median of entering and leaving the context, between passes of the usual length, in microseconds."""
-    x, chain, costs = torch.full((4, 4), 0.5, requires_grad=True), _repeat(torch.sin), []
-    for _ in range(ROUNDS):
+    x, chain, costs = torch.full((4, 4), 0.5, device=device, requires_grad=True), _repeat(torch.sin), []
+    for _ in range(rounds):
         begin = time.perf_counter()
         with context():
             entered = time.perf_counter()
@@ -78,12 +94,86 @@ def pass_us(context: Context) -> float:
     return statistics.median(costs)
 
 
-def recording_us() -> float:
+class InstantBackend(WrappedBackend):
+    """A drive that answers at once: bytes lie in host memory."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._chunks: dict[tuple[int, int], bytes] = {}
+
+    @property
+    def name(self) -> str:
+        return "memory, in place of a drive"
+
+    @property
+    def moves_device_memory(self) -> bool:
+        return False  # whatever the inner one can: what is measured goes through staging buffers
+
+    def write(self, arena: Arena, region: Region, offset: int) -> None:
+        self._chunks[id(arena), offset] = ctypes.string_at(region.address, region.nbytes)
+
+    def read(self, arena: Arena, region: Region, offset: int) -> None:
+        ctypes.memmove(region.address, self._chunks[id(arena), offset], region.nbytes)
+
+
+def moved_us(hardware: lightning_ssd.HardwareProfile, *, device: str = "cpu", rounds: int = ROUNDS) -> dict[str, Any]:
+    """Medians of what a moved tensor costs beyond plain PyTorch, in microseconds; CPU seconds are its own, not beyond.
+
+    Raises:
+        RuntimeError: gradients differ from plain PyTorch's, or less than half of the tensors were moved.
+    """
+    x = torch.linspace(0.1, 0.9, MOVED_BYTES // 4, device=device).requires_grad_()
+    chain = _repeat(torch.sin)
+    policy = lightning_ssd.OffloadPolicy(activations="offload", min_tensor_bytes=MOVED_BYTES)
+    costs: list[dict[str, float]] = []
+    with lightning_ssd.Offloader(
+        policy=policy, hardware=hardware, device=device, _wrap_backend=InstantBackend
+    ) as offloader:
+        for _ in range(rounds):
+            plain, expected = _clocked(chain, x, nullcontext, lambda: None)
+            before = offloader.stats.bytes_written
+            ours, found = _clocked(chain, x, offloader.saved_tensors, offloader.flush)
+            offloader.end_backward()
+            moved = (offloader.stats.bytes_written - before) / MOVED_BYTES
+            if not torch.equal(found, expected):
+                raise RuntimeError("moved tensors gave other gradients than plain PyTorch; report this")
+            if moved < CHAIN / 2:  # those that are wanted back soonest stay
+                raise RuntimeError(f"{moved:.0f} of {CHAIN} tensors were moved; this measures something else")
+            names = ("forward", "backward")
+            costs.append({f"{name}_us": (ours[name] - plain[name]) / moved * 1e6 for name in names})
+            costs[-1] |= {f"{name}_us": ours[name] / moved * 1e6 for name in ("thread", "process")}
+            costs[-1]["moved_share"] = moved / CHAIN
+    return {name: statistics.median(cost[name] for cost in costs) for name in costs[0]}
+
+
+def _clocked(chain: Chain, x: Tensor, context: Context, between: Callable[[], None]) -> tuple[dict[str, float], Tensor]:
+    """Wall times of both directions; CPU time of this thread, and of the process with workers; the gradient."""
+    x.grad = None
+    _catch_up(x.device)
+    thread, process = time.thread_time(), time.process_time()
+    begin = time.perf_counter()
+    with context():
+        y = chain(x)
+    forward_s = time.perf_counter() - begin
+    between()
+    ones = torch.ones_like(y)
+    _catch_up(x.device)
+    begin = time.perf_counter()
+    y.backward(ones)
+    _catch_up(x.device)
+    times = {"forward": forward_s, "backward": time.perf_counter() - begin}
+    times |= {"thread": time.thread_time() - thread, "process": time.process_time() - process}
+    if x.grad is None:
+        raise RuntimeError("backward has left no gradient")
+    return times, x.grad
+
+
+def recording_us(rounds: int = ROUNDS) -> float:
     """What a profiled pass costs per storage that is large enough to move: told of pack, unpack and death."""
     tensors = [torch.empty(16) for _ in range(CHAIN)]
     keys = [StorageKey(tensor.untyped_storage()) for tensor in tensors]
     device, costs = torch.device("cpu"), []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         recorder = Recorder(HostClock(), partial(level_bytes, device))
         begin = time.perf_counter()
         for key in keys:
@@ -99,10 +189,10 @@ def recording_us() -> float:
     return statistics.median(costs)
 
 
-def bench_hooks(directory: Path) -> dict[str, Any]:
+def bench_hooks(directory: Path, *, device: str = "cpu", rounds: int = ROUNDS) -> dict[str, Any]:
     """Measure, print and return the table."""
     torch.set_num_threads(1)
-    holder = nn.Linear(4, 4, bias=False).requires_grad_(False)
+    holder = nn.Linear(4, 4, bias=False, device=device).requires_grad_(False)
     weight = holder.weight
     chains = {
         "small result of an operation": _repeat(torch.sin),
@@ -117,13 +207,14 @@ def bench_hooks(directory: Path) -> dict[str, Any]:
     }
     rows = []
     for name, chain in chains.items():
-        identity = cost_us(chain, lambda: saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
-        with lightning_ssd.Offloader(policy=policies[name], hardware=hardware) as offloader:
+        nothing = partial(saved_tensors_hooks, lambda tensor: tensor, lambda tensor: tensor)
+        identity = cost_us(chain, nothing, device=device, rounds=rounds)
+        with lightning_ssd.Offloader(policy=policies[name], hardware=hardware, device=device) as offloader:
             offloader.register_module(holder)
-            ours = cost_us(chain, offloader.saved_tensors)
+            ours = cost_us(chain, offloader.saved_tensors, device=device, rounds=rounds)
             written = offloader.stats.bytes_saved
             if name == "small result of an operation":
-                once = pass_us(offloader.saved_tensors)
+                once = pass_us(offloader.saved_tensors, device=device, rounds=rounds)
                 if written:
                     raise RuntimeError(f"{written} bytes were not kept; this measures something else")
         rows.append(
@@ -132,7 +223,16 @@ def bench_hooks(directory: Path) -> dict[str, Any]:
     print(f"| saved tensor | ours, us | identity hooks, us | target, us |\n{'|---' * 4}|")
     for row in rows:
         print(f"| {row['saved tensor']} | {row['ours_us']:.2f} | {row['identity_us']:.2f} | {TARGET_US} |")
-    recording = recording_us()
+    moved = moved_us(hardware, device=device, rounds=max(3, rounds // 5))
+    print(
+        f"\n| moved tensor ({MOVED_BYTES >> 10} KiB, {device}) | us |\n|---|---|\n"
+        f"| forward, beyond plain PyTorch | {moved['forward_us']:.1f} |\n"
+        f"| backward, beyond plain PyTorch | {moved['backward_us']:.1f} |\n"
+        f"| CPU time of the training thread | {moved['thread_us']:.1f} |\n"
+        f"| CPU time of the process | {moved['process_us']:.1f} |\n\n"
+        f"Of {CHAIN} tensors {moved['moved_share']:.0%} were moved; their cost holds that of the others."
+    )
+    recording = recording_us(rounds)
     print(f"\nEach pass costs {once:.0f} us more, however many tensors it saves.")
     print(f"A profiled pass costs {recording:.1f} us more per storage of at least min_tensor_bytes.")
-    return {"summary": rows, "pass_us": once, "recording_us": recording}
+    return {"summary": rows, "moved": moved, "pass_us": once, "recording_us": recording}

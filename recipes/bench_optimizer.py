@@ -255,6 +255,7 @@ def run(args: argparse.Namespace, directories: Sequence[Path]) -> dict[str, Any]
     """All parts, then the verdicts."""
     sizes = choose_sizes(args)
     facts = environment("bench_optimizer", args.threads, Shape(device=sizes.device))
+    del facts["model"]  # nothing is trained
     facts["shape"] = asdict(sizes) | {"num_parameters": sizes.num_parameters, "optimizer": args.optimizer}
     tables: dict[str, list[dict[str, Any]]] = {}
     samples: dict[str, list[Sample]] = {}

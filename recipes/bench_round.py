@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -35,7 +36,7 @@ def run_round(
     Args:
         index: number of the round; steps are compared within one.
         jobs: one per mode.
-        args: ``steps``, ``warmup`` and ``turn_steps``.
+        args: ``steps``, ``warmup``, ``turn_steps``, ``within`` and ``started_s``.
         details: also what plain PyTorch holds, and the profiles that plans were made from.
         failed: takes the modes that run out of memory, and what to say of them; the others go on, and no sample of
             those comes back. ``None``: then that is an error like any other.
@@ -94,7 +95,10 @@ def _note_details(child: Child, samples: Sequence[Sample], described: dict[str, 
 def _take_turns(
     index: int, children: Sequence[Child], args: argparse.Namespace, failed: dict[str, str] | None = None
 ) -> list[Sample]:
-    """Warm-up lasts until each planned mode follows a plan: the first steps are profiled, and plans take a while."""
+    """Warm-up lasts until each planned mode follows a plan: the first steps are profiled, and plans take a while.
+
+    Where time is short, half of it is for the start and the warm-up.
+    """
     samples: list[Sample] = []
     planned = {child.mode for child in children if parse_mode(child.mode).is_planned}
     num_warmup = max(args.warmup, PLANNED_WARMUP) if planned else args.warmup
@@ -116,9 +120,12 @@ def _take_turns(
         _check_memory(_alive(children, failed))
         unplanned -= set(failed or ())
         turn += 1
-        if turn == num_warmup and unplanned and num_warmup < args.warmup + MAX_EXTRA_WARMUP:
+        spent = 0.0 if args.within is None else (time.monotonic() - args.started_s) / args.within
+        if spent > 0.5:
+            num_warmup = min(num_warmup, turn)
+        elif turn == num_warmup and unplanned and num_warmup < args.warmup + MAX_EXTRA_WARMUP:
             num_warmup += 1
-        num_left = args.steps if turn == num_warmup else max(0, num_left - 1)
+        num_left = args.steps if turn == num_warmup else 0 if spent > 1 else max(0, num_left - 1)
     if unplanned:
         tell(f"no plan was in force for {', '.join(sorted(unplanned))}; their rows tell nothing about planning")
     return samples

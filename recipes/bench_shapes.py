@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from lightning_ssd.first_calls import settle_first_calls
+from recipes.gpt import GPT
 
 __all__ = [
     "ANY_CARD",
@@ -26,7 +27,13 @@ __all__ = [
     "add_shape_arguments",
     "choose_card",
     "choose_shape",
+    "has_transformers",
 ]
+
+
+def has_transformers() -> bool:
+    """Whether the models are those of Hugging Face; else they are of ``recipes.gpt``."""
+    return importlib.util.find_spec("transformers") is not None
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,10 @@ class Shape:
         """The same weights in every process."""
         settle_first_calls()
         torch.manual_seed(0)
+        if not has_transformers():
+            return self._own_model().to(self.device).train()
+        import transformers
+
         config = transformers.GPT2Config(
             n_layer=self.layers,
             n_embd=self.width,
@@ -65,6 +76,10 @@ class Shape:
             eos_token_id=0,
         )
         return transformers.GPT2LMHeadModel(config).to(self.device).train()
+
+    def _own_model(self) -> nn.Module:
+        sizes = {name: getattr(self, name) for name in ("layers", "width", "heads", "sequence", "vocabulary")}
+        return GPT(**sizes)
 
     def tokens(self, step: int) -> Tensor:
         """The batch of one step, the same in every process."""

@@ -3,7 +3,7 @@
     python -m recipes.bench_step --dir DIR [--modes keep,ssd,recompute,naive,save_on_cpu] [--rounds 3] [--json FILE]
     python -m recipes.bench_step --dir DIR --modes keep,auto,budget=40%,budget=1.5GiB@200MB/s [--shape tall]
     python -m recipes.bench_step --dir DIR --modes keep,keep_again  # does this machine repeat its own bits and times?
-    python -m recipes.bench_step --hooks                  # what our hooks cost per tensor that is not moved
+    python -m recipes.bench_step --hooks                  # what our hooks cost per tensor
     python -m recipes.bench_step --profile gpu --dir DIR  # one CUDA card: h100 or h200, by its memory
 
 Each mode trains in a process of its own. The processes take turns, step by step, in an order that rotates, so that a
@@ -31,6 +31,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ import torch
 
 from lightning_ssd.malloc import foreign_malloc
 from recipes.bench_child import Child, ChildDiedError, ChildOutOfMemoryError
-from recipes.bench_hooks import bench_hooks
+from recipes.bench_hooks import ROUNDS, bench_hooks
 from recipes.bench_modes import Settings
 from recipes.bench_round import PLANNED_WARMUP, run_round, tell
-from recipes.bench_shapes import Shape, add_shape_arguments, choose_shape
+from recipes.bench_shapes import ANY_CARD, Shape, add_shape_arguments, choose_shape, has_transformers
 from recipes.bench_table import Sample, show, summarise
 from recipes.bench_worker import Job
 from recipes.mode_spec import (
@@ -87,6 +88,24 @@ def held_if_needed(modes: Sequence[str], shape: Shape, directory: Path, threads:
     return measure_held(shape, directory, threads) if is_needed else None
 
 
+def disk_needs(modes: Sequence[str], held_bytes: int) -> dict[str, int]:
+    """What each mode writes into files of its own, in bytes, by what keep holds."""
+    return {mode: parse_mode(mode).disk_bytes(held_bytes) for mode in modes}
+
+
+def fit_batch(modes: Sequence[str], held_bytes: int, directory: Path, batch: int) -> int:
+    """The largest batch up to this one whose saved activations the drive has room for, but at least one.
+
+    Args:
+        modes: names, of modes that write side by side.
+        held_bytes: what keep holds with ``batch``; it grows in proportion.
+        directory: on the drive.
+        batch: the most.
+    """
+    needed, free = sum(disk_needs(modes, held_bytes).values()), shutil.disk_usage(directory).free
+    return batch if needed <= free else max(1, batch * free // needed)
+
+
 def check_room(modes: Sequence[str], held_bytes: int | None, directory: Path) -> None:
     """See that the drive has room for what the modes write side by side, each into files of its own.
 
@@ -100,7 +119,7 @@ def check_room(modes: Sequence[str], held_bytes: int | None, directory: Path) ->
     """
     if held_bytes is None:
         return
-    needs = {mode: parse_mode(mode).disk_bytes(held_bytes) for mode in modes}
+    needs = disk_needs(modes, held_bytes)
     free = shutil.disk_usage(directory).free
     if sum(needs.values()) > free:
         each = ", ".join(f"{mode} {nbytes / GIB:.1f}" for mode, nbytes in needs.items() if nbytes)
@@ -123,12 +142,10 @@ def measure_held(shape: Shape, directory: Path, threads: int) -> int:
 def environment(recipe: str, threads: int, shape: Shape | None = None) -> dict[str, Any]:
     """What a reader needs to judge the numbers. No host name, no paths. Without a shape: no model is trained."""
     cpu = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     return {
         "command": f"python -m recipes.{recipe} " + shlex.join(_without_paths(sys.argv[1:])),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "kernel": platform.release(),
@@ -138,8 +155,22 @@ def environment(recipe: str, threads: int, shape: Shape | None = None) -> dict[s
         "device": torch.cuda.get_device_name() if shape is not None and shape.device == "cuda" else "cpu",
         "threads": threads,
         "load_average": os.getloadavg()[0],
-        **({} if shape is None else {"shape": asdict(shape)}),
+        **({} if shape is None else {"shape": asdict(shape), "model": _model()}),
     }
+
+
+def commit() -> str:
+    """Of the checkout; "unknown" where there is none, or no git."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _model() -> str:
+    return f"GPT-2 of transformers {version('transformers')}" if has_transformers() else "GPT-2 of recipes/gpt.py"
 
 
 def _without_paths(arguments: Sequence[str]) -> list[str]:
@@ -161,6 +192,10 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, rounds: int = 3, steps
     parser.add_argument(
         "--warmup", type=int, default=warmup, help=f"turns before these; for planned modes {PLANNED_WARMUP} at least"
     )
+    parser.add_argument(
+        "--within", type=float, metavar="SECONDS", help="make fewer turns, but one timed one, where all takes longer"
+    )
+    parser.set_defaults(started_s=time.monotonic())
     parser.add_argument("--turn-steps", type=int, help="steps per turn, the first of several not timed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")
@@ -190,7 +225,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--throttle", help="rate of the drive for all modes that are ours, such as 50MB/s")
     add_run_arguments(parser)
-    parser.add_argument("--hooks", action="store_true", help="measure the cost of our hooks instead")
+    parser.add_argument(
+        "--hooks", type=int, nargs="?", const=ROUNDS, metavar="ROUNDS", help="measure the cost of our hooks instead"
+    )
     parser.add_argument("--json", type=Path, help="write environment, samples and summary here")
     args = parser.parse_args(arguments)
     try:
@@ -207,12 +244,16 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """All rounds; prints the table."""
     shape = choose_shape(args)
     complete(args, shape)
-    facts = environment("bench_step", args.threads, shape)
-    print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", end="\n\n", flush=True)
     failed: dict[str, str] = {}
     held = None
     try:
         held = held_if_needed(args.modes, shape, directory, args.threads)
+        if args.profile == ANY_CARD and args.batch is None and held is not None:
+            batch = fit_batch(args.modes, held, directory, shape.batch)
+            if batch < shape.batch:
+                tell(f"a batch of {batch} instead of {shape.batch}, by what the drive has room for")
+                shape = replace(shape, batch=batch)
+                held = measure_held(shape, directory, args.threads)
         check_room(args.modes, held, directory)
     except ChildOutOfMemoryError as error:
         tell(f"{error}; the others go on")
@@ -220,6 +261,8 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         failed |= dict.fromkeys(shares, "not run: needs what keep holds") | dict.fromkeys(
             {BASELINE} & {*args.modes}, error.why
         )
+    facts = environment("bench_step", args.threads, shape)
+    print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", end="\n\n", flush=True)
     samples: list[Sample] = []
     for index in range(args.rounds):
         modes = [mode for mode in args.modes if mode not in failed]
@@ -230,6 +273,12 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     show_throttles(samples)
     show_determinism(samples)
     return {"environment": facts, "summary": rows, "samples": [asdict(sample) for sample in samples]}
+
+
+def hooks(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """The cost per saved tensor, on the device of the profile."""
+    device = "cpu" if args.tiny or args.profile == "cpu" else "cuda"
+    return {"environment": environment("bench_step", 1), **bench_hooks(directory, device=device, rounds=args.hooks)}
 
 
 def show_throttles(samples: Sequence[Sample]) -> None:
@@ -261,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     with spill_directory(args.dir, "bench_step") as directory:
         try:
-            content = bench_hooks(directory) if args.hooks else run(args, directory)
+            content = hooks(args, directory) if args.hooks else run(args, directory)
         except ChildDiedError as error:
             sys.exit(str(error))
     if args.json:

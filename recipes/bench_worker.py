@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import transformers
 import xxhash
 from torch import Tensor, nn
 
@@ -24,7 +23,7 @@ from lightning_ssd.malloc import trim
 from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak
 from recipes.bench_child import answer_parent
 from recipes.bench_modes import Account, Mode, Settings, open_mode
-from recipes.bench_shapes import Shape
+from recipes.bench_shapes import Shape, has_transformers
 from recipes.determinism import make_deterministic
 
 
@@ -186,7 +185,10 @@ def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
 
 def main() -> int:
     """Entry of the child process."""
-    transformers.logging.set_verbosity_error()  # it remarks on the defaults of a model built from a configuration
+    if has_transformers():
+        import transformers
+
+        transformers.logging.set_verbosity_error()  # it remarks on the defaults of a model built from a configuration
     return answer_parent(serve)
 
 

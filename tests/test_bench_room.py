@@ -13,7 +13,7 @@ import torch
 
 from recipes import bench_groups, bench_round, bench_step
 from recipes.bench_child import Child, ChildDiedError, ChildOutOfMemoryError
-from recipes.bench_shapes import PROFILES, TINY, choose_shape
+from recipes.bench_shapes import PROFILES, TINY, Shape, choose_shape
 from recipes.bench_worker import Job
 from recipes.mode_spec import parse_mode
 
@@ -109,6 +109,47 @@ def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch
     bench_groups.run_groups([["keep", "ssd"], ["keep", "naive"]], TINY, tmp_path, args)
     with pytest.raises(SystemExit, match=r"10\.0 GiB free"):
         bench_groups.run_groups([["keep", "ssd", "naive"]], TINY, tmp_path, args)
+
+
+@pytest.mark.parametrize(("free", "batch"), [(200, 16), (96, 16), (95, 15), (64, 10), (5, 1), (0, 1)])
+def test_a_batch_is_made_to_fit_the_drive(
+    free: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_step.shutil, "disk_usage", lambda path: SimpleNamespace(free=free << 30))
+    modes = ["keep", "ssd", "budget=40%", "recompute"]
+    assert bench_step.fit_batch(modes, 60 << 30, tmp_path, 16) == batch
+    assert bench_step.fit_batch(["keep"], 60 << 30, tmp_path, 16) == 16
+
+
+@pytest.mark.parametrize(("given", "expected"), [([], [16, 10]), (["--batch", "16"], [16])])
+def test_only_a_batch_that_nobody_asked_for_is_changed(
+    given: list[str], expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(monkeypatch, 139)
+    monkeypatch.setattr(bench_step.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    batches: list[int] = []
+
+    def held(shape: Shape, directory: Path, threads: int) -> int:
+        batches.append(shape.batch)
+        return shape.batch * (6 << 30)
+
+    monkeypatch.setattr(bench_step, "measure_held", held)
+    args = bench_step.parse_arguments(["--profile", "gpu", "--modes", "keep,ssd", "--rounds", "0", *given])
+    if given:
+        with pytest.raises(SystemExit, match=r"64\.0 GiB free, and the modes write, in GiB, ssd 96\.0"):
+            bench_step.run(args, tmp_path)
+    else:
+        monkeypatch.setattr(bench_step, "summarise", lambda *_: [])
+        content = bench_step.run(args, tmp_path)
+        assert content["environment"]["shape"]["batch"] == 10
+    assert batches == expected
+
+
+def test_a_machine_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bench_step.commit() == "unknown"
+    assert bench_step.environment("bench_step", 1)["commit"] == "unknown"
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from recipes import bench_hooks, bench_round, bench_step
+from lightning_ssd import HardwareProfile
+from lightning_ssd.tensors import Region
+from recipes import bench_hooks, bench_round, bench_shapes, bench_step
 from recipes.bench_modes import Account
-from recipes.bench_shapes import SHAPES, TINY
+from recipes.bench_shapes import SHAPES, TINY, TINY_PLANNED
 from recipes.bench_table import Sample, show, summarise
+from recipes.bench_worker import Job, open_trainer
 from tests.parity.models import Perceptrons, floats
 
 
@@ -183,6 +189,47 @@ def test_warm_up_lasts_until_plans_are_followed(
     assert ("no plan was in force for auto" in capsys.readouterr().err) == (planned_from == 99 and "auto" in modes)
 
 
+@pytest.mark.parametrize(
+    ("step_s", "expected"),
+    [(20.0, (2, 1)), (8.0, (4, 3)), (1.0, (3, 4))],
+    ids=["next to none", "no plan in half of it", "enough"],
+)
+def test_where_time_is_short_there_are_fewer_turns(
+    step_s: float, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fifty seconds, of which half are for the warm-up; at least one turn is timed, whatever it takes."""
+    now = [0.0]
+    monkeypatch.setattr(bench_round, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(Scripted):
+        def ask(self, command: str) -> dict[str, Any]:
+            now[0] += step_s if command == "step" else 0.0
+            return super().ask(command)
+
+    planned_from = 3 if step_s == 1.0 else 99
+    args = bench_step.parse_arguments(["--warmup=1", "--steps=4", "--turn-steps=1", "--within=50"])
+    args.started_s = 0.0
+    samples = bench_round._take_turns(0, [Slow("auto", planned_from, [])], args)  # type: ignore[list-item]
+    assert (sum(s.warmup for s in samples), sum(s.timed for s in samples)) == expected
+
+
+def test_the_model_without_transformers_trains_alike_in_every_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(TINY_PLANNED, layers=2, batch=8)
+    published = sum(p.numel() for p in shape.model().parameters())
+    monkeypatch.setattr(bench_shapes, "has_transformers", lambda: False)
+    hashes = []
+    for mode in ("keep", "ssd", "recompute"):
+        with open_trainer(Job(mode, shape, str(tmp_path), 1)) as trainer:
+            step = trainer.step()
+            assert trainer.account()["num_parameters"] == published
+        assert (step.get("bytes_written", 0) > 0) == (mode == "ssd")
+        hashes.append([step[name] for name in ("loss", "gradients", "weights")])
+    assert hashes[0] == hashes[1] == hashes[2]
+    assert step["loss_value"] == pytest.approx(math.log(shape.vocabulary), rel=0.02), "nothing is learnt yet"
+
+
 @pytest.mark.parametrize("name", ["tall", "wide"])
 def test_the_shapes_have_about_equal_activations(name: str) -> None:
     """Counted on a shape scaled down eight times in tokens, to what autograd saves per token in the blocks."""
@@ -247,23 +294,40 @@ def test_a_toy_run_under_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_cost_of_hooks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """No bound on the numbers: they are differences of times of milliseconds, and other processes turn their sign."""
-    monkeypatch.setattr(bench_hooks, "ROUNDS", 5)
     monkeypatch.setattr(bench_hooks, "CHAIN", 100)
     threads = torch.get_num_threads()
-    out = run(capsys, "--hooks", "--dir", str(tmp_path), "--json", str(tmp_path / "hooks.json"))
+    out = run(capsys, "--hooks", "5", "--dir", str(tmp_path), "--json", str(tmp_path / "hooks.json"))
     torch.set_num_threads(threads)
-    rows = json.loads((tmp_path / "hooks.json").read_text())["summary"]
+    content = json.loads((tmp_path / "hooks.json").read_text())
+    rows, moved = content["summary"], content["moved"]
     assert [row["saved tensor"] for row in rows] == ["small result of an operation", "parameter", "view of a parameter"]
     assert all(row["ours_us"] == pytest.approx(row["identity_us"] + row["ours_without_python_us"]) for row in rows)
     assert all(f"| {row['ours_us']:.2f} | {row['identity_us']:.2f} |" in out for row in rows)
+    assert 0.5 <= moved["moved_share"] <= 1
+    assert 0 < moved["thread_us"] <= moved["process_us"]
+    assert f"| CPU time of the process | {moved['process_us']:.1f} |" in out
+
+
+def test_a_moved_tensor_that_comes_back_with_other_bytes_is_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lying(bench_hooks.InstantBackend):
+        def read(self, arena: Any, region: Region, offset: int) -> None:
+            super().read(arena, region, offset)
+            region.view()[0] ^= 0x40
+
+    monkeypatch.setattr(bench_hooks, "CHAIN", 20)
+    monkeypatch.setattr(bench_hooks, "InstantBackend", Lying)
+    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
+    with pytest.raises(RuntimeError, match="other gradients than plain PyTorch"):
+        bench_hooks.moved_us(hardware, rounds=3)
 
 
 def test_cost_of_hooks_is_the_median_difference_per_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_hooks, "ROUNDS", 3)
     hooks_s = iter([3e-6, 90.0, 5e-6])
 
     def time_s(chain: object, x: object, context: object) -> float:
         return 1.0 if context is nullcontext else 1.0 + bench_hooks.CHAIN * next(hooks_s)
 
     monkeypatch.setattr(bench_hooks, "_time_s", time_s)
-    assert bench_hooks.cost_us(lambda x: x, lambda: nullcontext()) == pytest.approx(5)
+    assert bench_hooks.cost_us(lambda x: x, lambda: nullcontext(), rounds=3) == pytest.approx(5)

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
         *("config", "events", "shards", "stats", "tensors", "memory", "malloc"),
-        *("first_calls", "wording", "stand_in", "unclosed", "generators"),
+        *("first_calls", "wording", "stand_in", "unclosed", "generators", "profiling"),
     ),
     (
         "storage",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ssd.errors import BackendUnavailableError, ShortTransferError, StorageError
+from lightning_ssd.profiling import spanned
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.mapped import PAGE_BYTES
@@ -58,9 +59,11 @@ class KvikioBackend:
     def open_arena(self, directory: Path) -> Arena:
         return _KvikioArena(directory, self._kvikio)
 
+    @spanned("lightning_ssd::write")
     def write(self, arena: Arena, region: Region, offset: int) -> None:
         self._move("write", arena, region, offset)
 
+    @spanned("lightning_ssd::read")
     def read(self, arena: Arena, region: Region, offset: int) -> None:
         self._move("read", arena, region, offset)
 

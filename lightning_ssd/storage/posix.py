@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ssd.errors import ShortTransferError, StorageError
+from lightning_ssd.profiling import spanned
 from lightning_ssd.storage.arena import Arena, as_storage_error
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.mapped import PAGE_BYTES
@@ -83,9 +84,11 @@ class PosixBackend:
                 os.posix_fadvise(arena.fd, 0, 0, os.POSIX_FADV_RANDOM)
         return arena
 
+    @spanned("lightning_ssd::write")
     def write(self, arena: Arena, region: Region, offset: int) -> None:
         self._move("write", arena, region, offset)
 
+    @spanned("lightning_ssd::read")
     def read(self, arena: Arena, region: Region, offset: int) -> None:
         self._move("read", arena, region, offset)
 

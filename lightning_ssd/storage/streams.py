@@ -20,6 +20,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from lightning_ssd.profiling import spanned
+
 __all__ = ["Copies", "CudaCopies", "Mark"]
 
 
@@ -67,6 +69,7 @@ class _CudaMark:
         self.event: torch.cuda.Event = _EVENT(blocking=True)  # or workers that wait would each keep a core busy
         self.event.record(stream)
 
+    @spanned("lightning_ssd::device")
     def synchronize(self) -> None:
         with torch.cuda.device(self._device):
             self.event.synchronize()
@@ -92,6 +95,7 @@ class CudaCopies:
     def wait_on_current_stream(self, mark: Mark) -> None:
         torch.cuda.current_stream(self._device).wait_event(cast(_CudaMark, mark).event)
 
+    @spanned("lightning_ssd::copy")
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Mark) -> Mark:
         # A worker's device is 0 at first. Leaving the stream alone would go back there, and so set up a context on a
         # device that another process trains on; leaving the device does not.

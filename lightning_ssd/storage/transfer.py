@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.events import Direction, EventLog, TransferEvent
+from lightning_ssd.profiling import span, spanned
 from lightning_ssd.storage.gate import UrgentGate, patience_s
 
 __all__ = ["Chunk", "Transfer", "TransferQueue"]
@@ -92,6 +93,7 @@ class Transfer(ABC):
         """Whether :meth:`finish` has run."""
         return self._ended.is_set()
 
+    @spanned("lightning_ssd::stall")
     def wait(self) -> None:
         """Block until the move has ended. The caller looks at ``error`` itself.
 
@@ -334,7 +336,8 @@ class TransferQueue:
     def _begin(self, transfer: Transfer) -> None:
         transfer.start_s = time.perf_counter()
         try:
-            chunks = transfer.begin()
+            with span("lightning_ssd::begin"):
+                chunks = transfer.begin()
         except BaseException as error:  # handed to the waiting thread by finish(); nothing is swallowed
             self._end(transfer, error)
             return

@@ -1,11 +1,13 @@
-"""Small real models whose sizes are odd on purpose: hidden 320 and 960 are where careless direct I/O loses data."""
+"""Small real models whose sizes are odd on purpose: hidden 320 and 960 are where careless direct I/O loses data.
+
+``transformers`` is imported by those that need it, so that the others serve where it is not installed.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,6 +40,8 @@ def mean_square(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def gpt2(*, hidden: int = 320, heads: int = 5, layers: int = 2, dropout: float = 0.0, **extra: Any) -> nn.Module:
     """GPT-2, its head tied to its embedding."""
+    import transformers
+
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             n_layer=layers,
@@ -78,6 +82,8 @@ def bert_training() -> Training:
         return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
     def model() -> nn.Module:
+        import transformers
+
         return transformers.BertForMaskedLM(
             transformers.BertConfig(
                 vocab_size=VOCABULARY,
@@ -99,6 +105,8 @@ def t5_training() -> Training:
         return {"input_ids": tokens(step, 2, 31), "labels": tokens(step + 50, 2, 13)}
 
     def model() -> nn.Module:
+        import transformers
+
         return transformers.T5ForConditionalGeneration(
             transformers.T5Config(
                 vocab_size=VOCABULARY,
@@ -121,6 +129,8 @@ def llama_training() -> Training:
     """Llama with grouped queries: 8 heads share 2 keys and values."""
 
     def model() -> nn.Module:
+        import transformers
+
         return transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
                 vocab_size=VOCABULARY,

@@ -1,0 +1,82 @@
+"""Names what the library does in a profiler's trace.
+
+In PyTorch's profiler the names are ``record_function`` ranges, on any device; workers show with
+``experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)``. On CUDA they are NVTX ranges,
+for Nsight Systems (``nsys profile --trace=cuda,nvtx,osrt``), while PyTorch's profiler is off.
+
+| range | thread | what happens |
+|---|---|---|
+| ``lightning_ssd::begin`` | worker | a move begins: the producer is waited for, and room on the drive is taken |
+| ``lightning_ssd::copy`` | worker | a copy between the device and a staging buffer is queued |
+| ``lightning_ssd::device`` | any | waits until the device has got to a mark |
+| ``lightning_ssd::write``, ``::read`` | worker | bytes of a chunk go to the file, or come from it |
+| ``lightning_ssd::stall`` | training | waits for a read, or for room |
+| ``lightning_ssd::fetch`` | training | gets the states of a subgroup |
+| ``lightning_ssd::update`` | training | the optimizer updates a subgroup |
+| ``lightning_ssd::flush`` | training | lays the states out again and gives them to the writers |
+| ``lightning_ssd::plan`` | planner | a plan is made |
+
+There is no range per saved tensor: what stays in memory costs nothing here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.autograd import profiler
+
+__all__ = ["span", "spanned"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# PyTorch leaves some of its functions without types.
+_CUDA: Any = torch.cuda
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+_HAS_NVTX = torch.version.cuda is not None or torch.version.hip is not None
+"""Of other builds of PyTorch the functions raise."""
+
+
+class _NvtxRange:
+    """One range of the calling thread."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        _CUDA.nvtx.range_push(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        _CUDA.nvtx.range_pop()
+
+
+def span(name: str) -> AbstractContextManager[Any]:
+    """Around a phase. Where there is neither a profiler nor CUDA: one context for all, which does nothing."""
+    if profiler._is_profiler_enabled:  # by any thread; a function call that asks for this one costs more
+        return torch.profiler.record_function(name)
+    if _HAS_NVTX and _CUDA.is_initialized():  # asking initialises nothing
+        return _NvtxRange(name)
+    return _NOTHING
+
+
+def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function all of which is one phase."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def within_span(*args: P.args, **kwargs: P.kwargs) -> R:
+            range_ = span(name)
+            if range_ is _NOTHING:
+                return function(*args, **kwargs)
+            with range_:
+                return function(*args, **kwargs)
+
+        return within_span
+
+    return decorate
