@@ -38,7 +38,7 @@ _SET_BY_OTHERS = {
     "WANDB_SERVICE",
 }
 _THREAD_PREFIX = "lightning_ssd"
-_THREADS_GONE_WITHIN_S = 5.0
+_THREADS_GONE_WITHIN_S = 60.0
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 

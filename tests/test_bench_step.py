@@ -221,7 +221,6 @@ def test_a_toy_run_of_the_real_thing(profile: str, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_toy_run_under_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All modes that plan or recompute, one of them on a throttled drive: bits, budgets, predictions."""
     modes = "keep,auto,budget=60%@200MB/s,recompute_offload"
