@@ -7,14 +7,50 @@ import pytest
 
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.malloc import MallocThreshold, foreign_malloc, trim
+from tests.patience import PATIENCE_S
 
 glibc_only = pytest.mark.skipif(MallocThreshold().reason is not None, reason=f"no mallopt: {MallocThreshold().reason}")
 
 PATTERN = """
+import ctypes
 import torch
 from lightning_ssd.malloc import MallocThreshold
 from lightning_ssd.memory import read_memory
+from tests.patience import PATIENCE_S
+
 MIB = 1 << 20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
+class MallInfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks".split()]
+    _fields_ += [("rest", ctypes.c_size_t * 3)]
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
+libc.mallinfo2.restype = MallInfo2
+
+def occupy_holes():
+    '''Take every hole of a MiB and more, so that nothing depends on the heap that imports happen to leave.'''
+    libc.mallopt(M_MMAP_THRESHOLD, MIB)
+    for size in (128, 64, 32, 16, 8, 4, 2, 1):
+        mapped = libc.mallinfo2().hblks
+        while block := libc.malloc(size * MIB):
+            if libc.mallinfo2().hblks > mapped:
+                libc.free(block)
+                break
+
+def make_heap(nbytes):
+    '''A heap of so many bytes more, with live blocks and resident holes of 1 to 24 MiB in turn.'''
+    libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+    goal, holes = libc.mallinfo2().arena + nbytes, []
+    while libc.mallinfo2().arena < goal:
+        size = (1, 3, 24)[len(holes) % 3] * MIB
+        holes.append(libc.malloc(size))
+        ctypes.memset(holes[-1], 1, size)
+        libc.malloc(4096)    # lives on: a hole on either side never meets the other one
+    for hole in holes:
+        libc.free(hole)
 
 def held_after_free(nbytes=2 * MIB, total=128 * MIB):
     '''MiB that stay resident after all but the last of many buffers were freed, as activations are in backward.'''
@@ -25,7 +61,8 @@ def held_after_free(nbytes=2 * MIB, total=128 * MIB):
     buffers.clear()
     return (read_memory().host_bytes - before) // MIB, last
 
-del [torch.ones(16 * MIB, dtype=torch.uint8) for _ in range(2)][:]    # glibc's threshold follows to 16 MiB
+occupy_holes()
+libc.mallopt(M_MMAP_THRESHOLD, 32 * MIB)    # where glibc's own adjustment ends up
 """
 
 
@@ -37,7 +74,7 @@ def run_pattern(body: str, **env: str) -> str:
         | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -75,11 +112,14 @@ print(inside, after)
 
 
 @glibc_only
-def test_after_restore_the_threshold_is_32_mib():
+@pytest.mark.parametrize("heap", ["", "make_heap(128 * MIB)"], ids=["small heap", "holes in 128 MiB"])
+def test_after_restore_the_threshold_is_32_mib(heap):
     output = run_pattern(
-        """
+        heap
+        + """
 with MallocThreshold():
     inside, last = held_after_free()
+libc.malloc_trim(0)    # or resident holes would take what is measured next
 large, last_large = held_after_free(33 * MIB, 132 * MIB)
 small, last = held_after_free()
 print(inside, small, large)
@@ -89,6 +129,22 @@ print(inside, small, large)
     assert inside <= 4
     assert small > 100, "2 MiB lies under the restored threshold"
     assert large <= 34, "33 MiB lies over it: mapped, so freed at once"
+
+
+@glibc_only
+@pytest.mark.parametrize("heap", ["", "make_heap(128 * MIB)"], ids=["small heap", "holes in 128 MiB"])
+def test_holding_the_holes_makes_no_new_one(heap):
+    output = run_pattern(
+        heap
+        + """
+before = libc.mallinfo2().arena
+for _ in range(3):
+    with MallocThreshold():
+        inside = libc.mallinfo2().arena
+    print((inside - before) // MIB, (libc.mallinfo2().arena - before) // MIB)
+"""
+    )
+    assert all(int(grown) <= 0 for grown in output.split()), output
 
 
 @glibc_only
