@@ -182,6 +182,7 @@ def test_the_drive_is_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_mode_that_fails_is_left_out(tmp_path: Path) -> None:
     """A file where its directory should be."""
     (tmp_path / "file").touch()
@@ -274,6 +275,7 @@ def test_each_path_has_its_own_bucket(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("part", ["main", "odd"])
 def test_a_toy_run_of_the_real_thing(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -303,6 +305,7 @@ def test_a_toy_run_of_the_real_thing(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_copies_of_weights_have_the_bits_of_copies_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The profile of a CUDA card, at a toy size on the CPU."""
     arguments = ["--tiny", "--profile", "h200", "--part", "main", "--modes", "torch,ssd", "--steps", "1"]

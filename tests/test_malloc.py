@@ -2,6 +2,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -61,14 +62,15 @@ def held_after_free(nbytes=2 * MIB, total=128 * MIB):
     buffers.clear()
     return (read_memory().host_bytes - before) // MIB, last
 
+read_memory(), torch.ones(64 * MIB, dtype=torch.uint8)    # code that was never run would become resident later
 occupy_holes()
 libc.mallopt(M_MMAP_THRESHOLD, 32 * MIB)    # where glibc's own adjustment ends up
 """
 
 
-def run_pattern(body: str, **env: str) -> str:
+def run_pattern(body: str, begin: Sequence[str] = (sys.executable,), **env: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", PATTERN + body],
+        [*begin, "-c", PATTERN + body],
         env={key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
         | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         | env,
@@ -81,14 +83,17 @@ def run_pattern(body: str, **env: str) -> str:
 
 
 @glibc_only
-def test_freed_buffers_leave_the_process_only_with_the_fixed_threshold():
-    assert int(run_pattern("print(held_after_free()[0])")) > 100, "one live buffer on top keeps all of them resident"
+def test_freed_buffers_leave_the_process_only_with_the_fixed_threshold(forks):
+    assert int(run_pattern("print(held_after_free()[0])", forks)) > 100, (
+        "one live buffer on top keeps all of them resident"
+    )
     fixed = run_pattern(
         """
 threshold = MallocThreshold()
 assert threshold.fix() and threshold.reason is None
 print(held_after_free()[0], held_after_free(8 * MIB)[0])
-"""
+""",
+        forks,
     )
     two, eight = map(int, fixed.split())
     assert two <= 4
@@ -96,7 +101,7 @@ print(held_after_free()[0], held_after_free(8 * MIB)[0])
 
 
 @glibc_only
-def test_holes_that_the_heap_has_already_are_not_used():
+def test_holes_that_the_heap_has_already_are_not_used(forks):
     output = run_pattern(
         """
 _, last = held_after_free()             # leaves 126 MiB of hole below a live buffer
@@ -104,7 +109,8 @@ with MallocThreshold():
     inside, last_inside = held_after_free()
 after, last_after = held_after_free()
 print(inside, after)
-"""
+""",
+        forks,
     )
     inside, after = map(int, output.split())
     assert inside <= 4
@@ -113,7 +119,7 @@ print(inside, after)
 
 @glibc_only
 @pytest.mark.parametrize("heap", ["", "make_heap(128 * MIB)"], ids=["small heap", "holes in 128 MiB"])
-def test_after_restore_the_threshold_is_32_mib(heap):
+def test_after_restore_the_threshold_is_32_mib(heap, forks):
     output = run_pattern(
         heap
         + """
@@ -123,7 +129,8 @@ libc.malloc_trim(0)    # or resident holes would take what is measured next
 large, last_large = held_after_free(33 * MIB, 132 * MIB)
 small, last = held_after_free()
 print(inside, small, large)
-"""
+""",
+        forks,
     )
     inside, small, large = map(int, output.split())
     assert inside <= 4
@@ -133,7 +140,7 @@ print(inside, small, large)
 
 @glibc_only
 @pytest.mark.parametrize("heap", ["", "make_heap(128 * MIB)"], ids=["small heap", "holes in 128 MiB"])
-def test_holding_the_holes_makes_no_new_one(heap):
+def test_holding_the_holes_makes_no_new_one(heap, forks):
     output = run_pattern(
         heap
         + """
@@ -142,7 +149,8 @@ for _ in range(3):
     with MallocThreshold():
         inside = libc.mallinfo2().arena
     print((inside - before) // MIB, (libc.mallinfo2().arena - before) // MIB)
-"""
+""",
+        forks,
     )
     assert all(int(grown) <= 0 for grown in output.split()), output
 
@@ -161,7 +169,7 @@ def test_restore_returns_to_the_users_own_setting(env):
 
 
 @glibc_only
-def test_the_lowest_claim_holds_until_the_last_restore():
+def test_the_lowest_claim_holds_until_the_last_restore(forks):
     output = run_pattern(
         """
 low, high = MallocThreshold(64 * 1024), MallocThreshold(8 * MIB)
@@ -171,7 +179,8 @@ high.restore(), high.restore()
 one, last = held_after_free()
 low.restore()
 print(both, one, held_after_free()[0])
-"""
+""",
+        forks,
     )
     both, one, none = map(int, output.split())
     assert both <= 4
