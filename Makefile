@@ -17,6 +17,13 @@ OUT ?= outputs/gpu
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOG := $(VENV)/install.log
+# $(call or_fail,ADVICE) behind a command of the setup: the end of the log, where all of it is, and what to do.
+or_fail = || { tail -n 12 $(LOG); printf '\nThe setup failed; all of the log: %s\n%s\n' $(LOG) "$(1)"; exit 1; } >&2
+NO_PYTHON := Found no $(PYTHON). Name a Python 3.11 or later: make PYTHON=/path/to/python3 ...
+NO_VENV := $(PYTHON) has no venv module. Install it (Debian, Ubuntu: apt install python3-venv), or name another Python: make PYTHON=...
+NO_PACKAGES := Is there a network, and room on the disk? Then try again. Another index: make PIP_ARGS='--index-url URL' ... \
+	Wheels in a directory: make PIP_ARGS='--no-index --find-links DIR' ...
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test gpu lint format bench compat clean
@@ -57,11 +64,15 @@ clean: ## remove the environment and caches; outputs/ stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # The stamp is younger than what it was built from, so that the environment is made once and again after a change.
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "lightning_ssd needs Python 3.11 or later, got %d.%d; name another: make PYTHON=python3.12 ..." % v[:2])'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[recipes,dev]'
 # Many tests start interpreters. Where the environment forbids Python to write bytecode, each would compile all of
-# PyTorch again. Templates among the packages do not compile, which is no error.
+# PyTorch again: hence compileall. Templates among the packages do not compile, which is no error.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(NO_PYTHON)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "lightning_ssd needs Python 3.11 or later, got %d.%d; name another: make PYTHON=python3.12 ..." % v[:2])'
+	@mkdir -p $(VENV)
+	@test -x $(BIN)/pip || { echo "creating $(VENV) ..."; $(PYTHON) -m venv $(VENV) >$(LOG) 2>&1; } $(call or_fail,$(NO_VENV))
+	@echo "installing PyTorch, Lightning and the tools, which takes minutes (log in $(LOG)) ..."
+	@$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[recipes,dev]' >$(LOG) 2>&1 $(call or_fail,$(NO_PACKAGES))
+	@echo "compiling ..."
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
-	touch $(STAMP)
+	@touch $(STAMP)

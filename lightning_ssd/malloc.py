@@ -153,9 +153,15 @@ class MallocThreshold:
 
 
 class _MallInfo2(ctypes.Structure):
-    """glibc's ``struct mallinfo2``; only the first field, the bytes of all heaps, is of use here."""
+    """glibc's ``struct mallinfo2``; only the number of mapped blocks is of use here."""
 
-    _fields_: ClassVar = [("arena", ctypes.c_size_t), ("others", ctypes.c_size_t * 9)]
+    _fields_: ClassVar = [
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("others", ctypes.c_size_t * 6),
+    ]
 
 
 class _HeldHoles:
@@ -163,14 +169,14 @@ class _HeldHoles:
 
     glibc looks for a hole before it maps an allocation, whatever the threshold. After training without offloading the
     heap is full of large holes; a tensor that is freed there leaves its pages resident until somebody trims. A block
-    that nobody writes to costs addresses only. Where glibc cannot tell its heap's size (before 2.33), nothing is held.
+    that nobody writes to costs addresses only. Where glibc cannot tell what it maps (before 2.33), nothing is held.
     """
 
-    _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-    _LARGEST = (32 << 20) - 4096  # from 32 MiB up glibc maps in any case
+    _M_MMAP_THRESHOLD = -3
+    _LARGEST = 32 << 20
 
     def __init__(self, libc: Any, nbytes: int) -> None:
-        """Hold every hole of at least ``nbytes``. Leaves both thresholds changed: the caller sets them next."""
+        """Hold every hole of at least ``nbytes``. Leaves the mmap threshold changed: the caller sets it next."""
         self._libc = libc
         self._blocks: list[int] = []
         if not hasattr(libc, "mallinfo2"):
@@ -179,8 +185,7 @@ class _HeldHoles:
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
         libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
         libc.malloc_trim(0)
-        libc.mallopt(self._M_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(self._M_TRIM_THRESHOLD, (1 << 31) - 1)
+        libc.mallopt(self._M_MMAP_THRESHOLD, nbytes)
         size = self._LARGEST
         while size > nbytes:
             self._hold(size)
@@ -188,13 +193,13 @@ class _HeldHoles:
         self._hold(nbytes)
 
     def _hold(self, size: int) -> None:
-        """Take blocks of one size until the heap would have to grow for the next."""
+        """Take blocks of one size until no hole has room for the next, which is mapped: the heap never grows."""
         while True:
-            before = self._libc.mallinfo2().arena
+            before = self._libc.mallinfo2().hblks
             block = self._libc.malloc(size)
             if not block:
                 return
-            if self._libc.mallinfo2().arena != before:
+            if self._libc.mallinfo2().hblks > before:
                 self._libc.free(block)
                 return
             self._blocks.append(block)

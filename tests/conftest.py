@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ _SET_BY_OTHERS = {
     "WANDB_SERVICE",
 }
 _THREAD_PREFIX = "lightning_ssd"
-_THREADS_GONE_WITHIN_S = 5.0
+_THREADS_GONE_WITHIN_S = 60.0
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
@@ -173,3 +173,25 @@ def drive(tmp_path: Path) -> Drive:
     from tests.state_stores import Drive
 
     return Drive(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The command before ``-m WORKER`` or ``-c CODE`` of processes that need no seconds of imports each."""
+    from tests.forked import forks_of
+
+    with forks_of(tmp_path_factory.mktemp("forks"), "recipes.bench_worker", "recipes.optimizer_worker") as command:
+        yield command
+
+
+@pytest.fixture
+def forked_workers(forks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of benchmarks are forks, but for those that have to begin in a control group."""
+    from recipes import bench_child
+
+    begin = bench_child._command
+
+    def command(module: str, procs: Path | None) -> Sequence[str]:
+        return [*forks, "-m", module] if procs is None else begin(module, procs)
+
+    monkeypatch.setattr(bench_child, "_command", command)

@@ -11,11 +11,12 @@ from lightning.fabric import Fabric
 
 from tests.leftovers import open_files
 from tests.loops import batches, loss_of
+from tests.patience import PATIENCE_S
 
 
 def assert_nothing_left(directory: Path) -> None:
     """Threads, descriptors, files."""
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + PATIENCE_S
     while running := [t.name for t in threading.enumerate() if t.name.startswith("lightning_ssd")]:
         assert time.monotonic() < deadline_s, running
         time.sleep(0.01)

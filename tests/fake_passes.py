@@ -15,7 +15,6 @@ from lightning_ssd.scheduler import Agree, FinishedPass, Scheduler
 
 NBYTES = 1 << 20
 COUNT = 12
-TIMEOUT_S = 30
 FAST = Machine(ssd=TierRates(write_bytes_per_s=1e9, read_bytes_per_s=1e9))
 SLOW = Machine(ssd=TierRates(write_bytes_per_s=1e6, read_bytes_per_s=1e6))
 

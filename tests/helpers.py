@@ -20,6 +20,7 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.stats import OffloadStats
+from tests.patience import PATIENCE_S
 
 # The tests collect garbage often; what the imports have made need not be looked at each time.
 gc.freeze()
@@ -159,7 +160,7 @@ def assert_released(offloader: Offloader) -> None:
     offloader.flush()  # a write that had begun gives its memory and its place on disk back when it ends
     stats = offloader.stats
     assert stats.resident_bytes == 0, f"{stats.resident_bytes} bytes of saved activations still in memory"
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     while disk_used_bytes(offloader) and time.monotonic() < deadline_s:
         time.sleep(0.001)  # a read for a graph that has died meanwhile frees its place when it ends
     assert disk_used_bytes(offloader) == 0, f"{disk_used_bytes(offloader)} bytes still taken on disk"

@@ -22,7 +22,6 @@ from tests.storage.faults import FaultyBackend
 
 WIDTH, ROWS, BLOCKS = 64, 256, 4  # an activation of 64 KiB, or thrice that
 SMALLEST, MIDDLE_BYTES, LARGE = 600_000, 900_000, 1_500_000  # of 2.2 MB that one pass saves
-TIMEOUT_S = 60
 
 
 def make_model(blocks: int = BLOCKS, width: int = WIDTH) -> nn.Module:

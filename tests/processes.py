@@ -7,18 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parent.parent
 # What a cluster, Lightning or Fabric around the tests would tell the script.
 _OUTSIDE = ("MASTER_", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_", "LT_")
 
 
-def run_script(module: str, *arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+def run_script(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module that has to succeed; a process that waits for another for ever fails the test."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=PATIENCE_S,
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith(_OUTSIDE)}
         | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},

@@ -18,11 +18,11 @@ from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.staging import ReloadPool
 from lightning_ssd.storage.tiers import SsdTier
 from tests.helpers import within
+from tests.patience import PATIENCE_S
 from tests.storage.faults import FaultyBackend
 
 CPU = torch.device("cpu")
 NBYTES = 16 << 10
-PATIENCE_S = 20.0
 
 
 class Drive(FaultyBackend):

@@ -103,7 +103,7 @@ def test_limits_are_stated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.usefixtures("forked_workers")
 def test_a_toy_run_of_the_real_thing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

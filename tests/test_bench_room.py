@@ -33,6 +33,7 @@ def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_has_not_enough_memory_says_so(tmp_path: Path) -> None:
     """PyTorch's own error, of a batch that no machine has room for."""
     child = Child(Job("keep", replace(TINY, batch=1 << 50), str(tmp_path), 1), quiet=True)

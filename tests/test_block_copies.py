@@ -22,6 +22,7 @@ from torch import nn
 
 from lightning_ssd.blocks import Blocks, find_blocks
 from lightning_ssd.stand_in import StandIn
+from tests.patience import PATIENCE_S
 from tests.watched_blocks import LAYER, Half, Watch, nothing_of_ours
 
 # -- copies ----------------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def test_a_saved_model_loads_where_we_are_not_installed(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ from lightning_ssd.metrics import METRICS
 from lightning_ssd.planning.worth import NUM_KEPT
 from lightning_ssd.strategy import SSDOffloadStrategy
 from lightning_ssd.wording import counted
+from tests.patience import PATIENCE_S
 from tests.trainers import LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, one_thread
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
@@ -141,7 +142,7 @@ def test_wandb_offline_has_rows_and_peaks_in_its_summary(tmp_path):
         [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(directory)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]

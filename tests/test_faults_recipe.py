@@ -24,6 +24,7 @@ from recipes.fault_server import Order, Result, Server, leftovers
 from recipes.fault_shim import ShimUnavailableError, build
 from recipes.faults import FAULTS, Fault, Row, main, markdown, own_disk, run_fault, verdict
 from tests.helpers import open_offloader
+from tests.patience import PATIENCE_S
 
 ROW = {"kill -9": 2, "SIGTERM": 1, "SIGINT": 2}
 PACKAGE = Path(lightning_ssd.__file__).parent
@@ -260,7 +261,7 @@ def test_an_interrupt_while_threads_start_leaves_none(
     with pytest.raises(KeyboardInterrupt), open_offloader(tmp_path):
         pass
     for thread in started:
-        thread.join(timeout=10)
+        thread.join(timeout=PATIENCE_S)
     assert len(started) == number + 1
     assert not any(thread.is_alive() for thread in started)
     assert len(os.listdir("/proc/self/fd")) <= len(before)

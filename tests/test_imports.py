@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lightning_ssd
+from tests.patience import PATIENCE_S
 
 PACKAGE = Path(lightning_ssd.__file__).parent
 # A module may import what stands above it here, and from its own line where that line is a directory.
@@ -181,7 +182,11 @@ def test_every_layer_word_is_a_module() -> None:
 def run_python(source: str) -> str:
     """In a fresh interpreter; its output."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, timeout=100, cwd=PACKAGE.parent
+        [sys.executable, "-W", "ignore", "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=PACKAGE.parent,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -145,7 +145,6 @@ def test_wrong_arguments_are_refused(arguments: list[str], text: str, capsys: py
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_toy_run_of_the_real_thing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keep meets its limit, offloading does not within the largest batch that is tried."""
     file = tmp_path / "result.json"

@@ -2,19 +2,56 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.malloc import MallocThreshold, foreign_malloc, trim
+from tests.patience import PATIENCE_S
 
 glibc_only = pytest.mark.skipif(MallocThreshold().reason is not None, reason=f"no mallopt: {MallocThreshold().reason}")
 
 PATTERN = """
+import ctypes
 import torch
 from lightning_ssd.malloc import MallocThreshold
 from lightning_ssd.memory import read_memory
+from tests.patience import PATIENCE_S
+
 MIB = 1 << 20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
+class MallInfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks".split()]
+    _fields_ += [("rest", ctypes.c_size_t * 3)]
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
+libc.mallinfo2.restype = MallInfo2
+
+def occupy_holes():
+    '''Take every hole of a MiB and more, so that nothing depends on the heap that imports happen to leave.'''
+    libc.mallopt(M_MMAP_THRESHOLD, MIB)
+    for size in (128, 64, 32, 16, 8, 4, 2, 1):
+        mapped = libc.mallinfo2().hblks
+        while block := libc.malloc(size * MIB):
+            if libc.mallinfo2().hblks > mapped:
+                libc.free(block)
+                break
+
+def make_heap(nbytes):
+    '''A heap of so many bytes more, with live blocks and resident holes of 1 to 24 MiB in turn.'''
+    libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+    goal, holes = libc.mallinfo2().arena + nbytes, []
+    while libc.mallinfo2().arena < goal:
+        size = (1, 3, 24)[len(holes) % 3] * MIB
+        holes.append(libc.malloc(size))
+        ctypes.memset(holes[-1], 1, size)
+        libc.malloc(4096)    # lives on: a hole on either side never meets the other one
+    for hole in holes:
+        libc.free(hole)
 
 def held_after_free(nbytes=2 * MIB, total=128 * MIB):
     '''MiB that stay resident after all but the last of many buffers were freed, as activations are in backward.'''
@@ -25,33 +62,38 @@ def held_after_free(nbytes=2 * MIB, total=128 * MIB):
     buffers.clear()
     return (read_memory().host_bytes - before) // MIB, last
 
-del [torch.ones(16 * MIB, dtype=torch.uint8) for _ in range(2)][:]    # glibc's threshold follows to 16 MiB
+read_memory(), torch.ones(64 * MIB, dtype=torch.uint8)    # code that was never run would become resident later
+occupy_holes()
+libc.mallopt(M_MMAP_THRESHOLD, 32 * MIB)    # where glibc's own adjustment ends up
 """
 
 
-def run_pattern(body: str, **env: str) -> str:
+def run_pattern(body: str, begin: Sequence[str] = (sys.executable,), **env: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", PATTERN + body],
+        [*begin, "-c", PATTERN + body],
         env={key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
         | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 @glibc_only
-def test_freed_buffers_leave_the_process_only_with_the_fixed_threshold():
-    assert int(run_pattern("print(held_after_free()[0])")) > 100, "one live buffer on top keeps all of them resident"
+def test_freed_buffers_leave_the_process_only_with_the_fixed_threshold(forks):
+    assert int(run_pattern("print(held_after_free()[0])", forks)) > 100, (
+        "one live buffer on top keeps all of them resident"
+    )
     fixed = run_pattern(
         """
 threshold = MallocThreshold()
 assert threshold.fix() and threshold.reason is None
 print(held_after_free()[0], held_after_free(8 * MIB)[0])
-"""
+""",
+        forks,
     )
     two, eight = map(int, fixed.split())
     assert two <= 4
@@ -59,7 +101,7 @@ print(held_after_free()[0], held_after_free(8 * MIB)[0])
 
 
 @glibc_only
-def test_holes_that_the_heap_has_already_are_not_used():
+def test_holes_that_the_heap_has_already_are_not_used(forks):
     output = run_pattern(
         """
 _, last = held_after_free()             # leaves 126 MiB of hole below a live buffer
@@ -67,7 +109,8 @@ with MallocThreshold():
     inside, last_inside = held_after_free()
 after, last_after = held_after_free()
 print(inside, after)
-"""
+""",
+        forks,
     )
     inside, after = map(int, output.split())
     assert inside <= 4
@@ -75,20 +118,41 @@ print(inside, after)
 
 
 @glibc_only
-def test_after_restore_the_threshold_is_32_mib():
+@pytest.mark.parametrize("heap", ["", "make_heap(128 * MIB)"], ids=["small heap", "holes in 128 MiB"])
+def test_after_restore_the_threshold_is_32_mib(heap, forks):
     output = run_pattern(
-        """
+        heap
+        + """
 with MallocThreshold():
     inside, last = held_after_free()
+libc.malloc_trim(0)    # or resident holes would take what is measured next
 large, last_large = held_after_free(33 * MIB, 132 * MIB)
 small, last = held_after_free()
 print(inside, small, large)
-"""
+""",
+        forks,
     )
     inside, small, large = map(int, output.split())
     assert inside <= 4
     assert small > 100, "2 MiB lies under the restored threshold"
     assert large <= 34, "33 MiB lies over it: mapped, so freed at once"
+
+
+@glibc_only
+@pytest.mark.parametrize("heap", ["", "make_heap(128 * MIB)"], ids=["small heap", "holes in 128 MiB"])
+def test_holding_the_holes_makes_no_new_one(heap, forks):
+    output = run_pattern(
+        heap
+        + """
+before = libc.mallinfo2().arena
+for _ in range(3):
+    with MallocThreshold():
+        inside = libc.mallinfo2().arena
+    print((inside - before) // MIB, (libc.mallinfo2().arena - before) // MIB)
+""",
+        forks,
+    )
+    assert all(int(grown) <= 0 for grown in output.split()), output
 
 
 @glibc_only
@@ -105,7 +169,7 @@ def test_restore_returns_to_the_users_own_setting(env):
 
 
 @glibc_only
-def test_the_lowest_claim_holds_until_the_last_restore():
+def test_the_lowest_claim_holds_until_the_last_restore(forks):
     output = run_pattern(
         """
 low, high = MallocThreshold(64 * 1024), MallocThreshold(8 * MIB)
@@ -115,7 +179,8 @@ high.restore(), high.restore()
 one, last = held_after_free()
 low.restore()
 print(both, one, held_after_free()[0])
-"""
+""",
+        forks,
     )
     both, one, none = map(int, output.split())
     assert both <= 4

@@ -104,8 +104,11 @@ def test_the_level_of_a_device_is_read_without_starting_cuda(monkeypatch):
 
 
 @linux_only
-def test_available_on_a_cpu_is_what_the_host_has():
-    assert abs(available_bytes(torch.device("cpu")) - host_available_bytes()) < 256 * MIB
+def test_available_on_a_cpu_is_what_the_host_has(monkeypatch):
+    assert host_available_bytes() > 0
+    # What others take between two readings is not ours.
+    monkeypatch.setattr("lightning_ssd.memory.host_available_bytes", lambda: 12345)
+    assert available_bytes(torch.device("cpu")) == 12345
 
 
 def test_what_the_allocator_holds_unused_is_available(monkeypatch):

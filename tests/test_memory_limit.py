@@ -31,7 +31,6 @@ OURS = replace(FREE, mode="ssd", limit_bytes=200 * MIB, moved_bytes=7 * MIB)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # three starts of Python with Lightning
 def test_the_kernel_kills_plain_training_and_ours_finishes(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The real thing in small: three processes, a real limit, real losses."""
     try:

@@ -21,13 +21,13 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import StorageError, UnsuitablePathError
+from tests.patience import PATIENCE_S
 
 _SERVERS = (
     Path("/usr/lib/openssh/sftp-server"),
     Path("/usr/libexec/openssh/sftp-server"),
     Path("/usr/lib/ssh/sftp-server"),
 )
-_WITHIN_S = 20.0
 
 
 @dataclass
@@ -66,7 +66,7 @@ def remote(tmp_path: Path) -> Iterator[Remote]:
 
 
 def _wait_for(mount: Path, client: subprocess.Popen[bytes]) -> None:
-    deadline_s = time.monotonic() + _WITHIN_S
+    deadline_s = time.monotonic() + PATIENCE_S
     while not os.path.ismount(mount):
         if client.poll() is not None or time.monotonic() > deadline_s:
             pytest.skip(f"sshfs cannot mount here (exit code {client.poll()})")
@@ -135,7 +135,7 @@ def test_allowed_it_trains_to_the_same_bits_and_keeps_its_files_private(remote: 
 
 def _wait_until_empty(directory: Path) -> None:
     """SSHFS removes a file that had no name any more only after its close has returned."""
-    deadline_s = time.monotonic() + _WITHIN_S
+    deadline_s = time.monotonic() + PATIENCE_S
     while left := [path for path in directory.rglob("*") if path.is_file()]:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.05)

@@ -17,6 +17,7 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, UnsuitablePathError
 from tests.offloader_steps import OFFLOAD_ALL, step
+from tests.patience import PATIENCE_S
 
 
 def our_threads() -> list[str]:
@@ -204,7 +205,7 @@ with offloader.saved_tensors():
     loss = x.exp().sin().cos().sum()
 """
     child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (child.returncode, child.stderr) == (0, "")
     assert not [path for path in spill_dir.rglob("*") if path.is_file()]
@@ -212,7 +213,7 @@ with offloader.saved_tensors():
 
 def run_child(program: str) -> str:
     child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert child.returncode == 0, child.stderr
     return child.stdout
@@ -223,7 +224,7 @@ def test_dropped_unclosed_under_the_ledgers_lock(spill_dir: Path) -> None:
     out = run_child(f"""
 import faulthandler, gc, torch, lightning_ssd as s
 from lightning_ssd.ledger import Ledger
-faulthandler.dump_traceback_later(60, exit=True)
+faulthandler.dump_traceback_later(240, exit=True)
 opened = Ledger.opened
 def collecting(self, record):
     gc.collect()
@@ -250,7 +251,7 @@ def test_fork_says_so_instead_of_waiting(spill_dir: Path) -> None:
     """A child has no workers: it must neither hang nor touch the parent's files."""
     out = run_child(f"""
 import faulthandler, os, torch, lightning_ssd as s
-faulthandler.dump_traceback_later(60, exit=True)
+faulthandler.dump_traceback_later(240, exit=True)
 policy = s.OffloadPolicy(activations="offload", min_tensor_bytes=0)
 hardware = s.HardwareProfile(paths={str(spill_dir)!r})
 offloader = s.Offloader(policy=policy, hardware=hardware).open()

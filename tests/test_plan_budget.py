@@ -26,12 +26,12 @@ from tests.helpers import (
     within,
 )
 from tests.parity.models import floats
+from tests.patience import PATIENCE_S
 from tests.plan_trainings import (
     LARGE,
     MIDDLE_BYTES,
     ROWS,
     SMALLEST,
-    TIMEOUT_S,
     WIDTH,
     faulty,
     gradients,
@@ -168,7 +168,7 @@ def test_writes_fail_under_a_budget(error: Callable[[], BaseException], tmp_path
             assert num_writes(offloader) == 0
         assert len([w for w in caught if "injected" in str(w.message)]) == 1
 
-    within(TIMEOUT_S, work)
+    within(PATIENCE_S, work)
 
 
 def test_everything_is_held_by_the_user(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_everything_is_held_by_the_user(tmp_path: Path) -> None:
             assert told
             assert_released(offloader)
 
-    within(TIMEOUT_S, work)
+    within(PATIENCE_S, work)
 
 
 def test_the_drive_hangs_for_a_while(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_the_drive_hangs_for_a_while(tmp_path: Path) -> None:
     answers = threading.Event()
 
     def hang(_: int) -> None:
-        assert answers.wait(TIMEOUT_S)
+        assert answers.wait(PATIENCE_S)
 
     expected = outcome(trains(3), Session())
 
@@ -226,7 +226,7 @@ def test_the_drive_hangs_for_a_while(tmp_path: Path) -> None:
             assert offloader.stats.stall_s > 0.3
             assert offloader.stats.resident_peak_bytes <= SMALLEST
 
-    within(TIMEOUT_S, work)
+    within(PATIENCE_S, work)
 
 
 def test_closed_by_another_thread_while_pack_waits(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_closed_by_another_thread_while_pack_waits(tmp_path: Path) -> None:
 
     def hang(_: int) -> None:
         waits.set()
-        assert answers.wait(TIMEOUT_S)
+        assert answers.wait(PATIENCE_S)
 
     def work() -> None:
         with faulty(tmp_path, setup) as (offloader, backend):
@@ -244,16 +244,16 @@ def test_closed_by_another_thread_while_pack_waits(tmp_path: Path) -> None:
             ended: list[Any] = []
             training = threading.Thread(target=lambda: ended.append(outcome(trains(1), Session(offloader))))
             training.start()
-            assert waits.wait(TIMEOUT_S)
+            assert waits.wait(PATIENCE_S)
             time.sleep(0.2)  # until pack has used up the budget
             assert training.is_alive()
             threading.Timer(0.2, answers.set).start()
             offloader.close()
-            training.join(TIMEOUT_S)
+            training.join(PATIENCE_S)
             assert not training.is_alive()
             assert ended[0].type == OffloaderClosedError.__name__
 
-    within(2 * TIMEOUT_S, work)
+    within(PATIENCE_S, work)
 
 
 def test_without_a_budget_no_pack_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

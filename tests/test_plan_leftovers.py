@@ -26,9 +26,9 @@ from tests.helpers import (
     outcome,
 )
 from tests.parity.models import floats
+from tests.patience import PATIENCE_S
 from tests.plan_trainings import (
     MIDDLE_BYTES,
-    TIMEOUT_S,
     loss_of,
     make_model,
     trains,
@@ -120,7 +120,7 @@ def test_plans_of_many_signatures_are_bounded(tmp_path: Path) -> None:
 def test_closing_while_a_plan_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with planning_takes(0.3, monkeypatch) as begun, open_offloader(tmp_path, PLANNING) as offloader:
         outcome(trains(1), Session(offloader))
-        assert begun.wait(TIMEOUT_S)
+        assert begun.wait(PATIENCE_S)
         assert [t for t in threading.enumerate() if t.name.startswith("lightning_ssd-plan")]
     assert not [t for t in threading.enumerate() if t.name.startswith("lightning_ssd")]
 
@@ -137,7 +137,7 @@ def test_training_goes_on_while_a_plan_is_made(tmp_path: Path, monkeypatch: pyte
 
 CHILD = """
 import faulthandler, os, sys, time, torch
-faulthandler.dump_traceback_later(60, exit=True)
+faulthandler.dump_traceback_later(240, exit=True)
 import lightning_ssd as s
 from lightning_ssd import scheduler
 make_plan = scheduler.make_plan
@@ -184,7 +184,7 @@ offloader.close()
 def test_interpreter_ends_while_a_plan_is_made(ending: str, budget: int | None, spill_dir: Path) -> None:
     code = CHILD.format(budget=budget, directory=str(spill_dir)) + ending
     child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
     assert not [path for path in spill_dir.rglob("*") if path.is_file()]

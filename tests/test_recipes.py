@@ -21,6 +21,7 @@ from recipes.meter import StepMeter, weights_digest
 from recipes.runner import run
 from recipes.schema import SCHEMA, ConfigMistake
 from recipes.summary import RunSummary
+from tests.patience import PATIENCE_S
 
 ROOT = SCHEMA.config_dir.parent
 MIB = 1 << 20
@@ -246,7 +247,7 @@ def run_module(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
         [sys.executable, "-m", name, *arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_S,
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
@@ -267,7 +268,6 @@ def test_a_sweep_from_the_command_line(spill_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spill_dir: Path) -> None:
     """Beyond the first epoch too: Lightning would draw another order of the data where there is a process group."""
@@ -287,7 +287,6 @@ def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spi
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_two_processes_train_one_sharded_model(spill_dir: Path) -> None:
     """As Lightning's own strategy does, bit for bit."""
@@ -367,7 +366,7 @@ def test_unsuitable_directory_is_one_clear_line(module: str) -> None:
         pytest.skip("no /dev/shm here to be refused")
     command = [sys.executable, "-m", module, "experiment=smoke", "offload=ssd", "hardware.paths=[/dev/shm]"]
     root = Path(__file__).resolve().parent.parent
-    child = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110, check=False)
+    child = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert child.returncode == 1
     assert "tmpfs" in child.stderr
     assert "Traceback" not in child.stderr

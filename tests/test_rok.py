@@ -269,7 +269,7 @@ def test_a_mode_that_fails_is_left_out_and_the_group_begins_anew(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("forked_workers")
 def test_a_toy_run_of_the_real_thing(tmp_path: Path) -> None:
     output = tmp_path / "out"
     arguments = ["--tiny", "--layers", "3", "--budgets", "70%", "--steps", "2", "--threads", "1"]

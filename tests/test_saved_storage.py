@@ -23,6 +23,7 @@ from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.staging import ReloadPool
 from lightning_ssd.storage.tiers import SsdTier
 from lightning_ssd.tensors import StorageKey
+from tests.patience import PATIENCE_S
 
 
 class _Mark:
@@ -166,7 +167,7 @@ class _LostDevice:
 
     def synchronize(self) -> None:
         self.asked.set()
-        assert self.lost.wait(20)
+        assert self.lost.wait(PATIENCE_S)
         raise RuntimeError("injected: the device is lost")
 
 
@@ -191,7 +192,7 @@ def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: Ssd
     with ledger.lock:
         assert record.queue_write(tier, mark)
         assert ledger.num_writes == 1
-    assert mark.asked.wait(20)
+    assert mark.asked.wait(PATIENCE_S)
     with ledger.lock:
         if meanwhile == "forwarded":
             assert record.forward()

@@ -20,13 +20,13 @@ from tests.fake_passes import (
     FAST,
     NBYTES,
     SLOW,
-    TIMEOUT_S,
     LateClock,
     machine_of,
     make_trace,
     opened,
     run_pass,
 )
+from tests.patience import PATIENCE_S
 
 # -- tracing and planning ---------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ def test_training_does_not_wait_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> N
     go_on, make_plan = threading.Event(), module.make_plan
 
     def slow(*args: Any) -> Any:
-        assert go_on.wait(TIMEOUT_S)
+        assert go_on.wait(PATIENCE_S)
         return make_plan(*args)
 
     monkeypatch.setattr(module, "make_plan", slow)

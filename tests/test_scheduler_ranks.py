@@ -14,12 +14,12 @@ from tests.fake_passes import (
     FAST,
     NBYTES,
     SLOW,
-    TIMEOUT_S,
     machine_of,
     make_trace,
     opened,
     run_pass,
 )
+from tests.patience import PATIENCE_S
 
 # -- several processes ------------------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ class Group:
     """Processes as threads: each number is the smallest that any of them has."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self._barrier = threading.Barrier(size, timeout=PATIENCE_S)
         self._given: list[list[float]] = []
         self.num_calls = 0
 
@@ -57,7 +57,7 @@ def on_ranks(works: Sequence[Callable[[Agree], Any]]) -> tuple[list[Any], Group]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * TIMEOUT_S)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive(), "a rank waits for the other one"
     return results, group
 

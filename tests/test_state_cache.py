@@ -24,6 +24,7 @@ from lightning_ssd.storage.movers import Edges, HostMover
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.staging import ReloadPool
 from lightning_ssd.storage.tiers import SsdTier
+from tests.patience import PATIENCE_S
 from tests.state_stores import CPU, NBYTES, put
 from tests.storage.faults import FaultyBackend, always, enospc
 from tests.storage.late import HeldCopies
@@ -241,7 +242,7 @@ def test_memory_is_not_lent_again_while_a_copy_runs(spill_dir: Path) -> None:
         thread.start()
         assert not evicted.wait(0.3)
         copies.let_through(1)
-        assert evicted.wait(20)
+        assert evicted.wait(PATIENCE_S)
         thread.join()
         assert store.in_memory() == []
 

@@ -12,9 +12,9 @@ import torch
 
 from lightning_ssd.errors import CorruptionError, StorageError
 from lightning_ssd.state_home import Copy
+from tests.patience import PATIENCE_S
 from tests.state_stores import (
     NBYTES,
-    PATIENCE_S,
     Drive,
     assert_all_hold,
     assert_holds,

@@ -17,6 +17,7 @@ from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.strategy import SSDOffloadStrategy
 from tests.helpers import assert_identical
 from tests.leftovers import assert_nothing_left
+from tests.patience import PATIENCE_S
 from tests.trainers import (
     BAREBONES,
     LIGHTNING_NOISE,
@@ -206,7 +207,7 @@ def test_interactive_sessions(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE_S,
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )

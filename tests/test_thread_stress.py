@@ -27,9 +27,8 @@ from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.tensors import Region
 from tests.helpers import assert_released, raw_bytes
+from tests.patience import PATIENCE_S
 from tests.threads import at_once
-
-pytestmark = pytest.mark.timeout(110)
 
 NUM_THREADS = 4
 NUM_PASSES = 25
@@ -290,7 +289,7 @@ def test_exit_in_the_middle_of_transfers(spill_dir: Path) -> None:
     """Nothing was closed: writes, reads, a plan and a step's flush are under way, and a backward waits for them."""
     program = UNFINISHED.format(directory=str(spill_dir))
     child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
     assert not [path for path in spill_dir.rglob("*") if path.is_file()]

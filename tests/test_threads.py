@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.threads import at_once
 
 
@@ -15,5 +16,5 @@ def test_an_error_in_a_thread_is_raised() -> None:
 
 
 def test_they_run_beside_each_other() -> None:
-    met = threading.Barrier(3, timeout=20)
+    met = threading.Barrier(3, timeout=PATIENCE_S)
     at_once(*[met.wait] * 3)

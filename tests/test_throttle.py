@@ -55,6 +55,18 @@ def rates(directory: Path, throttle: Throttle | None = None) -> tuple[float, flo
     return found.write_per_s, found.read_per_s
 
 
+def assert_held(directory: Path, throttle: Throttle) -> None:
+    """No attempt is faster than asked. A busy machine makes each of them slower: the fastest of up to five counts."""
+    fastest = [0.0, 0.0]
+    for _ in range(5):
+        found = rates(directory, throttle)
+        assert max(found) <= 1.25 * RATE
+        fastest = [max(pair) for pair in zip(fastest, found, strict=True)]
+        if min(fastest) >= 0.75 * RATE:
+            return
+    pytest.fail(f"{fastest} bytes per second at best, of {RATE}")
+
+
 def all_groups() -> set[str]:
     """Of this process: those of others, who test at the same time or have died, come and go."""
     return {str(path) for path in Path("/sys/fs/cgroup").rglob(f"lightning_ssd-{os.getpid()}-*")}
@@ -67,9 +79,8 @@ def test_the_kernel_holds_the_rate_and_lets_go(spill_dir: Path) -> None:
         assert throttle.wrap_backend is None
         assert "control group" in throttle.how
         assert all_groups() - before[2] or before[0] != Path("/proc/self/mountinfo").read_text()
-        slow = rates(spill_dir, throttle)
+        assert_held(spill_dir, throttle)
     free = rates(spill_dir)
-    assert slow == pytest.approx((RATE, RATE), rel=0.25)
     assert min(free) > 2 * RATE, "the drive stayed slow"
     after = Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text(), all_groups()
     assert after == before
@@ -124,7 +135,7 @@ def test_the_wrapper_holds_the_rate_over_both_workers(spill_dir: Path) -> None:
     with throttled(spill_dir, RATE, kind="bucket") as throttle:
         assert not throttle.is_real
         assert "token bucket around the backend at 40 MB/s, since it was asked for" in throttle.how
-        assert rates(spill_dir, throttle) == pytest.approx((RATE, RATE), rel=0.25)
+        assert_held(spill_dir, throttle)
 
 
 def test_the_wrapper_serves_where_there_is_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from tests.helpers import (
     outcome,
 )
 from tests.parity.models import Perceptrons, floats, mean_square
+from tests.patience import PATIENCE_S
 from tests.storage.faults import Fail, FaultyBackend, always, eio, enospc, on_calls, short
 
 TRAINING = Training(
@@ -150,7 +151,7 @@ def test_a_failed_read_reaches_the_thread_that_waits(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=backward, args=(chain(offloader),))
         thread.start()
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE_S)
         assert [type(error) for error in raised] == [StorageError]
         offloader.abort()
 

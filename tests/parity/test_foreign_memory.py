@@ -13,6 +13,7 @@ import lightning_ssd
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import Backend, WrappedBackend
 from lightning_ssd.tensors import Region
+from tests.patience import PATIENCE_S
 
 N = 1 << 18
 NBYTES = 4 * N
@@ -27,7 +28,7 @@ class HeldBackend(WrappedBackend):
 
     def write(self, arena: Arena, region: Region, offset: int) -> None:
         self._begun.set()
-        self._go.wait(30)
+        self._go.wait(PATIENCE_S)
         self.inner.write(arena, region, offset)
 
 
@@ -52,7 +53,7 @@ def test_other_memory_during_the_write(change: Callable[[torch.Tensor], None], t
         x = torch.ones(N)
         with offloader.saved_tensors():
             y = (x * w).sum()
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE_S)
         change(x)
         junk = [torch.full((N,), 7.0) for _ in range(8)]  # what has the old memory now
         go.set()
@@ -80,7 +81,7 @@ def test_other_memory_before_the_write(tmp_path: Path) -> None:
         x = torch.ones(N)
         with offloader.saved_tensors():
             y = sum((other * w).sum() for other in others) + (x * w).sum()
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE_S)
         x.untyped_storage().resize_(0)
         go.set()
         offloader.flush()

@@ -227,7 +227,7 @@ def test_speed() -> None:
     case = network(80, 50, nbytes=1_000_000, forward_s=0.02, backward_s=0.04)
     lives, best = Lifetimes(case), float("inf")
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         predict(lives, [SSD] * 4000, ssd(1e9), limit_bytes=None, ahead_bytes=100_000_000)
-        best = min(best, time.perf_counter() - begin)
-    assert best < 0.2  # measured: 0.012 s; the machine of a test may be busy
+        best = min(best, time.thread_time() - begin)
+    assert best < 0.2  # measured: 0.012 s; of this thread, since the machine of a test may be busy

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_ssd.events import EventLog
+from lightning_ssd.storage import transfer
 from lightning_ssd.storage.arbiter import Arbiter
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.streams import Copies
@@ -36,6 +38,14 @@ def make_tier() -> Iterator[MakeTier]:
 @pytest.fixture
 def held() -> HeldCopies:
     return HeldCopies()
+
+
+@pytest.fixture
+def worker_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of all transfers, as a list of one number: it stands still, however busy the machine is."""
+    now_s = [0.0]
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    return now_s
 
 
 @pytest.fixture

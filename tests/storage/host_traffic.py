@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_ssd.storage.host_tier import HostTier
+from tests.patience import PATIENCE_S
 from tests.storage.late import HeldCopies
 from tests.storage.owners import Owner, random_storage
 
@@ -32,7 +33,7 @@ def stored(tier: HostTier, nbytes: int, seed: int = 0) -> Owner:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "it never became true"
         time.sleep(0.001)

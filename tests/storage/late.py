@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from tests.patience import PATIENCE_S
+
 
 class LateMark:
     """Passed when the stream gets there; ``honest=False`` claims to have passed at once."""
@@ -104,11 +106,12 @@ class HeldMark:
     """Passed when its copy was let through."""
 
     def __init__(self) -> None:
-        self.passed = threading.Event()
+        self.passed, self.asked = threading.Event(), threading.Event()
         self.error: BaseException | None = None
 
     def synchronize(self) -> None:
-        assert self.passed.wait(20), "nobody let this copy through"
+        self.asked.set()
+        assert self.passed.wait(PATIENCE_S), "nobody let this copy through"
         if self.error is not None:
             raise self.error
 

@@ -8,6 +8,7 @@ import torch
 
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import StoredBytes
+from tests.patience import PATIENCE_S
 
 
 def random_storage(nbytes: int, seed: int = 0) -> torch.UntypedStorage:
@@ -48,7 +49,7 @@ class Owner:
 
     def wait(self) -> None:
         """Until the next answer."""
-        assert self.told.wait(10), "the owner was never told"
+        assert self.told.wait(PATIENCE_S), "the owner was never told"
         self.told.clear()
 
     @property

@@ -13,6 +13,7 @@ import pytest
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.storage import arbiter as arbiter_module
 from lightning_ssd.storage.arbiter import Arbiter
+from tests.patience import PATIENCE_S
 from tests.storage.turn_locks import is_taken, locks
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -39,7 +40,7 @@ class TestInOneProcess:
     @pytest.mark.parametrize("num_arbiters", [1, 2])
     def test_threads_share_a_turn_until_the_last_leaves(self, tmp_path: Path, runtime: Path, num_arbiters: int) -> None:
         arbiters = [Arbiter(tmp_path) for _ in range(num_arbiters)]
-        both_inside, go_on = threading.Barrier(2, timeout=60), threading.Event()
+        both_inside, go_on = threading.Barrier(2, timeout=PATIENCE_S), threading.Event()
 
         def hold() -> None:
             with arbiters[-1].writing():

@@ -18,6 +18,7 @@ import pytest
 import lightning_ssd
 from lightning_ssd.storage import arbiter as arbiter_module
 from lightning_ssd.storage.arbiter import Arbiter
+from tests.patience import PATIENCE_S
 from tests.storage.turn_locks import is_taken, locks
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -118,7 +119,7 @@ class _LateForWaiters:
 
     def __enter__(self) -> None:
         if threading.current_thread().name == "lightning_ssd-turn":
-            assert self.release_waiters.wait(30)
+            assert self.release_waiters.wait(PATIENCE_S)
         self._mutex.acquire()
 
     def __exit__(self, *_: object) -> None:

@@ -16,6 +16,7 @@ from lightning_ssd.events import EventLog, TransferEvent
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.movers import host_bytes
 from lightning_ssd.storage.streams import CudaCopies
+from tests.patience import PATIENCE_S
 from tests.storage.host_traffic import CPU, KIB, MIB, MakeTier, stored, wait_until
 from tests.storage.late import HeldCopies, late_copies
 from tests.storage.owners import Owner, as_bytes, random_storage
@@ -65,19 +66,22 @@ class TestExact:
                 copies.wait_on_current_stream(owner.mark)  # type: ignore[arg-type]
                 right.append(owner.is_right())
                 tier.free(owner.place)
-            copies.mark().passed.wait(10)
+            copies.mark().passed.wait(PATIENCE_S)
             wait_until(lambda: all(not stream.qsize() for stream in copies._streams.values()))
             time.sleep(0.05)  # the last copies of those that lied end before their memory goes
         assert all(right) == honest
 
-    def test_writes_wait_for_the_producer(self, make_tier: MakeTier, held: HeldCopies) -> None:
+    def test_writes_wait_for_the_producer(
+        self, make_tier: MakeTier, held: HeldCopies, worker_clock: list[float]
+    ) -> None:
         tier = make_tier(held)
         owner, produced = Owner(random_storage(KIB)), held.mark()
         produced.passed.clear()
         assert tier.write(owner, KIB, produced, label="")
-        time.sleep(0.05)
+        assert produced.asked.wait(PATIENCE_S)
+        worker_clock[0] += 100
         assert owner.calls == []
-        assert tier.progress().write_busy_s < 0.02, "waiting for the producer is not busy"
+        assert tier.progress().write_busy_s == 0, "waiting for the producer is not busy"
         produced.passed.set()
         held.free_run()
         tier.flush()

@@ -26,6 +26,7 @@ from lightning_ssd.storage import private_directory as private_directory_module
 from lightning_ssd.storage.arbiter import Arbiter
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.held_directory import HeldDirectory, rank_directory
+from tests.patience import PATIENCE_S
 
 STRANGER = 54321
 RANK = rank_directory(0)
@@ -125,7 +126,7 @@ def test_another_user_sees_nothing(world: Path) -> None:
             [sys.executable, "-S", "-c", STRANGER_LOOKS.format(stranger=STRANGER), *map(str, paths)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=True,
         )
         assert found.stdout.split() == ["saw", *["PermissionError"] * 3]
@@ -276,7 +277,6 @@ def put_plain_directory(path: Path, elsewhere: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     "put",
     [

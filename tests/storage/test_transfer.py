@@ -15,9 +15,8 @@ from lightning_ssd.events import EventLog, TransferEvent
 from lightning_ssd.storage.gate import UrgentGate
 from lightning_ssd.storage.transfer import Transfer, TransferQueue
 from tests.helpers import within
+from tests.patience import PATIENCE_S
 from tests.threads import at_once
-
-PATIENCE_S = 20.0
 
 
 class Move(Transfer):
@@ -63,10 +62,10 @@ def blocked(queue: TransferQueue) -> threading.Event:
 
     def wait() -> None:
         started.set()
-        assert release.wait(10)
+        assert release.wait(PATIENCE_S)
 
     queue.submit(Move(wait))
-    assert started.wait(10)
+    assert started.wait(PATIENCE_S)
     return release
 
 
@@ -110,11 +109,11 @@ def test_promoting_what_is_under_way_puts_its_other_chunks_first(single: Transfe
 
     def first() -> None:
         started.set()
-        assert release.wait(10)
+        assert release.wait(PATIENCE_S)
 
     big = Move(first, lambda: order.append("big"), lambda: order.append("big"))
     single.submit(big)
-    assert started.wait(10)
+    assert started.wait(PATIENCE_S)
     urgent = Move(lambda: order.append("urgent"), urgent=True)
     single.submit(urgent)
     single.promote(big)
@@ -126,7 +125,7 @@ def test_promoting_what_is_under_way_puts_its_other_chunks_first(single: Transfe
 
 def test_workers_share_a_large_move(events: EventLog) -> None:
     queue = TransferQueue("write", 2, events)
-    barrier = threading.Barrier(2, timeout=10)  # both chunks must be under way at once
+    barrier = threading.Barrier(2, timeout=PATIENCE_S)  # both chunks must be under way at once
     move = Move(lambda: barrier.wait() and None, lambda: barrier.wait() and None)
     queue.submit(move)
     move.wait()
@@ -204,7 +203,7 @@ def test_idle_workers_hold_no_move(single: TransferQueue) -> None:
     del move
     single.wait_idle()
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while ref() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert ref() is None
@@ -231,25 +230,25 @@ def test_many_threads(events: EventLog) -> None:
     assert total[0] == 4 * 25 * (0 + 1 + 2 + 3)
 
 
-def test_waiting_is_not_busy(events: EventLog) -> None:
+def test_waiting_is_not_busy(events: EventLog, worker_clock: list[float]) -> None:
     queue = TransferQueue("read", 2, events, tier="host")
-    move = Move()
+    move, busy_s = Move(), []
 
     def work() -> None:
-        for wait_s in (0.1, 0.05):
+        for wait_s in (100.0, 50.0):
+            worker_clock[0] += 1
             with move.not_busy():
-                time.sleep(wait_s)
+                worker_clock[0] += wait_s
+                busy_s.append(queue.progress()[1])
 
     move._work = (work,)
     queue.submit(move)
-    time.sleep(0.03)
-    assert queue.progress()[1] < 0.02
     queue.wait_idle()
-    assert queue.progress()[1] < 0.05
+    assert [*busy_s, queue.progress()[1]] == [1, 2, 2]
     (event,) = events.drain()
     assert isinstance(event, TransferEvent)
     assert event.tier == "host"
-    assert 0.05 <= event.end_s - event.start_s < 0.1, "only the first wait is not part of it"
+    assert event.end_s - event.start_s == 1 + 50, "only the first wait is not part of it"
     queue.close()
     with pytest.raises(RuntimeError, match="submit the transfer first"), Move().not_busy():
         pass
@@ -264,13 +263,13 @@ def test_a_move_that_outlasts_its_end(single: TransferQueue, events: EventLog, l
 
         def settle(self) -> BaseException | None:
             settled.set()
-            assert release.wait(10)
+            assert release.wait(PATIENCE_S)
             return late_error
 
     move = Outlasting(lambda: None)
     single.submit(move)
     move.wait()
-    assert settled.wait(10)
+    assert settled.wait(PATIENCE_S)
     time.sleep(0.03)
     assert events.drain() == []
     assert move.error is None
@@ -282,8 +281,9 @@ def test_a_move_that_outlasts_its_end(single: TransferQueue, events: EventLog, l
     assert single.progress()[1] >= 0.03
 
 
-def test_what_comes_later_gives_way_too(events: EventLog) -> None:
+def test_what_comes_later_gives_way_too(events: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that has given way once, and then found nothing to do, gives way again."""
+    monkeypatch.setattr("lightning_ssd.storage.transfer.patience_s", lambda chunk_s: PATIENCE_S)
     gate = UrgentGate()
     queue = TransferQueue("write", 1, events, yields_to=gate)
     gate.enter()

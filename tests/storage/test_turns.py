@@ -19,6 +19,7 @@ from lightning_ssd.storage import turns as module_under_test
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.turns import TurnsBackend, open_in_turns, turns_pay
 from lightning_ssd.tensors import Region
+from tests.patience import PATIENCE_S
 from tests.storage.faults import FaultyBackend, always, eio
 
 MIB = 1 << 20
@@ -161,7 +162,7 @@ def test_another_process_waits_for_its_turn(backend: PosixBackend, spill_dir: Pa
             writer.start()
             assert not done.wait(0.3)
             child.kill()
-            assert done.wait(30)
+            assert done.wait(PATIENCE_S)
             writer.join()
     finally:
         child.kill()
