@@ -12,18 +12,15 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import torch
-
 from lightning_ssd.clock import Clock, Stamp
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
-from lightning_ssd.tensors import StorageKey
+from lightning_ssd.tensors import StorageKey, can_count_holders, is_released
 
 __all__ = ["Recorder"]
 
 # How many storages that somebody besides autograd still holds are looked at with each pack.
 _NUM_WATCHED = 16
 _SAMPLE_S = 0.001
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 @dataclass(slots=True)
@@ -87,7 +84,7 @@ class Recorder:
         seen = self._seen[index]
         if seen.wanted is None:
             seen.wanted = self._clock.stamp()
-            if seen.released is None and _is_released(seen.key):
+            if seen.released is None and is_released(seen.key):
                 seen.released = seen.wanted
             self._order.append(index)
 
@@ -185,7 +182,7 @@ class Recorder:
         freed_s = max(min(at(seen.freed, end_s), end_s), packed_s)
         wanted_s = None if seen.wanted is None else max(at(seen.wanted, end_s), packed_s)
         # Not seen to be released before it was wanted: somebody held it all along (or nobody could look).
-        movable = seen.released is not None or _use_count is None
+        movable = seen.released is not None or not can_count_holders()
         return TracedStorage(
             nbytes=seen.nbytes,
             packed_s=packed_s,
@@ -229,15 +226,7 @@ class Recorder:
         """Whose memory would have gone by now, if we did not hold it?"""
         for _ in range(min(num_watched, len(self._watched))):
             seen = self._watched.popleft()
-            if _is_released(seen.key):
+            if is_released(seen.key):
                 seen.released = moment
             elif seen.wanted is None:
                 self._watched.append(seen)
-
-
-def _is_released(key: StorageKey) -> bool:
-    """Whether nobody but us holds the storage. The key's weak reference keeps its count readable after its death.
-
-    Ours is one reference, however many of our objects share it; after the write it is none.
-    """
-    return _use_count is not None and _use_count(key.cdata) <= 1

@@ -44,6 +44,7 @@ class SavedPass:
 
     Args:
         enter: called when the forward begins.
+        leave: called when it is over.
         pack: called with this pass and each tensor that autograd saves.
         unpack: called with what ``pack`` returned.
         blocks: that forward may go through.
@@ -54,6 +55,7 @@ class SavedPass:
     def __init__(
         self,
         enter: Callable[[SavedPass], None],
+        leave: Callable[[], None],
         pack: Callable[[SavedPass, Any], Any],
         unpack: Callable[[Any], Any],
         *,
@@ -76,6 +78,7 @@ class SavedPass:
         self.next_ahead = 0
         self.keeps_alive: object = None  # while the forward runs
         self._enter = enter
+        self._leave = leave
         self._pack = pack
         self._unpack = unpack
         self._num_blocks = 0
@@ -101,6 +104,7 @@ class SavedPass:
     ) -> None:
         self._installed.pop().__exit__(exc_type, exc, traceback)
         if not self._installed:
+            self._leave()
             self.keeps_alive = None
             if self.recorder is not None:
                 self.recorder.forward_ended()

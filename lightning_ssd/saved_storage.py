@@ -23,6 +23,7 @@ from __future__ import annotations
 import enum
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ import torch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.inplace import Origin, VersionProbe
 from lightning_ssd.ledger import Ledger
+from lightning_ssd.saved_parts import SavedParts
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import StoredBytes, Tier
 from lightning_ssd.storage.transfer import Transfer
@@ -72,6 +74,7 @@ class SavedStorage:
         "num_tensors",
         "num_unpacked",
         "packed_s",
+        "parts",
         "probe",
         "produced",
         "read",
@@ -83,7 +86,14 @@ class SavedStorage:
     )
 
     def __init__(
-        self, ledger: Ledger, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe, *, index: int
+        self,
+        ledger: Ledger,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+        probe: VersionProbe,
+        parts: SavedParts,
+        *,
+        index: int,
     ) -> None:
         self.ledger = ledger
         self.storage: torch.UntypedStorage | None = storage
@@ -93,6 +103,7 @@ class SavedStorage:
         self.identity = self.key
         self.nbytes = nbytes
         self.probe = probe
+        self.parts = parts
         self.produced: Mark | None = None  # the packed bytes are there once this has passed
         self.index = index
         self.state = State.READY
@@ -117,6 +128,18 @@ class SavedStorage:
     def is_same_value(self, version: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor over our storage, now at ``version``, still has the bytes that we saved."""
         return version == self.probe.saved == self.probe.version and self.probe.shares_counter(tensor)
+
+    def shows(self, tensor: torch.Tensor, mark: Callable[[], Mark | None]) -> bool:
+        """Whether a tensor with the value that we saved may be saved with it: it shows bytes that we hold or have
+        written. If it shows more, these are there when ``mark`` has passed, and no copy made before has them.
+        """
+        if self.parts.covers(tensor):
+            return True
+        if self.state is not State.READY or self.stored is not None:
+            return False
+        self.parts.add(tensor)
+        self.produced = mark()
+        return True
 
     @property
     def is_in_memory(self) -> bool:

@@ -31,11 +31,12 @@ from lightning_ssd.memory import available_bytes, level_bytes
 from lightning_ssd.parameters import ParameterStorages
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.run_ahead import RunAhead
+from lightning_ssd.saved_parts import DeferredWrites, SavedParts
 from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.saved_storage import Lease, SavedStorage, SavedTensor, State
 from lightning_ssd.scheduler import Scheduler
 from lightning_ssd.stats import OffloadStats
-from lightning_ssd.storage.streams import Copies
+from lightning_ssd.storage.streams import Copies, Mark
 from lightning_ssd.storage.tiers import SsdTier, Tier
 from lightning_ssd.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.tier_meter import TierMeter
@@ -103,6 +104,7 @@ class TensorCache:
         self._pid = os.getpid()
         # All of the following are guarded by the ledger's lock.
         self._by_storage: dict[int, SavedStorage] = {}
+        self._deferred = DeferredWrites()
         self._run_ahead = RunAhead()
         self._clock = clock_of(device)
         self._passes = LivePasses(
@@ -130,6 +132,7 @@ class TensorCache:
         """One forward and the backward that follows; used as a context manager around the forward."""
         return SavedPass(
             self._enter,
+            self._leave,
             self._pack,
             self._unpack,
             blocks=self.blocks,
@@ -147,6 +150,12 @@ class TensorCache:
             self.ledger.settle()
             self._prune()
             self._passes.enter(current)
+
+    def _leave(self) -> None:
+        """A forward is over."""
+        if not self.is_foreign:
+            with self.ledger.lock:
+                self._deferred.send_all()
 
     def end_backward(self) -> None:
         """A backward is over: learn from it, plan, tell of failed writes. A missed call costs time only.
@@ -205,6 +214,7 @@ class TensorCache:
         """Keep everything whose write has not begun: the step has failed, or the tier is closing."""
         with self.ledger.lock:
             self.ledger.settle()
+            self._deferred.drop()
             for record in self._by_storage.values():
                 if record.state is State.QUEUED:
                     record.forward()
@@ -242,6 +252,8 @@ class TensorCache:
 
     def flush(self) -> None:
         """Block until every queued write has ended."""
+        with self.ledger.lock:
+            self._deferred.send_all()
         for tier in (self._tiers.ssd, self._tiers.host):
             if tier is not None:
                 tier.flush()
@@ -324,18 +336,21 @@ class TensorCache:
             record = self._by_storage.get(storage._cdata)
             lease = record.lease() if record is not None and record.lease is not None else None
             is_known = record is not None and lease is not None and record.nbytes == nbytes
-            if record is None or lease is None or not is_known or not record.is_same_value(probe.saved, tensor):
+            is_same = is_known and record is not None and record.is_same_value(probe.saved, tensor)
+            if record is None or lease is None or not is_same or not record.shows(tensor, self._mark):
                 self._admit(current, nbytes)
-                lease = self._open(current, storage, nbytes, probe)
+                lease = self._open(current, storage, SavedParts(nbytes, tensor), probe)
             lease.record.num_tensors += 1
+            self._deferred.look()
         self._run_ahead.wait()
         if self._copies is not None:
             self._copies.protect(tensor)
         return SavedTensor(lease, TensorSpec.of(tensor), probe, Origin.of(tensor))
 
-    def _open(self, current: SavedPass, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe) -> Lease:
-        """A storage seen for the first time in this version: keep it, or queue its write."""
-        record = SavedStorage(self.ledger, storage, nbytes, probe, index=len(current.records))
+    def _open(self, current: SavedPass, storage: torch.UntypedStorage, parts: SavedParts, probe: VersionProbe) -> Lease:
+        """A storage seen for the first time in this version: keep it, or have it written."""
+        nbytes = storage.nbytes()
+        record = SavedStorage(self.ledger, storage, nbytes, probe, parts, index=len(current.records))
         lease = Lease(record)
         record.lease = weakref.ref(lease)
         self._by_storage[record.key.cdata] = record
@@ -344,9 +359,21 @@ class TensorCache:
         current.add(record)
         self.ledger.opened(record)
         # What stays may have to go later, when another stream is the current one.
-        after = record.produced = None if self._copies is None or self._tiers.ssd is None else self._copies.mark()
-        if after is not None:
-            self._run_ahead.add(after, nbytes, self.ledger.counters.saved_peak_bytes)
+        record.produced = self._mark()
+        if record.produced is not None:
+            self._run_ahead.add(record.produced, nbytes, self.ledger.counters.saved_peak_bytes)
+        if placement is Placement.KEEP or parts.is_whole:
+            self._send(record, placement, reason)
+        else:
+            self._deferred.add(record, partial(self._send, record, placement, reason))
+        return lease
+
+    def _mark(self) -> Mark | None:
+        return None if self._copies is None or self._tiers.ssd is None else self._copies.mark()
+
+    def _send(self, record: SavedStorage, placement: Placement, reason: str) -> None:
+        """Keep a storage, or queue its write."""
+        nbytes, after = record.nbytes, record.produced
         if placement is Placement.HOST and (
             self._tiers.host is None or not record.queue_write(self._tiers.host, after)
         ):
@@ -357,13 +384,13 @@ class TensorCache:
         elif placement is Placement.KEEP:
             self.ledger.counters.bytes_kept += nbytes
         self._events.append(PlacementEvent(placement.value, nbytes, reason, record.packed_s))
-        return lease
 
     def _admit(self, current: SavedPass, nbytes: int) -> None:
         """Under a budget, wait until the next storage fits."""
         limit = current.limit_bytes if current.guide is None else current.guide.limit_bytes
         if limit is None or self.ledger.counters.resident_bytes + nbytes <= limit:
             return
+        self._deferred.send_all()
         self._fetcher.admit(current, nbytes, limit)
 
     def _place(self, current: SavedPass, nbytes: int) -> tuple[Placement, str]:

@@ -10,11 +10,12 @@ Three small things, none of which moves a byte:
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 
-__all__ = ["PLAIN_TYPES", "Region", "StorageKey", "TensorSpec"]
+__all__ = ["PLAIN_TYPES", "Region", "StorageKey", "TensorSpec", "can_count_holders", "is_released"]
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """Tensors of these very types, not of subclasses, are nothing but a view of a storage."""
@@ -69,6 +70,22 @@ class StorageKey:
     def __del__(self, _free: Any = torch.UntypedStorage._free_weak_ref) -> None:
         # `_free` is bound early: at interpreter exit the torch module may be gone before us.
         _free(self._weak)
+
+
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def can_count_holders() -> bool:
+    """Whether this PyTorch tells who holds a storage; else :func:`is_released` is always False."""
+    return _use_count is not None
+
+
+def is_released(key: StorageKey) -> bool:
+    """Whether nobody but us holds the storage. The key's weak reference keeps its count readable after its death.
+
+    Ours is one reference, however many of our objects share it; after the write it is none.
+    """
+    return _use_count is not None and _use_count(key.cdata) <= 1
 
 
 class TensorSpec(NamedTuple):

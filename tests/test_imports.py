@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "verdict",
     ),
     ("recompute",),
-    ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger", "stalls", "run_ahead"),
+    ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger", "stalls", "run_ahead", "saved_parts"),
     ("scheduler", "saved_storage", "kept_tensor"),
     ("saved_pass", "shard_hooks"),
     ("live_passes",),

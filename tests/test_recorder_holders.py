@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from lightning_ssd import recorder
+from lightning_ssd import recorder, tensors
 from lightning_ssd.recorder import Recorder
 from lightning_ssd.tensors import StorageKey
 from tests.recorded_passes import NBYTES, FakeClock, begun, pack, saved
@@ -131,7 +131,7 @@ def test_many_held_storages_are_looked_at_in_turns(clock: FakeClock) -> None:
 
 
 def test_where_nobody_can_look_everything_may_move(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_use_count", None)
+    monkeypatch.setattr(tensors, "_use_count", None)
     told = begun(clock)
     held = pack(told, clock, 101, held=True)
     clock.at(102)

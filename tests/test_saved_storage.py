@@ -15,6 +15,7 @@ import torch
 from lightning_ssd.events import EventLog
 from lightning_ssd.inplace import VersionProbe
 from lightning_ssd.ledger import Ledger
+from lightning_ssd.saved_parts import SavedParts
 from lightning_ssd.saved_storage import Lease, SavedStorage, State
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
@@ -37,7 +38,8 @@ class _Stored:
 
 def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
     storage = tensor.untyped_storage()
-    record = cls(Ledger(), storage, storage.nbytes(), VersionProbe(tensor), index=0)
+    parts = SavedParts(storage.nbytes(), tensor)
+    record = cls(Ledger(), storage, storage.nbytes(), VersionProbe(tensor), parts, index=0)
     record.ledger.opened(record)
     return record
 
