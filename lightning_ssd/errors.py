@@ -19,6 +19,8 @@ the same program raises without us.
 
 from __future__ import annotations
 
+import traceback
+
 __all__ = [
     "BackendUnavailableError",
     "BudgetError",
@@ -30,6 +32,7 @@ __all__ = [
     "ShortTransferError",
     "StorageError",
     "UnsuitablePathError",
+    "forget_frames",
 ]
 
 
@@ -75,3 +78,19 @@ class BackendUnavailableError(OffloadError):
 
 class OffloaderClosedError(OffloadError, RuntimeError):
     """The offloader was used before ``open`` or after ``close``."""
+
+
+def forget_frames(error: BaseException) -> None:
+    """For an error that outlives its handler: let go of its frames, which keep tensors alive, and of its causes'.
+
+    Where it was raised stays readable, as a note, unless the error is our own and says all there is to say.
+    """
+    known: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in known:
+        known.add(id(following))
+        if following.__traceback__ is not None and not isinstance(following, OffloadError):
+            following.add_note("".join(traceback.format_tb(following.__traceback__)))
+        # Clearing the frames is not enough: each of them holds the one that called it, which may still run.
+        following.__traceback__ = None
+        following = following.__cause__ or following.__context__

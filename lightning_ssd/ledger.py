@@ -34,7 +34,7 @@ class Ledger:
         # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
         self.lock = threading.Lock()
         self._write_ended = threading.Condition(self.lock)
-        self.write_failure: BaseException | None = None  # the first one nobody has been told of
+        self.write_failure: str | None = None  # the first one; a text, since the error's frames hold tensors
         self.ahead_bytes = 0
         self.saved_bytes = 0
         self.num_live = 0

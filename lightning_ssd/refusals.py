@@ -13,7 +13,7 @@ class Refusals:
     def __init__(self) -> None:
         self.num_stuck = 0
         """Subgroups that have a piece of memory beyond the others' now, or training would wait for one for ever."""
-        self.last_error: BaseException | None = None
+        self.last_error: str | None = None
         self._warning: str | None = None
 
     def note(self, home: Home, error: BaseException | None, *, quietly: bool) -> None:
@@ -25,7 +25,7 @@ class Refusals:
                 f"optimizer states could not be written and stay in memory, exact as before: {error}. Free space on "
                 "the drive, or name another directory in HardwareProfile.paths"
             )
-        self.last_error = error
+        self.last_error = str(error) or repr(error)  # not itself: its frames hold what was to be written
 
     def is_written(self, home: Home) -> None:
         """Memory is not ahead of the drive any more."""

@@ -281,7 +281,7 @@ class SavedStorage:
                 self.ledger.counters.failures += 1
                 self.ledger.counters.fallbacks += 1
                 self.ledger.counters.bytes_kept += self.nbytes
-                self.ledger.write_failure = self.ledger.write_failure or error
+                self.ledger.write_failure = self.ledger.write_failure or str(error) or repr(error)
                 if self.state in (State.QUEUED, State.WRITING):
                     self.state = State.READY
             elif self.state is State.WRITING and self.storage is not None:

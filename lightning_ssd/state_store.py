@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.errors import OffloaderClosedError, StorageError, forget_frames
 from lightning_ssd.profiling import spanned
 from lightning_ssd.refusals import Refusals
 from lightning_ssd.returned_copies import ReturnedCopies
@@ -321,6 +321,7 @@ class StateStore:
 
     def _not_read(self, home: Home, error: BaseException) -> None:
         """Whoever takes it gets the error. Nothing else is tried ahead of time now."""
+        forget_frames(error)
         home.error = error
         self._drop(home)
         self._queue.clear()

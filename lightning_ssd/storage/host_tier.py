@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import torch
 
-from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.errors import OffloaderClosedError, forget_frames
 from lightning_ssd.events import EventLog
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.extents import Extent
@@ -182,6 +182,7 @@ class HostTier:
 
     def note_late(self, error: BaseException, label: str) -> None:
         """A copy has failed that was handed over; the device is likely to be lost for every user of it."""
+        forget_frames(error)
         self._late_error = self._late_error or error
         _log.error("copying %s from host memory failed after it was handed over: %s", label, str(error))
 

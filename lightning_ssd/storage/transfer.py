@@ -10,12 +10,13 @@ import heapq
 import itertools
 import threading
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
-from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.errors import OffloaderClosedError, forget_frames
 from lightning_ssd.events import Direction, EventLog, TransferEvent
 from lightning_ssd.profiling import span, spanned
 from lightning_ssd.storage.gate import UrgentGate, patience_s
@@ -23,6 +24,7 @@ from lightning_ssd.storage.gate import UrgentGate, patience_s
 __all__ = ["Chunk", "Transfer", "TransferQueue"]
 
 Chunk = Callable[[], None]
+_T = TypeVar("_T")
 
 
 class Transfer(ABC):
@@ -303,7 +305,7 @@ class TransferQueue:
 
     def _keep_fault(self, transfer: Transfer, error: BaseException) -> None:
         """Whoever waits for the move, flushes or closes is told."""
-        traceback.clear_frames(error.__traceback__)  # or it would keep tensors alive
+        forget_frames(error)
         with self._lock:
             transfer.error = transfer.error or error
             transfer._fault = transfer._fault or error
@@ -335,10 +337,9 @@ class TransferQueue:
 
     def _begin(self, transfer: Transfer) -> None:
         transfer.start_s = time.perf_counter()
-        try:
-            with span("lightning_ssd::begin"):
-                chunks = transfer.begin()
-        except BaseException as error:  # handed to the waiting thread by finish(); nothing is swallowed
+        with span("lightning_ssd::begin"):
+            chunks, error = _attempt(transfer.begin)
+        if error is not None:
             self._end(transfer, error)
             return
         if chunks is None:
@@ -357,12 +358,7 @@ class TransferQueue:
             self._run(transfer, first)
 
     def _run(self, transfer: Transfer, chunk: Chunk) -> None:
-        error: BaseException | None = None
-        try:
-            if transfer.error is None:
-                chunk()
-        except BaseException as caught:  # handed to the waiting thread by finish(); nothing is swallowed
-            error = caught
+        error = None if transfer.error is not None else _attempt(chunk)[1]
         with self._lock:
             transfer.error = transfer.error or error
             transfer._num_unfinished -= 1
@@ -377,12 +373,10 @@ class TransferQueue:
                 self._moved_bytes += transfer.nbytes
         if not transfer.outlasts:
             self._record(transfer, error)
-        try:
-            transfer.finish(error)
-        except BaseException as fault:
+        _, fault = _attempt(partial(transfer.finish, error))
+        if fault is not None:
             self._keep_fault(transfer, fault)
-        finally:
-            self._let_go(transfer)
+        self._let_go(transfer)
         if transfer.outlasts:
             late_error = transfer.settle()
             self._record(transfer, error or late_error)
@@ -400,3 +394,15 @@ class TransferQueue:
                 failed=error is not None,
             )
         )
+
+
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
+    """What ``work`` gives, and what it raises: handed to the waiting thread, nothing is swallowed.
+
+    The error outlives the transfer, and takes none of the memory along that was moved.
+    """
+    try:
+        return work(), None
+    except BaseException as error:
+        forget_frames(error)
+        return None, error

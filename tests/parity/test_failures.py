@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_ssd import Offloader
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
 from lightning_ssd.storage.backend import Backend
+from lightning_ssd.tensors import StorageKey
 from tests.helpers import (
     DRAINED,
     Session,
@@ -102,6 +103,29 @@ def test_writes_fail_for_a_while(tmp_path: Path) -> None:
         assert_identical(outcome(TRAINING, session), outcome(TRAINING, Session()))
         assert offloader.stats.failures == 8
         assert offloader.stats.bytes_read > 0
+
+
+def test_a_failed_write_keeps_nothing_alive(tmp_path: Path) -> None:
+    """Neither the warning that is to come nor the error holds the tensor, and no collector is waited for."""
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings(), faulty(tmp_path, fail_write=always(eio)) as (offloader, _):
+            warnings.simplefilter("ignore", UserWarning)
+            x = floats(0, 64, 64).requires_grad_()
+            with offloader.saved_tensors():
+                y = x * 1
+                saved = StorageKey(y.untyped_storage())
+                loss = y.sin().sum()
+            offloader.flush()
+            assert offloader.stats.failures > 0
+            del y
+            assert saved.alive()
+            loss.backward()
+            del loss
+            assert not saved.alive()
+    finally:
+        gc.enable()
 
 
 def test_a_failed_read_is_tried_again(tmp_path: Path) -> None:
