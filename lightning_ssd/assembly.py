@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -85,7 +84,8 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, site: Site) -> Parts:
         return Parts(description=description, allocation=allocation)
     backend, directories, why = _open_directories(stack, site)
     mover, reload = _open_mover(stack, policy, backend, site)
-    ssd = SsdTier(backend, mover, directories, events=site.events, sampler=Sampler(policy.verify))
+    sampler = Sampler(policy.verify)
+    ssd = SsdTier(backend, mover, directories, events=site.events, sampler=sampler, first=site.local_rank)
     stack.callback(ssd.close)
     host = _open_host(stack, policy, site)
     wear = open_wear_meter(site)
@@ -145,7 +145,7 @@ def open_state_files(policy: OffloadPolicy, site: Site) -> StateFiles:
             host=host,
             share=share,
             wait=(lambda mark: mark.synchronize()) if copies is None else copies.wait_on_current_stream,
-            first=int(os.environ.get("LOCAL_RANK", "0")),
+            first=site.local_rank,
             resources=stack.pop_all(),
         )
 
@@ -171,7 +171,7 @@ def open_wear_meter(site: Site) -> WearMeter:
     Tells, in the first process of a machine, where drives are counted that are not there.
     """
     hardware = site.hardware
-    if not hardware.allow_unsuitable_paths and os.environ.get("LOCAL_RANK", "0") == "0":
+    if not hardware.allow_unsuitable_paths and site.local_rank == 0:
         tell_of_shared_drives(site.paths)
     return WearMeter(site.directories, hardware.drive_endurance_nbytes, num_processes=site.num_local_processes)
 
@@ -185,7 +185,7 @@ def _open_directories(stack: ExitStack, site: Site) -> tuple[Backend, list[Path]
         backend, why = open_backend(
             "posix" if hardware.encrypt else hardware.backend,
             directories=directories,
-            device_type=site.device.type,
+            device=site.device,
             allow_unsuitable_paths=hardware.allow_unsuitable_paths,
         )
         opened.callback(backend.close)

@@ -28,6 +28,7 @@ from lightning.fabric.strategies.strategy import Strategy
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -156,6 +157,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
                 subdirectory=rank_directory(self.global_rank),
                 agree=self._smallest if self.is_distributed else None,
                 num_local_processes=self.num_processes,
+                local_rank=self.local_rank,
             )
             self._offloader.expects_optimizer = False  # setup_optimizer gives all
             # Processes that multiprocessing started ("fork", "spawn") end without atexit.
@@ -241,13 +243,17 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # one device needs no wrapper
         self._is_closed = False
-        wrapped = super().setup_module(module) if self.is_distributed else module
+        wrapped = self._wrapped(module) if self.is_distributed else module
         self._stand_ins = [stood for stood in self._stand_ins if stood.module is not None]
         if all(stood.module is not wrapped for stood in self._stand_ins):
             self._stand_ins.append(AroundForward(wrapped, self._around_forward))
         if self._offloader is not None and self._offloader.is_open:
             self._offloader.register_module(wrapped)
         return wrapped
+
+    def _wrapped(self, module: nn.Module) -> nn.Module:
+        # On the current stream, as the strategy for the Trainer does; Lightning takes one of its own.
+        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -67,6 +67,8 @@ class Offloader:
             that their plans agree. Called after the 1st, 2nd, 4th ... backward, and by :meth:`offload_optimizer`.
         num_local_processes: of this run on this machine, which share its memory, its drives and their wear; default:
             ``$LOCAL_WORLD_SIZE``, which torchrun sets, else 1.
+        local_rank: this process's number among them, so that each begins with another directory; default:
+            ``$LOCAL_RANK``, which torchrun sets, else 0.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Offloader:
         subdirectory: str = "",
         agree: Agree | None = None,
         num_local_processes: int | None = None,
+        local_rank: int | None = None,
         _wrap_backend: Callable[[Backend], Backend] | None = None,
         _copies: Copies | None = None,
     ) -> None:
@@ -89,6 +92,7 @@ class Offloader:
         self._subdirectory = subdirectory
         self._agree = agree
         self._num_local = num_local_processes or max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
         self._wrap_backend = _wrap_backend
         self._copies = _copies
         self._events = EventLog()
@@ -160,6 +164,7 @@ class Offloader:
             subdirectory=self._subdirectory,
             agree=self._agree,
             num_local_processes=self._num_local,
+            local_rank=self._local_rank,
             host_memory=self._host_memory,
             wrap_backend=self._wrap_backend,
         )

@@ -24,7 +24,7 @@ from lightning_ssd.state_files import StateFiles
 from lightning_ssd.state_layout import Layout, owned
 from lightning_ssd.state_store import StateStore
 
-__all__ = ["PagedStates", "Visit"]
+__all__ = ["PagedStates", "Visit", "subgroup_bytes"]
 
 _NUM_SLOTS = 4
 """Subgroups in memory at a time, per directory: one is updated while others come and go. They are updated in order, so
@@ -32,6 +32,8 @@ that those of a fast directory wait in memory for one of a slow directory."""
 _NUM_SUBGROUPS = 64
 """Also per directory, so that the same share of all is in memory."""
 _MIN_SUBGROUP_BYTES, _MAX_SUBGROUP_BYTES = 4 << 20, 256 << 20
+_MAX_SLOTS_BYTES = 2 << 30
+"""Of the slots of all directories together."""
 _MAX_MOVES = 4
 
 Groups = Sequence[Mapping[str, Any]]
@@ -95,7 +97,7 @@ class PagedStates:
             for number, group in enumerate(groups)
             for p in group["params"]
         )
-        return min(max(nbytes // (_NUM_SUBGROUPS * len(self.files.tiers)), _MIN_SUBGROUP_BYTES), _MAX_SUBGROUP_BYTES)
+        return subgroup_bytes(nbytes, len(self.files.tiers))
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -272,6 +274,12 @@ class PagedStates:
     def nbytes(self) -> int:
         """Of all states that move."""
         return sum(s.layout.nbytes for s in self.partition.subgroups if s.layout is not None)
+
+
+def subgroup_bytes(nbytes: int, num_directories: int) -> int:
+    """How large subgroups are that make up states of so many bytes, which go to so many directories."""
+    most = min(_MAX_SUBGROUP_BYTES, _MAX_SLOTS_BYTES // (_NUM_SLOTS * num_directories))
+    return min(max(nbytes // (_NUM_SUBGROUPS * num_directories), _MIN_SUBGROUP_BYTES), most)
 
 
 def _group_numbers(groups: Groups) -> dict[int, int]:

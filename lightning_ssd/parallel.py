@@ -10,7 +10,6 @@ Note: Why not Lightning's DDPStrategy
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -248,12 +247,11 @@ class OneOrManyDevices(WithModule):
             _sync_module_states(model)
             return model
         on_cuda = self.root_device.type == "cuda"
-        # DDP makes the nodes that accumulate gradients, and these remember the stream they were made on: not the
-        # default one, which would keep users from capturing the step as a CUDA graph.
-        with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():  # type: ignore[no-untyped-call]
-            wrapped = DistributedDataParallel(
-                model, device_ids=[self.root_device.index] if on_cuda else None, **self._ddp_arguments
-            )
+        # On the current stream: DDP makes the nodes that accumulate gradients, and these remember the stream they were
+        # made on. On another one than backward's, each gradient costs a wait across streams (and PyTorch warns).
+        wrapped = DistributedDataParallel(
+            model, device_ids=[self.root_device.index] if on_cuda else None, **self._ddp_arguments
+        )
         _register_ddp_comm_hook(wrapped, self._hook.state, self._hook.hook, self._hook.wrapper)
         return wrapped
 

@@ -68,6 +68,8 @@ class Site:
     """With the other processes of the run; ``None``: there are none."""
     num_local_processes: int
     """Of this run on this machine."""
+    local_rank: int
+    """Of this process among them."""
     host_memory: HostMemory
     wrap_backend: Callable[[Backend], Backend] | None
 

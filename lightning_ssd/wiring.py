@@ -94,6 +94,7 @@ class Offloading(WithModule):
             subdirectory=rank_directory(self.global_rank),
             agree=self._smallest if self.is_distributed else None,
             num_local_processes=self.num_processes or None,
+            local_rank=self.local_rank,
         )
         offloader.expects_optimizer = False  # all that the module has are given below
         self._stall_watch = StallWatch(self._from_all) if self.is_distributed and self.compares_stalls else None

@@ -371,7 +371,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit(f"this would write {planned / GIB:.1f} GiB; lower --size or --rounds, or raise --max-written")
     tensors = make_tensors(nbytes)
     with ExitStack() as stack:
-        backend, why = open_backend("posix", directories=[args.dir], device_type="cpu", allow_unsuitable_paths=True)
+        backend, why = open_backend(
+            "posix", directories=[args.dir], device=torch.device("cpu"), allow_unsuitable_paths=True
+        )
         stack.callback(backend.close)
         facts = environment(args.dir, backend, tensors)
         print(why, *(f"{key}: {value}" for key, value in facts.items()), sep="\n", end="\n\n")

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from lightning_ssd.storage.backend import open_backend
 from recipes.bench_io import GIB, PlainContender
 
@@ -43,7 +45,9 @@ class DriveMeter:
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         with ExitStack() as stack:
-            backend, _ = open_backend("posix", directories=[directory], device_type="cpu", allow_unsuitable_paths=True)
+            backend, _ = open_backend(
+                "posix", directories=[directory], device=torch.device("cpu"), allow_unsuitable_paths=True
+            )
             stack.callback(backend.close)
             self.name = backend.name
             self._files: dict[str, PlainContender] = {}

@@ -17,7 +17,17 @@ from lightning.fabric import Fabric
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFabricStrategy, assembly, site
+from lightning_ssd import (
+    HardwareProfile,
+    Offloader,
+    OffloadPolicy,
+    SSDOffloadFabricStrategy,
+    SSDOffloadStrategy,
+    assembly,
+    fabric,
+    parallel,
+    site,
+)
 from lightning_ssd.storage.backend import Backend
 
 NUM = 3
@@ -62,9 +72,9 @@ def begin_trainer(name: str, directory: Path) -> None:
 
 
 def begin_fabric(name: str, directory: Path) -> None:
-    fabric = Fabric(strategy=name, accelerator="cpu", devices=NUM, num_nodes=2)
-    assert isinstance(fabric.strategy, SSDOffloadFabricStrategy)
-    fabric.strategy._opened()
+    made = Fabric(strategy=name, accelerator="cpu", devices=NUM, num_nodes=2)
+    assert isinstance(made.strategy, SSDOffloadFabricStrategy)
+    made.strategy._opened()
 
 
 @pytest.mark.parametrize(
@@ -78,6 +88,7 @@ def test_a_strategy_tells_how_many_are_on_this_machine(
     with pytest.raises(Told):
         begin(name, tmp_path)
     assert told["num_local_processes"] == NUM
+    assert told["local_rank"] == 0
     assert told["agree"] is not None
     assert told["subdirectory"] == f"lightning_ssd-{os.geteuid()}-rank-0"
 
@@ -131,3 +142,49 @@ def test_turns_are_tried_where_others_are_on_the_machine(
         optimizer = offloader.offload_optimizer(torch.optim.AdamW([nn.Parameter(torch.zeros(10))]))
         assert optimizer._states.files.host is not None  # type: ignore[attr-defined]
     assert len(tried) == (num > 1)
+
+
+@pytest.mark.parametrize(("argument", "variable", "expected"), [(None, None, 0), (None, "2", 2), (1, "2", 1)])
+def test_each_begins_with_another_directory(
+    argument: int | None, variable: str | None, expected: int, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that train together save the same sizes at the same moments."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_RANK", variable)
+    paths = [spill_dir / name for name in "abc"]
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
+    hardware = HardwareProfile(paths=paths, allow_unsuitable_paths=True)
+    with Offloader(policy=policy, hardware=hardware, local_rank=argument) as offloader:
+        x = torch.rand(128, 128, requires_grad=True)
+        with offloader.saved_tensors():
+            loss = (x * 1).sin().sum()
+        offloader.flush()
+        ssd = offloader._parts.tiers.ssd
+        assert ssd is not None
+        assert [arena.size_bytes > 0 for arena in ssd._arenas].index(True) == expected
+        loss.backward()
+
+
+@pytest.mark.parametrize("module", [parallel, fabric], ids=["trainer", "fabric"])
+def test_ddp_is_wrapped_on_the_current_stream(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes that accumulate gradients remember it, and PyTorch warns where backward runs on another one."""
+    wrapped: list[Any] = []
+
+    def wrap(model: nn.Module, device_ids: Any = None, **_: Any) -> nn.Module:
+        wrapped.append(device_ids)
+        return model
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a stream of its own was made")
+
+    monkeypatch.setattr(module, "DistributedDataParallel", wrap)
+    monkeypatch.setattr(parallel, "_register_ddp_comm_hook", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Stream", refuse)
+    strategy: Any = SSDOffloadStrategy() if module is parallel else SSDOffloadFabricStrategy()
+    strategy.parallel_devices = [torch.device("cuda", i) for i in range(2)]
+    monkeypatch.setattr(type(strategy), "local_rank", 1)
+    strategy._fitting = True
+    model = nn.Linear(2, 2)
+    assert (strategy._setup_model(model) if module is parallel else strategy._wrapped(model)) is model
+    assert wrapped == [[1]]

@@ -106,3 +106,10 @@ def test_slots_that_turn_out_larger_are_fewer(spill_dir: Path, monkeypatch: pyte
         largest = max(s.layout.nbytes for s in optimizer._states.partition.subgroups if s.layout is not None)
         assert mapped_bytes(store) <= (2 << 20) + module_under_test._NUM_SLOTS * largest
         pair.check()
+
+
+def test_the_slots_of_all_directories_together_have_a_cap() -> None:
+    states = 1 << 40
+    for num, expected in ((1, 256 << 20), (2, 256 << 20), (8, 64 << 20), (16, 32 << 20)):
+        assert module_under_test.subgroup_bytes(states, num) == expected
+        assert module_under_test._NUM_SLOTS * num * expected <= 2 << 30

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import torch
+
 from lightning_ssd.errors import BackendUnavailableError, ConfigError, OffloadError
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.tensors import Region
@@ -114,7 +116,7 @@ def open_backend(
     choice: Literal["auto", "kvikio", "posix"],
     *,
     directories: Sequence[Path],
-    device_type: str,
+    device: torch.device,
     allow_unsuitable_paths: bool = False,
 ) -> tuple[Backend, str]:
     """Choose and open a backend for ``directories``, which are made when missing; say in one sentence why this one.
@@ -123,7 +125,7 @@ def open_backend(
         choice: "auto" takes kvikio for a CUDA device where it has GPUDirect Storage and reads back what it wrote; else
             posix. Without it kvikio copies on a stream that waits for the device's default stream, and that one for it.
         directories: one per drive.
-        device_type: "cuda", or anything else for host memory.
+        device: whose memory moves, if it is CUDA's; kvikio proves itself there.
         allow_unsuitable_paths: accept memory and network file systems.
 
     Raises:
@@ -140,9 +142,9 @@ def open_backend(
     for directory in directories:
         check_directory(directory, allow_unsuitable=allow_unsuitable_paths)
     reason = "backend='posix' was asked for"
-    if choice == "kvikio" or (choice == "auto" and device_type == "cuda"):
+    if choice == "kvikio" or (choice == "auto" and device.type == "cuda"):
         try:
-            backend = _open_kvikio(directories, device_type)
+            backend = _open_kvikio(directories, device)
             if choice == "kvikio" or backend.name == _GDS:
                 return backend, f"{backend.name}, because {backend.why}"
             backend.close()
@@ -152,33 +154,33 @@ def open_backend(
                 raise
             reason = f"kvikio does not work here: {error}"
     elif choice == "auto":
-        reason = f"kvikio serves CUDA devices, and this run uses {device_type}"
+        reason = f"kvikio serves CUDA devices, and this run uses {device.type}"
     posix = PosixBackend(directories)
     return posix, f"{posix.name} ({posix.why}), because {reason}"
 
 
-def _open_kvikio(directories: Sequence[Path], device_type: str) -> KvikioBackend:
+def _open_kvikio(directories: Sequence[Path], device: torch.device) -> KvikioBackend:
     """Open kvikio, with GDS if every directory takes it, and let it prove itself: it may load and still lose bytes."""
     from lightning_ssd.storage.kvikio import KvikioBackend
 
-    backend = KvikioBackend(device_type=device_type)
+    backend = KvikioBackend(device_type=device.type)
     try:
-        _prove_kvikio(backend, directories)
+        _prove_kvikio(backend, directories, device)
     except OffloadError as error:
         if backend.name != _GDS:
             raise
-        backend = KvikioBackend(device_type=device_type, gds=False)
+        backend = KvikioBackend(device_type=device.type, gds=False)
         backend.why = f"GDS does not work here: {error}"
-        _prove_kvikio(backend, directories)
+        _prove_kvikio(backend, directories, device)
     return backend
 
 
-def _prove_kvikio(backend: KvikioBackend, directories: Sequence[Path]) -> None:
+def _prove_kvikio(backend: KvikioBackend, directories: Sequence[Path], device: torch.device) -> None:
     from lightning_ssd.storage.probe import read_back_ok
 
     try:
         for directory in directories:
-            if not read_back_ok(backend, directory, device="cuda" if backend.moves_device_memory else "cpu"):
+            if not read_back_ok(backend, directory, device=device if backend.moves_device_memory else "cpu"):
                 raise BackendUnavailableError(f"kvikio did not read back from {directory} what it had written there")
     except BaseException:
         backend.close()

@@ -141,6 +141,8 @@ class SsdTier:
         sampler: which storages get checksums.
         chunk_bytes: largest request; a transfer is shared by the workers of its direction chunk by chunk.
         num_workers: workers per direction.
+        first: number of the directory that the first storage goes to. Processes that share the directories save the
+            same sizes at the same moments: with equal ones they would all write to one drive, then to the next.
 
     Note [writes give way]: reads and writes share the drives. While somebody waits for a read, no worker begins a write
     or the next chunk of one (see ``storage/gate.py`` for how long at most).
@@ -158,13 +160,14 @@ class SsdTier:
         sampler: Sampler,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         num_workers: int = DEFAULT_WORKERS,
+        first: int = 0,
     ) -> None:
         self._backend = backend
         self.mover = mover
         self._sampler = sampler
         self._chunk_bytes = max(chunk_bytes // backend.block_bytes, 1) * backend.block_bytes
         self._arenas: list[Arena] = []
-        self._turn = itertools.count()
+        self._turn = itertools.count(first)
         self.num_retries = 0
         gate = UrgentGate()
         with ExitStack() as undo:  # no memory for a thread, or an interrupt from the keyboard

@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_ssd.errors import BackendUnavailableError, ConfigError, UnsuitablePathError
 from lightning_ssd.storage.backend import open_backend
@@ -25,7 +26,9 @@ without_kvikio = pytest.mark.skipif(kvikio_works(), reason="kvikio works here")
 
 @pytest.mark.parametrize("choice", ["auto", "posix"])
 def test_posix_on_cpu(tmp_path: Path, choice: str) -> None:
-    backend, why = open_backend(choice, directories=[tmp_path / "new"], device_type="cpu", allow_unsuitable_paths=True)  # type: ignore[arg-type]
+    backend, why = open_backend(
+        choice, directories=[tmp_path / "new"], device=torch.device("cpu"), allow_unsuitable_paths=True
+    )  # type: ignore[arg-type]
     assert backend.name in {"posix O_DIRECT", "posix page cache"}
     assert why.startswith(f"{backend.name} (")
     expected = {
@@ -39,7 +42,9 @@ def test_posix_on_cpu(tmp_path: Path, choice: str) -> None:
 
 @without_kvikio
 def test_posix_on_cuda_where_kvikio_does_not_work(tmp_path: Path) -> None:
-    backend, why = open_backend("auto", directories=[tmp_path], device_type="cuda", allow_unsuitable_paths=True)
+    backend, why = open_backend(
+        "auto", directories=[tmp_path], device=torch.device("cuda"), allow_unsuitable_paths=True
+    )
     assert backend.name.startswith("posix")
     assert "because kvikio does not work here: kvikio" in why
     backend.close()
@@ -59,30 +64,55 @@ def test_auto_takes_no_kvikio_that_copies_by_itself(tmp_path: Path, monkeypatch:
     """Its stream and the device's default stream wait for each other."""
     found = KvikioWithoutGds()
     monkeypatch.setattr("lightning_ssd.storage.backend._open_kvikio", lambda *_: found)
-    backend, why = open_backend("auto", directories=[tmp_path], device_type="cuda", allow_unsuitable_paths=True)
+    backend, why = open_backend(
+        "auto", directories=[tmp_path], device=torch.device("cuda"), allow_unsuitable_paths=True
+    )
     assert backend.name.startswith("posix")
     assert "no GPUDirect Storage here: no nvidia-fs here" in why
     assert found.is_closed
     backend.close()
-    asked, _ = open_backend("kvikio", directories=[tmp_path], device_type="cuda", allow_unsuitable_paths=True)
+    asked, _ = open_backend("kvikio", directories=[tmp_path], device=torch.device("cuda"), allow_unsuitable_paths=True)
     assert asked is found
+
+
+class KvikioOfAnyDevice(KvikioWithoutGds):
+    name, moves_device_memory = "kvikio GDS", True
+
+    def __init__(self, *, device_type: str) -> None:
+        super().__init__()
+        assert device_type == "cuda"
+
+
+def test_kvikio_proves_itself_on_the_device_that_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the current one: that would set up a context on a device that another process trains on."""
+    proved = []
+    monkeypatch.setattr("lightning_ssd.storage.kvikio.KvikioBackend", KvikioOfAnyDevice)
+    monkeypatch.setattr(
+        "lightning_ssd.storage.probe.read_back_ok", lambda *_, device: proved.append(device) or device.index == 3
+    )
+    device = torch.device("cuda", 3)
+    backend, _ = open_backend("auto", directories=[tmp_path], device=device, allow_unsuitable_paths=True)
+    assert backend.name == "kvikio GDS"
+    assert proved == [device]
 
 
 @without_kvikio
 def test_kvikio_by_name_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailableError, match=r'or use HardwareProfile\(backend="posix"\)|on machines without'):
-        open_backend("kvikio", directories=[tmp_path], device_type="cpu", allow_unsuitable_paths=True)
+        open_backend("kvikio", directories=[tmp_path], device=torch.device("cpu"), allow_unsuitable_paths=True)
 
 
 @pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
 def test_memory_is_refused_unless_told(tmp_path: Path) -> None:
     with pytest.raises(UnsuitablePathError, match="is memory"):
-        open_backend("auto", directories=[SHM], device_type="cpu")
-    backend, _ = open_backend("auto", directories=[tmp_path, SHM], device_type="cpu", allow_unsuitable_paths=True)
+        open_backend("auto", directories=[SHM], device=torch.device("cpu"))
+    backend, _ = open_backend(
+        "auto", directories=[tmp_path, SHM], device=torch.device("cpu"), allow_unsuitable_paths=True
+    )
     assert backend.memory_alignment <= 4096
     backend.close()
 
 
 def test_no_directory() -> None:
     with pytest.raises(ConfigError, match="name at least one"):
-        open_backend("auto", directories=[], device_type="cpu")
+        open_backend("auto", directories=[], device=torch.device("cpu"))

@@ -95,7 +95,9 @@ class TestKvikioInItsDeviceForm(BackendSuite):
 @needs_kvikio
 @needs_driver
 def test_by_name_it_proves_itself_and_says_why(tmp_path: Path) -> None:
-    backend, why = open_backend("kvikio", directories=[tmp_path], device_type="cpu", allow_unsuitable_paths=True)
+    backend, why = open_backend(
+        "kvikio", directories=[tmp_path], device=torch.device("cpu"), allow_unsuitable_paths=True
+    )
     assert why.startswith(f"{backend.name}, because ")
     backend.close()
 
@@ -173,6 +175,8 @@ class TestOnTheGpu:
         assert not read[start + nbytes :].any()
 
     def test_chosen_by_auto(self, tmp_path: Path) -> None:
-        backend, why = open_backend("auto", directories=[tmp_path], device_type="cuda", allow_unsuitable_paths=True)
+        backend, why = open_backend(
+            "auto", directories=[tmp_path], device=torch.device("cuda"), allow_unsuitable_paths=True
+        )
         assert backend.name == "kvikio GDS" or "no GPUDirect Storage" in why
         backend.close()
