@@ -13,7 +13,8 @@ from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.events import EventLog
 from lightning_ssd.ledger import Ledger
 from lightning_ssd.live_passes import LivePasses
-from lightning_ssd.prefetcher import Prefetcher, is_out_of_memory
+from lightning_ssd.memory import is_out_of_memory
+from lightning_ssd.prefetcher import Prefetcher
 from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.saved_storage import SavedStorage, State
 from lightning_ssd.stalls import Stalls
@@ -81,7 +82,8 @@ class Fetcher:
             for read in reads:
                 read.wait()
             self._raise_if_failed(record)
-        if mark is not None and self._copies is not None:
+        # What has arrived costs the device nothing, and two stamps would tell of the time that Python takes for them.
+        if mark is not None and self._copies is not None and not mark.query():
             if begin is None:
                 start_s, begin = time.perf_counter(), self._clock.stamp()
             self._copies.wait_on_current_stream(mark)
@@ -111,6 +113,8 @@ class Fetcher:
             record.asked_for()
             record.num_unpacked += 1
             if record.home is not None:
+                if not record.home.order:
+                    self.prefetcher.begin_backward()
                 record.home.asked_for(record, time.perf_counter(), self._passes.book)
             if record.num_unpacked >= record.num_tensors:
                 self._consumed.append(record)
@@ -131,18 +135,32 @@ class Fetcher:
             elif record.state is State.ON_DISK:
                 if not self._make_room(record):
                     return [] if record.read is None else [record.read]
-                try:
-                    record.start_read(self._device, urgent=True)
-                except (RuntimeError, MemoryError, OSError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    dropped, reads = self.prefetcher.give_up()
-                    if not dropped and not reads:
-                        raise
+                reads = self._begin_read(record)
+                if reads is not None:
                     return reads
         if record.home is not None and not self.closed:  # what is in memory may be had after the end
             self.prefetcher.advance(record.home)
         return [] if record.read is None else [record.read]
+
+    def _begin_read(self, record: SavedStorage) -> list[Transfer] | None:
+        """Read urgently. ``None``: it has begun; else memory ran out, and once the reads have ended it may be there.
+
+        What gives memory back goes in the order of what it costs: what was brought up ahead is dropped, writes under
+        way are waited for, PyTorch's cache is emptied.
+        """
+        try:
+            record.start_read(self._device, urgent=True)
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not is_out_of_memory(error):
+                raise
+            dropped, reads = self.prefetcher.give_up()
+            # Waits until a byte has come free, or no write is left that could free any.
+            if dropped or reads or self._ledger.admit(1, self._ledger.counters.resident_bytes):
+                return reads
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            record.start_read(self._device, urgent=True)
+        return None
 
     def _make_room(self, record: SavedStorage) -> bool:
         """Under a budget, what nobody waits for goes before what somebody waits for comes.

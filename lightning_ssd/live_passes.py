@@ -53,7 +53,7 @@ class LivePasses:
         self._ledger = ledger
         self._clock = clock
         self._level = level
-        self._available = available
+        self.available = available
         self._scheduler = scheduler
         self._runs_late = runs_late
         self._allocation = allocation
@@ -75,7 +75,7 @@ class LivePasses:
         if self._scheduler is not None and self._scheduler.all_counts:
             self._allocation.enter(True, all_counts=True)  # what is free in the heap is not needed by anybody
         needs_available = self._scheduler is not None or self._allocation.is_ours or self._runs_late
-        available_bytes = self._available() if needs_available else None
+        available_bytes = self.available() if needs_available else None
         if self._scheduler is not None:
             level_bytes = self._level() - counters.resident_bytes
             current.guide, wants_trace = self._scheduler.guide(

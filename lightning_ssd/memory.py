@@ -6,6 +6,7 @@ numbers come from PyTorch's CUDA allocator; asking never initialises CUDA and ne
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ __all__ = [
     "cgroup_limit_bytes",
     "host_available_bytes",
     "host_total_bytes",
+    "is_out_of_memory",
     "level_bytes",
     "read_memory",
     "reset_device_peak",
@@ -45,6 +47,15 @@ class MemoryReadings:
     """What PyTorch's CUDA allocator has handed out."""
     device_peak_bytes: int | None = None
     """Its peak since the process started or since anybody's ``torch.cuda.reset_peak_memory_stats``."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether device or host memory could not be had."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # PyTorch's allocator for the CPU raises nothing more special than this.
+    is_cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or is_cpu_allocator
 
 
 def read_memory(device: torch.device | str | None = None) -> MemoryReadings:

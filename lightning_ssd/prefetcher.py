@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import errno
 import sys
+import time
+from collections.abc import Sequence
 
 import torch
 
 from lightning_ssd.ledger import Ledger
 from lightning_ssd.live_passes import LivePasses
+from lightning_ssd.memory import is_out_of_memory
 from lightning_ssd.planning.passes import PrefetchBudget
 from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.saved_storage import SavedStorage, State
 from lightning_ssd.storage.transfer import Transfer
 
-__all__ = ["Prefetcher", "is_out_of_memory"]
+__all__ = ["Prefetcher"]
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether device or host memory could not be had."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    # PyTorch's allocator for the CPU raises nothing more special than this.
-    is_cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or is_cpu_allocator
+_MAX_WAIT_S = 1.0
+"""For a worker to let go of memory, unless somebody else holds it."""
+_SHARE = 4
+"""One part in so many of what is free when backward begins may be brought up ahead."""
 
 
 class Prefetcher:
@@ -35,9 +34,15 @@ class Prefetcher:
 
     def __init__(self, ledger: Ledger, passes: LivePasses, device: torch.device) -> None:
         self.budget = PrefetchBudget()
+        self._most_bytes = sys.maxsize
         self._ledger = ledger
         self._passes = passes
         self._device = device
+
+    def begin_backward(self) -> None:
+        """Look at what memory there is: gradients and temporaries are to come, and know nothing of us."""
+        available_bytes = self._passes.available()
+        self._most_bytes = sys.maxsize if available_bytes is None else available_bytes // _SHARE
 
     def advance(self, current: SavedPass) -> None:
         """Look ahead from where ``current`` has got to; then, while the budget lasts, into earlier passes."""
@@ -73,7 +78,7 @@ class Prefetcher:
                 if ledger.counters.resident_bytes + record.nbytes > limit:
                     return False
         # One that is larger than the whole budget goes alone.
-        return not ledger.ahead_bytes or ledger.ahead_bytes + record.nbytes <= budget
+        return not ledger.ahead_bytes or ledger.ahead_bytes + record.nbytes <= min(budget, self._most_bytes)
 
     def _bring_up(self, record: SavedStorage) -> bool:
         if not record.forward():
@@ -101,18 +106,33 @@ class Prefetcher:
             for record in current.records
             if record.ahead and record.state is State.READING and record.read is not None
         ]
-        return self.drop_ahead() > 0, under_way
+        dropped = self.drop_ahead()
+        _wait_until_gone(dropped)
+        return bool(dropped), under_way
 
-    def drop_ahead(self, nbytes: int = sys.maxsize) -> int:
-        """Let go of so many bytes that were brought up before they were asked for; return how many there were."""
-        dropped = 0
+    def drop_ahead(self, nbytes: int = sys.maxsize) -> list[SavedStorage]:
+        """Let go of so many bytes that were brought up before they were asked for; return what had been."""
+        dropped: list[SavedStorage] = []
+        dropped_bytes = 0
         for current in self._passes:
             for record in reversed(current.records):
-                if dropped >= nbytes:
+                if dropped_bytes >= nbytes:
                     return dropped
                 if record.ahead and record.state is State.READY and record.stored is not None:
                     record.drop_copy()
                     record.asked_for()
                     current.step_back(record)
-                    dropped += record.nbytes
+                    dropped.append(record)
+                    dropped_bytes += record.nbytes
         return dropped
+
+
+def _wait_until_gone(dropped: Sequence[SavedStorage]) -> None:
+    """A worker holds what a copy has yet to reach. It lets go as soon as the device has got there."""
+    in_flight = [record for record in dropped if record.mark is not None and not record.mark.query()]
+    for record in in_flight:
+        if record.mark is not None:
+            record.mark.synchronize()
+    deadline_s = time.monotonic() + _MAX_WAIT_S
+    while any(record.key.alive() for record in in_flight) and time.monotonic() < deadline_s:
+        time.sleep(0.001)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_ssd.storage.mapped import PAGE_BYTES, MappedBlock
-from lightning_ssd.storage.movers import Edges, Mover, Piece, storage_bytes
+from lightning_ssd.storage.movers import Edges, Loaded, Mover, Piece, storage_bytes
 from lightning_ssd.storage.streams import Mark
 
 __all__ = ["SlotMover", "Slots"]
@@ -124,6 +124,6 @@ class SlotMover:
         after: Mark | None,
         expected: int | None,
         wait: Callable[[Mark], None],
-    ) -> tuple[Mark | None, bool]:
+    ) -> Loaded | None:
         """As the other one."""
         return self._mover.load(storage, piece, after, expected, wait)

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError, forget_frames
+from lightning_ssd.memory import is_out_of_memory
 from lightning_ssd.profiling import spanned
 from lightning_ssd.refusals import Refusals
 from lightning_ssd.returned_copies import ReturnedCopies
@@ -168,9 +169,19 @@ class StateStore:
                     self._wait()
             finally:
                 self._num_awaited = 0
+            self._allocated = self._take(nbytes)
             self.stall_s += time.perf_counter() - begin_s
-            self._allocated = self.slots.take(nbytes)
             return self._allocated
+
+    def _take(self, nbytes: int) -> torch.UntypedStorage:
+        while True:
+            try:
+                return self.slots.take(nbytes)
+            except (RuntimeError, MemoryError, OSError) as error:
+                if not is_out_of_memory(error) or not self._let_go_of_one():
+                    raise
+            if self._is_writing:
+                self._wait()
 
     def _free(self, storage: torch.UntypedStorage | None) -> None:
         if storage is not None:
@@ -301,11 +312,13 @@ class StateStore:
             home = self._homes[index]
             if home.where is Where.WRITING:
                 home.is_wanted = True
-            if home.where is Where.AWAY and home.copy is not None:
-                self._begin_read(index, home, home.copy)
+            if home.where is Where.AWAY and home.copy is not None and not self._begin_read(index, home, home.copy):
+                self._queue.appendleft(index)
+                return
             self._changed.notify_all()
 
-    def _begin_read(self, index: int, home: Home, copy: Copy) -> None:
+    def _begin_read(self, index: int, home: Home, copy: Copy) -> bool:
+        """Return whether it has begun, or failed; else there will be memory for it when a write has ended."""
         storage = None
         try:
             storage = self.slots.take(copy.stored.body_nbytes)
@@ -315,9 +328,26 @@ class StateStore:
             self._free(storage)
             if not isinstance(error, Exception):
                 raise
+            # What nobody waits for yet is asked for again later, and takes no other's place now.
+            if is_out_of_memory(error) and home.is_wanted and self._let_go_of_one():
+                return not self._is_writing and self._begin_read(index, home, copy)
             self._not_read(home, error)  # this may be a worker, where nobody would see it
-            return
+            return True
         home.storage, home.where = storage, Where.READING
+        return True
+
+    @property
+    def _is_writing(self) -> bool:
+        return any(home.where is Where.WRITING for home in self._homes)
+
+    def _let_go_of_one(self) -> bool:
+        """Memory has run out: let go of a subgroup that was to stay. Returns whether there is any hope: one has gone,
+        or is on its way out.
+        """
+        kept = next((i for i, h in enumerate(self._homes) if h.where is Where.HERE and not h.is_stuck), None)
+        if kept is not None:
+            self._let_go(kept)
+        return kept is not None or self._is_writing
 
     def _not_read(self, home: Home, error: BaseException) -> None:
         """Whoever takes it gets the error. Nothing else is tried ahead of time now."""
@@ -383,11 +413,7 @@ class StateStore:
             raise OffloaderClosedError("the optimizer's files are closed; make a new offloader for more steps")
         if not any(home.where in (Where.READING, Where.WRITING) for home in self._homes):
             # Nothing will free a slot by itself: let go of what is kept, or of one more than was allowed.
-            kept = next((i for i, h in enumerate(self._homes) if h.where is Where.HERE and not h.is_stuck), None)
-            if kept is None:
-                self._num_allowed += 1
-            else:
-                self._let_go(kept)
+            self._num_allowed += not self._let_go_of_one()
             self._pump()
             return
         self._changed.wait()

@@ -75,6 +75,34 @@ def test_new_memory_comes_before_reads_ahead_of_time(drive: Drive, tmp_path: Pat
         within_patience(lambda: assert_all_hold(store, range(1, 6)))
 
 
+@pytest.mark.parametrize("room", [2, 3, 4])
+@pytest.mark.parametrize("is_dirty", [True, False])
+def test_kept_subgroups_go_before_memory_runs_out(
+    room: int, is_dirty: bool, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer fit than slots were promised: activations or gradients have taken the memory."""
+    with store_on((drive, tmp_path), num_slots=5) as store:
+        take = store.slots.take
+
+        def limited(nbytes: int) -> torch.UntypedStorage:
+            if store.slots.lent_bytes + nbytes > room * NBYTES:
+                raise torch.OutOfMemoryError("injected")
+            return take(nbytes)
+
+        monkeypatch.setattr(store.slots, "take", limited)
+        for index in range(6):
+            within_patience(lambda index=index: put(store, index, index, keep=True))
+        if not is_dirty:
+            store.flush()
+        store.prefetch(range(6))
+        within_patience(lambda: assert_all_hold(store, range(6)))
+        assert store.slots.peak_bytes <= room * NBYTES
+        storage = store.take(0)
+        with pytest.raises(torch.OutOfMemoryError):
+            store.allocate(room * NBYTES)
+        store.give(0, storage, is_dirty=False, keep=False)
+
+
 def test_memory_of_an_interrupted_step_comes_back(drive: Drive, tmp_path: Path) -> None:
     with store_on((drive, tmp_path)) as store:
         for _ in range(5):

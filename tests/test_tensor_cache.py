@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 
 from lightning_ssd import Offloader, tensor_cache
 from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.memory import is_out_of_memory
 from lightning_ssd.planning.plan import Machine, TierRates
-from lightning_ssd.prefetcher import is_out_of_memory
+from lightning_ssd.prefetcher import Prefetcher
+from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tier_meter import TierMeter
 from tests.helpers import DRAINED, EAGER, KEEP, Setup, assert_released, disk_used_bytes, open_offloader
 from tests.storage.faults import FaultyBackend
+from tests.storage.late import HeldCopies
 
 SIDE = 128
 NBYTES = SIDE * SIDE * 4
@@ -222,6 +226,89 @@ def test_reading_ahead_stays_within_its_budget(length: int, tmp_path: Path) -> N
             stats = offloader.stats
             # An eighth ahead, what the running operation uses, and the few that have been consumed.
             assert stats.resident_peak_bytes <= (length // 8 + 12) * NBYTES + stats.bytes_kept - kept_before
+
+
+def test_reading_ahead_leaves_most_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are to come: a quarter of what is free when backward begins, however large the budget has grown."""
+    most = 0
+    advance = Prefetcher.advance
+
+    def watched(self: Prefetcher, current: SavedPass) -> None:
+        nonlocal most
+        advance(self, current)
+        most = max(most, self._ledger.ahead_bytes)
+
+    monkeypatch.setattr(Prefetcher, "advance", watched)
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 8 * NBYTES)
+    with open_offloader(tmp_path) as offloader:
+        for _ in range(2):
+            loss = chain(offloader, leaf(), length=40)
+            offloader.flush()
+            offloader._opened()._fetcher.prefetcher.budget._nbytes = 20 * NBYTES
+            loss.backward()
+            offloader.end_backward()
+    assert NBYTES <= most <= 2 * NBYTES
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_memory_that_writes_will_free_is_waited_for(
+    returns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was brought up ahead goes first; then writes under way are waited for; then the error is raised."""
+    may_write = threading.Event()
+    may_write.set()
+    copies = HeldCopies(held=False)
+
+    def wait(index: int) -> None:
+        assert may_write.wait(20)
+
+    with open_offloader(tmp_path, _copies=copies, _wrap_backend=lambda b: FaultyBackend(b, fail_write=wait)) as opened:
+        x, y = leaf(), leaf(1)
+        loss = chain(opened, x)
+        opened.flush()
+        cache = opened._opened()
+        assert cache._tiers.ssd is not None
+        mover = cache._tiers.ssd.mover
+        allocate = mover.allocate
+
+        def is_full(*arguments: Any) -> Any:
+            if cache.ledger.num_writes or not returns:
+                raise torch.OutOfMemoryError("injected")
+            return allocate(*arguments)
+
+        monkeypatch.setattr(mover, "allocate", is_full)
+        may_write.clear()
+        other = chain(opened, y)
+        threading.Timer(0.2, may_write.set).start()
+        if returns:
+            loss.backward()
+            assert torch.equal(x.grad, plain_gradient(leaf()))
+        else:
+            with pytest.raises(torch.OutOfMemoryError, match="injected"):
+                loss.backward()
+            opened.abort()
+        del loss, other
+
+
+def plain_gradient(x: Tensor) -> Tensor:
+    y = x * 1
+    for _ in range(10):
+        y = y.sin()
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_what_has_arrived_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stamps around no wait would tell of Python's time, and let the budget grow."""
+    copies, waited = HeldCopies(held=False), []
+    monkeypatch.setattr(copies, "wait_on_current_stream", waited.append)
+    with open_offloader(tmp_path, _copies=copies) as offloader:
+        loss = chain(offloader, leaf())
+        offloader.flush()
+        loss.backward()
+        assert offloader.stats.bytes_read > 0
+    assert waited == []
 
 
 def test_retained_graphs_do_not_fill_memory(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,17 @@ from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.storage.streams import Copies, Mark
 from lightning_ssd.tensors import Region
 
-__all__ = ["DeviceMover", "Edges", "HostMover", "Mover", "Piece", "StagedMover", "host_bytes", "storage_bytes"]
+__all__ = [
+    "DeviceMover",
+    "Edges",
+    "HostMover",
+    "Loaded",
+    "Mover",
+    "Piece",
+    "StagedMover",
+    "host_bytes",
+    "storage_bytes",
+]
 
 
 class Edges(NamedTuple):
@@ -39,6 +50,16 @@ class Piece(NamedTuple):
     nbytes: int
     arena: Arena
     offset: int
+
+
+class Loaded(Protocol):
+    """One piece that has been read, on its way into a storage."""
+
+    def bring_in(self) -> Mark | None:
+        """Called once. Return the mark after which the bytes are there; ``None``: they are."""
+
+    def release(self) -> None:
+        """Called once, when the mark has passed or nothing was brought in: the memory that it was read into is free."""
 
 
 class Mover(Protocol):
@@ -60,11 +81,24 @@ class Mover(Protocol):
         after: Mark | None,
         expected: int | None,
         wait: Callable[[Mark], None],
-    ) -> tuple[Mark | None, bool]:
-        """Read one piece. Return the mark after which it is there, and whether it has the expected checksum.
+    ) -> Loaded | None:
+        """Read one piece; ``None`` if it has not the expected checksum.
 
         ``wait`` blocks until the device has got to a mark; the time that it takes is not the drive's.
         """
+
+
+class _Here:
+    """It was read to where it belongs."""
+
+    def bring_in(self) -> None:
+        """Nothing moves any more."""
+
+    def release(self) -> None:
+        """There is no other memory."""
+
+
+_HERE = _Here()
 
 
 class HostMover:
@@ -104,10 +138,10 @@ class HostMover:
         after: Mark | None,
         expected: int | None,
         wait: Callable[[Mark], None],
-    ) -> tuple[Mark | None, bool]:
+    ) -> Loaded | None:
         region = Region(storage.data_ptr() + piece.start, piece.nbytes)
         self._backend.read(piece.arena, region, piece.offset)
-        return None, expected is None or checksum(region) == expected
+        return _HERE if expected is None or checksum(region) == expected else None
 
 
 class StagedMover:
@@ -149,24 +183,38 @@ class StagedMover:
         after: Mark | None,
         expected: int | None,
         wait: Callable[[Mark], None],
-    ) -> tuple[Mark | None, bool]:
-        with self._staging.lease(self._padded(piece)) as region:
+    ) -> Loaded | None:
+        with ExitStack() as stack:
+            region = stack.enter_context(self._staging.lease(self._padded(piece)))
             self._backend.read(piece.arena, region, piece.offset)
             if expected is not None and checksum(Region(region.address, piece.nbytes)) != expected:
-                return None, False
-            if after is not None:
-                wait(after)
-            mark = self._copies.copy_in(
-                storage_bytes(storage, piece.start, piece.nbytes),
-                host_bytes(region.address, piece.nbytes),
-                after or self._copies.mark(),
-            )
-            mark.synchronize()  # the buffer goes back to the pool, so the copy must have left it
-            return mark, True
+                return None
+            target = storage_bytes(storage, piece.start, piece.nbytes)
+            source = host_bytes(region.address, piece.nbytes)
+            return _Staged(self._copies, target, source, after, stack.pop_all())
 
     def _padded(self, piece: Piece) -> int:
         block = self._backend.block_bytes
         return -(-piece.nbytes // block) * block
+
+
+class _Staged:
+    """In a staging buffer, which goes back to its pool when the copy has left it."""
+
+    def __init__(
+        self, copies: Copies, target: torch.Tensor, source: torch.Tensor, after: Mark | None, lease: ExitStack
+    ) -> None:
+        self._copies = copies
+        self._target = target
+        self._source = source
+        self._after = after
+        self._lease = lease
+
+    def bring_in(self) -> Mark:
+        return self._copies.copy_in(self._target, self._source, self._after or self._copies.mark())
+
+    def release(self) -> None:
+        self._lease.close()
 
 
 class DeviceMover:
@@ -196,11 +244,11 @@ class DeviceMover:
         after: Mark | None,
         expected: int | None,
         wait: Callable[[Mark], None],
-    ) -> tuple[Mark | None, bool]:
+    ) -> Loaded | None:
         if after is not None:
             wait(after)  # kernels queued earlier may still use this memory under its former owner
         self._backend.read(piece.arena, Region(storage.data_ptr() + piece.start, piece.nbytes), piece.offset)
-        return None, True
+        return _HERE
 
 
 def storage_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:

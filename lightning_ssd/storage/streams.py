@@ -36,6 +36,9 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Block the calling thread until the stream has passed this point."""
 
+    def query(self) -> bool:
+        """Whether the stream has passed this point."""
+
 
 class Copies(Protocol):
     """Asynchronous copies of one device. Tests put adversarially slow ones in its place."""
@@ -73,6 +76,10 @@ class _CudaMark:
     def synchronize(self) -> None:
         with torch.cuda.device(self._device):
             self.event.synchronize()
+
+    def query(self) -> bool:
+        with torch.cuda.device(self._device):
+            return bool(cast(Any, self.event).query())
 
 
 class CudaCopies:

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
-from lightning_ssd.errors import CorruptionError, OffloaderClosedError, OutOfSpaceError, StorageError
+from lightning_ssd.errors import CorruptionError, OffloaderClosedError, OutOfSpaceError, StorageError, forget_frames
 from lightning_ssd.events import EventLog
 from lightning_ssd.storage.arena import Arena, Extent
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.gate import UrgentGate
 from lightning_ssd.storage.integrity import Sampler
-from lightning_ssd.storage.movers import Edges, Mover, Piece
+from lightning_ssd.storage.movers import Edges, Loaded, Mover, Piece
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.transfer import Chunk, Transfer, TransferQueue
 from lightning_ssd.storage.written_memory import check_size, moved_meanwhile
@@ -169,6 +171,8 @@ class SsdTier:
         self._arenas: list[Arena] = []
         self._turn = itertools.count(first)
         self.num_retries = 0
+        self._late_error: BaseException | None = None
+        self._lost: list[object] = []
         gate = UrgentGate()
         with ExitStack() as undo:  # no memory for a thread, or an interrupt from the keyboard
             for directory in directories:
@@ -230,11 +234,19 @@ class SsdTier:
         self._writes.wait_idle()
 
     def close(self) -> None:
+        """See :class:`Tier`.
+
+        Raises:
+            BaseException: what a copy failed with after it had been handed over, when nobody was there to be told.
+        """
         with ExitStack() as stack:  # upwards, whatever one of them raises
             for arena in self._arenas:
                 stack.callback(arena.close)
             stack.callback(self._reads.close)
             stack.callback(self._writes.close)
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
 
     def _mine(self, stored: StoredBytes) -> _SsdBytes:
         if not isinstance(stored, _SsdBytes) or stored.tier is not self:
@@ -260,6 +272,13 @@ class SsdTier:
     def wants_check(self) -> bool:
         """Whether the next storage gets checksums."""
         return self._sampler.wants()
+
+    def note_late(self, error: BaseException, label: str, *memories: object) -> None:
+        """A copy has failed that was handed over, and may still use these memories, so that nobody else may."""
+        forget_frames(error)
+        self._lost.extend(memories)
+        self._late_error = self._late_error or error
+        _log.error("copying %s to the device failed after it was handed over: %s", label, str(error))
 
     def pieces(self, arena: Arena, extent: Extent, start: int, nbytes: int) -> Iterable[Piece]:
         """Cut a body into chunks."""
@@ -297,13 +316,10 @@ class _Write(Transfer):
         pieces = list(self._tier.pieces(arena, extent, len(edges.head), body))
         self._checksums = [None] * len(pieces)
         check = self._tier.wants_check()
-        return [self._chunk(i, storage, piece, check) for i, piece in enumerate(pieces)]
+        return [partial(self._store, i, storage, piece, check) for i, piece in enumerate(pieces)]
 
-    def _chunk(self, index: int, storage: torch.UntypedStorage, piece: Piece, check: bool) -> Chunk:
-        def run() -> None:
-            self._checksums[index] = self._tier.mover.store(storage, piece, self._after, check=check)
-
-        return run
+    def _store(self, index: int, storage: torch.UntypedStorage, piece: Piece, check: bool) -> None:
+        self._checksums[index] = self._tier.mover.store(storage, piece, self._after, check=check)
 
     def finish(self, error: BaseException | None) -> None:
         stored, storage = self._stored, self._storage
@@ -342,7 +358,8 @@ class _Read(Transfer):
         self._stored = stored
         self._storage: torch.UntypedStorage | None = storage
         self._after = after
-        self._marks: list[Mark | None] = []
+        self._mark: Mark | None = None  # of the copy that was queued last
+        self._order = threading.Lock()  # guards it and the order of the copies. A leaf: under it one copy is queued
 
     def begin(self) -> Sequence[Chunk] | None:
         stored, storage = self._stored, self._storage
@@ -350,35 +367,49 @@ class _Read(Transfer):
             return None
         pieces = list(self._tier.pieces(stored.arena, stored.extent, len(stored.edges.head), stored.body_nbytes))
         expected: Sequence[int | None] = stored.checksums or [None] * len(pieces)
-        self._marks = [None] * len(pieces)
-        return [
-            self._chunk(i, storage, piece, value) for i, (piece, value) in enumerate(zip(pieces, expected, strict=True))
-        ]
+        return [partial(self._bring, storage, piece, value) for piece, value in zip(pieces, expected, strict=True)]
 
-    def _chunk(self, index: int, storage: torch.UntypedStorage, piece: Piece, expected: int | None) -> Chunk:
-        def run() -> None:
-            self._marks[index] = self._load(storage, piece, expected)
+    def _bring(self, storage: torch.UntypedStorage, piece: Piece, expected: int | None) -> Callable[[], None] | None:
+        """Read one piece and queue its copy; return what waits for the copy."""
+        loaded = self._load(storage, piece, expected)
+        with self._order:
+            try:
+                mark = loaded.bring_in()
+            except BaseException:
+                loaded.release()
+                raise
+            self._mark = mark
+        return None if mark is None else partial(self._settle, storage, loaded, mark)
 
-        return run
+    def _settle(self, storage: torch.UntypedStorage, loaded: Loaded, mark: Mark) -> None:
+        """Hold both memories until the copy has passed; they may have been handed over and dropped long before."""
+        try:
+            if self._after is not None:
+                self._await(self._after)
+            mark.synchronize()
+        except BaseException as error:  # told at close: the owner was told that all is well
+            self._tier.note_late(error, self._stored.label, storage, loaded)
+        else:
+            loaded.release()
 
-    def _load(self, storage: torch.UntypedStorage, piece: Piece, expected: int | None) -> Mark | None:
+    def _load(self, storage: torch.UntypedStorage, piece: Piece, expected: int | None) -> Loaded:
         """Read one piece; once more when that failed or the bytes are wrong."""
         try:
-            mark, right = self._tier.mover.load(storage, piece, self._after, expected, self._await)
-            if right:
-                return mark
+            loaded = self._tier.mover.load(storage, piece, self._after, expected, self._await)
+            if loaded is not None:
+                return loaded
         except OSError as error:
             # As text: a log handler may keep its records, and the traceback holds the memory that we read into.
             _log.warning("reading %s again after: %s", self._stored.label, str(error))
         self._tier.num_retries += 1
-        mark, right = self._tier.mover.load(storage, piece, self._after, expected, self._await)
-        if not right:
+        loaded = self._tier.mover.load(storage, piece, self._after, expected, self._await)
+        if loaded is None:
             raise CorruptionError(
                 f"{self._stored.label}: {piece.nbytes} bytes at offset {piece.offset} of the spill file in "
                 f"{piece.arena.path} are not what was written, in two reads; nothing was handed on. "
                 "Check the drive (SMART, dmesg) or take another directory in HardwareProfile.paths"
             )
-        return mark
+        return loaded
 
     def _await(self, mark: Mark) -> None:
         # What the device still computes before it may take the bytes says nothing of the drive.
@@ -387,10 +418,9 @@ class _Read(Transfer):
 
     def finish(self, error: BaseException | None) -> None:
         storage, self._storage = self._storage, None
-        # Copies of one transfer run on one stream, in the order in which they were queued, not of the pieces:
-        # every mark has been synchronised with by its chunk, so that any one stands for all.
-        mark = next((mark for mark in self._marks if mark is not None), None)
-        self._owner.read_ended(None if error else storage, None if error else mark, error)
+        # All copies of ours run on one stream, so that the one that was queued last stands for all; whoever wants the
+        # bytes waits for it.
+        self._owner.read_ended(None if error else storage, None if error else self._mark, error)
 
     def discard(self) -> None:
         self._storage = None

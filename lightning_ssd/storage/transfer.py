@@ -23,7 +23,9 @@ from lightning_ssd.storage.gate import UrgentGate, patience_s
 
 __all__ = ["Chunk", "Transfer", "TransferQueue"]
 
-Chunk = Callable[[], None]
+Chunk = Callable[[], Callable[[], None] | None]
+"""Part of a move. What it returns, if anything, the same worker calls when the part counts as done (and the move, if it
+was the last part): it waits for what still goes on in the device, and must not raise."""
 _T = TypeVar("_T")
 
 
@@ -358,13 +360,15 @@ class TransferQueue:
             self._run(transfer, first)
 
     def _run(self, transfer: Transfer, chunk: Chunk) -> None:
-        error = None if transfer.error is not None else _attempt(chunk)[1]
+        settle, error = (None, None) if transfer.error is not None else _attempt(chunk)
         with self._lock:
             transfer.error = transfer.error or error
             transfer._num_unfinished -= 1
             last = transfer._num_unfinished == 0
         if last:
             self._end(transfer, transfer.error)
+        if settle is not None:
+            settle()
 
     def _end(self, transfer: Transfer, error: BaseException | None) -> None:
         transfer.error = error

@@ -26,6 +26,9 @@ class LateMark:
         if self._honest:
             self.passed.wait()
 
+    def query(self) -> bool:
+        return self.passed.is_set() or not self._honest
+
 
 class LateCopies:
     """Each stream is a thread that sleeps before each copy. Compute is "queued" too: a mark passes late."""
@@ -114,6 +117,9 @@ class HeldMark:
         assert self.passed.wait(PATIENCE_S), "nobody let this copy through"
         if self.error is not None:
             raise self.error
+
+    def query(self) -> bool:
+        return self.passed.is_set()
 
 
 class HeldCopies:

@@ -126,7 +126,11 @@ def test_promoting_what_is_under_way_puts_its_other_chunks_first(single: Transfe
 def test_workers_share_a_large_move(events: EventLog) -> None:
     queue = TransferQueue("write", 2, events)
     barrier = threading.Barrier(2, timeout=PATIENCE_S)  # both chunks must be under way at once
-    move = Move(lambda: barrier.wait() and None, lambda: barrier.wait() and None)
+
+    def meet() -> None:
+        barrier.wait()
+
+    move = Move(meet, meet)
     queue.submit(move)
     move.wait()
     queue.close()
