@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer import OffloadedOptimizer
+from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.shard_hooks import shards_unwrapped
 from lightning_ssd.wiring import Offloading
 
@@ -155,8 +156,9 @@ class SSDOffloadFSDPStrategy(Offloading, ModelParallelStrategy):
         return checkpoint
 
     @override
-    def _inside_saving(self) -> AbstractContextManager[None]:
-        return shards_unwrapped()
+    def _inside_saving(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        # Without hooks of ours, those below are the user's, who expects DTensors.
+        return nullcontext() if isinstance(saving, SavedPass) and saving.is_plain else shards_unwrapped()
 
 
 def _numbered_by_module(state_dict: dict[str, Any], optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:

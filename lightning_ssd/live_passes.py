@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 
 from lightning_ssd.allocation import Allocation
 from lightning_ssd.clock import Clock, Stamp
@@ -21,8 +22,28 @@ __all__ = ["LivePasses"]
 _MAX_PASSES = 256
 _SAVED_SHARE = 0.5
 """Of the available memory, what saved tensors of a device may take while nothing is planned: gradients are to come."""
+_MAX_PLAIN = 63
+"""Passes without hooks between two with them: what they save may have changed."""
 _MAX_UNENDED = 8
 """Passes, until it is said that their ends are not told. Some accumulate gradients, and tell late."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Of the passes of one signature."""
+
+    nbytes: int
+    """Saved by the largest one."""
+    num_plain: int = 0
+    """Without hooks, since the last one with them."""
+
+
+def _always(nbytes: int) -> bool:
+    return True
+
+
+def _never(nbytes: int) -> bool:
+    return False
 
 
 class LivePasses:
@@ -36,6 +57,7 @@ class LivePasses:
         scheduler: plans; ``None``: nothing is planned.
         runs_late: Python runs ahead of the device, so that what moves can pile up before any of it has gone.
         allocation: told before each pass whether memory is to return while it runs.
+        keeps_all: no pass ever moves or recomputes anything.
     """
 
     def __init__(
@@ -48,6 +70,7 @@ class LivePasses:
         scheduler: Scheduler | None = None,
         runs_late: bool = False,
         allocation: Allocation,
+        keeps_all: bool = False,
     ) -> None:
         self.book = ProfileBook()
         self._ledger = ledger
@@ -60,6 +83,8 @@ class LivePasses:
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
         self._finished: deque[FinishedPass] = deque(maxlen=_MAX_PASSES)  # more, where nobody ends a backward
         self._may_be_forgotten = scheduler is not None
+        self._kept_anyway = keeps_all
+        self._seen: dict[Hashable, _Seen] = {}
 
     def __iter__(self) -> Iterator[SavedPass]:
         return iter(self._passes)
@@ -69,9 +94,10 @@ class LivePasses:
 
     def enter(self, current: SavedPass) -> None:
         """A forward begins."""
-        self._finish(all_freed=True)
+        self.finish(all_freed=True)
         self.prune()
         counters, level_bytes = self._ledger.counters, 0
+        keeps: Callable[[int], bool] = _never
         if self._scheduler is not None and self._scheduler.all_counts:
             self._allocation.enter(True, all_counts=True)  # what is free in the heap is not needed by anybody
         needs_available = self._scheduler is not None or self._allocation.is_ours or self._runs_late
@@ -86,14 +112,44 @@ class LivePasses:
             )
             if wants_trace and current.recorder is None:
                 current.recorder = Recorder(self._clock, self._level)
+            keeps = current.guide.keeps
+        elif self._kept_anyway:
+            keeps = _always
         elif self._runs_late and available_bytes is not None:
             current.limit_bytes = counters.resident_bytes + int(_SAVED_SHARE * available_bytes)
+        if current.begin is None and current.recorder is None and self._needs_no_hooks(current.signature, keeps):
+            current.is_plain = True
+            counters.num_plain_passes += 1
         self._tell_allocation(current.guide, available_bytes)
         if current.begin is None:
             current.begin = PassBegin(self._clock.stamp(), level_bytes, counters.bytes_written, counters.bytes_read)
-            self._ledger.window_peak_bytes = counters.resident_bytes
+            if not current.is_plain:
+                self._ledger.window_peak_bytes = counters.resident_bytes
         if current not in self._passes:
             self._passes.append(current)
+
+    def _needs_no_hooks(self, signature: Hashable, keeps: Callable[[int], bool]) -> bool:
+        """Whether nothing could be learnt or moved: passes like it have been counted, and all that they saved stays.
+
+        Only by signature are passes known to be alike. Now and then one is looked at again.
+        """
+        seen = None if signature is None else self._seen.get(signature)
+        if seen is None or seen.num_plain >= _MAX_PLAIN or not keeps(seen.nbytes):
+            return False
+        seen.num_plain += 1
+        return True
+
+    def count_again(self) -> None:
+        """Peaks begin anew: the next pass of each kind is counted, so that they have what it saves."""
+        self._seen.clear()
+
+    def _see(self, current: SavedPass) -> None:
+        """A pass with hooks has told what its kind saves."""
+        if current.signature is not None and current.sizes:
+            if len(self._seen) >= _MAX_PASSES:
+                self._seen.clear()
+            known = self._seen.get(current.signature)
+            self._seen[current.signature] = _Seen(max(sum(current.sizes), 0 if known is None else known.nbytes))
 
     def _tell_allocation(self, guide: Guide | None, available_bytes: int | None) -> None:
         # Without a plan, what the last pass took: none that is like it is the worse for it.
@@ -117,21 +173,29 @@ class LivePasses:
         profiles = [p.profile(write_rate=write_rate, read_rate=read_rate) for p in self._passes if p.order]
         for profile in profiles:
             self.book.add(profile)
-        self._finish(all_freed=False)
+        self.finish(all_freed=False)
         return profiles
 
-    def _finish(self, *, all_freed: bool) -> None:
+    def finish(self, *, all_freed: bool) -> None:
         """Sum up passes that are over.
 
         Args:
             all_freed: only those whose graphs are gone; else a backward has just ended, and those that were in it are.
         """
+        plain = [] if all_freed else [p for p in self._passes if p.is_plain and p.is_over and not p.is_finished]
+        for current in plain:
+            current.is_finished = True
+            if current.guide is not None and current.begin is not None and self._scheduler is not None:
+                done = self._sum_up(current, current.guide, current.begin)
+                # Nobody knows which of several the backward was of.
+                self._finished.append(replace(done, is_plain=True, is_timed=len(self._passes) == 1))
         for current in self._passes:
             if current.is_finished or not current.is_complete:
                 continue
             if all_freed and any(record.state is not State.FREED for record in current.records):
                 continue
             current.is_finished = True
+            self._see(current)
             if current.guide is not None and current.begin is not None and self._scheduler is not None:
                 self._finished.append(self._sum_up(current, current.guide, current.begin))
 

@@ -72,6 +72,7 @@ class SavedPass:
         self.begin: PassBegin | None = None
         self.stalls: deque[tuple[Stamp, Stamp]] = deque(maxlen=_MAX_STALLS)  # some graphs live on without a backward
         self.is_finished = False
+        self.is_plain = False  # it keeps everything and nobody looks: no hooks at all
         self.records: list[SavedStorage] = []
         self.sizes: list[int] = []
         self.order: list[int] = []
@@ -91,6 +92,9 @@ class SavedPass:
     def __enter__(self) -> None:
         _stay_out_of_compiled_code()
         self._enter(self)
+        if self.is_plain:
+            self._installed.append(ExitStack())
+            return
         # Made here, and let go at the exit: they refer to us, and would keep us and themselves alive in a cycle. The
         # graph has its own reference to what it still needs.
         with ExitStack() as stack:
@@ -112,7 +116,12 @@ class SavedPass:
     @property
     def is_complete(self) -> bool:
         """Whether its forward is over and its backward has begun."""
-        return not self._installed and bool(self.order)
+        return self.is_over and bool(self.order)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its forward is over."""
+        return not self._installed
 
     def add(self, record: SavedStorage) -> None:
         """A storage was seen for the first time."""

@@ -64,6 +64,10 @@ class FinishedPass:
     peak_bytes: int
     written_bytes: int
     read_bytes: int
+    is_plain: bool = False
+    """It ran without hooks, so that nobody knows what it saved."""
+    is_timed: bool = True
+    """It alone ran between its begin and its end."""
 
 
 @dataclass(slots=True)
@@ -207,6 +211,9 @@ class Scheduler:
             )
             kind.wants_trace = True  # of a pass under that limit, in which memory returns
             return
+        if done.is_plain:
+            self._read_plain(kind, done)
+            return
         known = done.guide.completed()
         self._is_following = known is not None and done.guide.recompute == kind.recompute
         if done.guide.keeps_all and not self._wishes.has_budget:
@@ -224,6 +231,12 @@ class Scheduler:
         if done.guide.keeps_all and kind.worth.has_warmed_up:
             # The first ones mapped memory: a plan made from them moves what has no time to move later.
             kind.wants_trace = True
+
+    @staticmethod
+    def _read_plain(kind: _Kind, done: FinishedPass) -> None:
+        if done.guide.keeps_all:
+            kind.worth.kept(done.clock.seconds(done.begin, done.end) if done.is_timed else None)
+            kind.wants_trace = kind.wants_trace or kind.worth.has_warmed_up
 
     def _keep_trace(self, kind: _Kind, done: FinishedPass, recorder: Recorder) -> None:
         kind.wants_trace, kind.num_to_pass_over = False, 0

@@ -48,6 +48,9 @@ class OffloadStats:
     """Tensor subclasses, sparse, quantised, meta and other-device tensors, kept as they are."""
     num_kept_parameters: int = 0
     """Saved tensors that are parameters, buffers or views of them, kept."""
+    num_plain_passes: int = 0
+    """Passes without hooks: like others that were counted they keep everything, and nothing else here counts what they
+    save. Peaks hold for them as well."""
     failures: int = 0
     """Transfers that failed."""
     fallbacks: int = 0
@@ -85,6 +88,7 @@ class Counters:
     num_kept_small: int = 0
     num_kept_foreign: int = 0
     num_kept_parameters: int = 0
+    num_plain_passes: int = 0
     failures: int = 0
     fallbacks: int = 0
 

@@ -115,6 +115,7 @@ class TensorCache:
             runs_late=copies is not None,
             scheduler=scheduler,
             allocation=self._allocation,
+            keeps_all=tiers.ssd is None and not recompute,
         )
         self._fetcher = Fetcher(
             self.ledger,
@@ -168,7 +169,9 @@ class TensorCache:
             self.ledger.settle()
             self._settle_stalls()
             rates = None if self._meter is None else self._meter.machine().ssd
-            if rates is not None:
+            if rates is None:
+                self._passes.finish(all_freed=False)
+            else:
                 self._fetcher.prefetcher.budget.pass_ended(
                     self._passes.end_backward(rates.write_bytes_per_s, rates.read_bytes_per_s),
                     self.ledger.counters.saved_peak_bytes,
@@ -249,6 +252,7 @@ class TensorCache:
             counters = self.ledger.counters
             counters.resident_peak_bytes = counters.resident_bytes
             counters.saved_peak_bytes = self.ledger.saved_bytes
+            self._passes.count_again()
 
     def flush(self) -> None:
         """Block until every queued write has ended."""

@@ -170,7 +170,7 @@ class Offloading(WithModule):
             return super().training_step(*args, **kwargs)  # a loop called again after fit: nothing is offloaded
         num_borders = self._num_borders
         saving = offloader.saved_tensors(signature=signature_of((args, kwargs), self.module))
-        with self._translated(), saving, self._inside_saving():
+        with self._translated(), saving, self._inside_saving(saving):
             output = super().training_step(*args, **kwargs)
         if not self.module.automatic_optimization and self._num_borders == num_borders:
             # Manual optimization may call loss.backward() itself, past us.
@@ -181,7 +181,7 @@ class Offloading(WithModule):
         """For the batch-size finder."""
         return nullcontext() if self._size_trial is None else self._size_trial.translated()
 
-    def _inside_saving(self) -> AbstractContextManager[None]:
+    def _inside_saving(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """More hooks, above the offloader's."""
         return nullcontext()
 

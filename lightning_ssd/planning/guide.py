@@ -95,6 +95,12 @@ class Guide:
         known = self.followed
         return (0 if known is None else known.plan.limit_bytes) if self.limit_bytes is None else self.limit_bytes
 
+    def keeps(self, nbytes: int) -> bool:
+        """Whether a pass that is said to save so many bytes will keep all of them. It may save twice as much."""
+        is_planned = bool(self._candidates)
+        stays = not any(known.plan.moves for known in self._candidates) if is_planned else self.keeps_all
+        return stays and not self.recompute and self.limit_bytes is None and 2 * nbytes <= self._room_bytes
+
     def block(self, index: int) -> bool:
         """Whether the block call with this number is recomputed."""
         return index in self.recompute

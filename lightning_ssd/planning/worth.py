@@ -51,12 +51,13 @@ class Worth:
         """Whether the next pass is the first one that may be expected to take as long as all later ones that keep."""
         return self._num_kept == NUM_KEPT - 1
 
-    def kept(self, step_s: float) -> None:
-        """A pass that kept everything has ended, after so many seconds."""
+    def kept(self, step_s: float | None) -> None:
+        """A pass that kept everything has ended, after so many seconds; ``None``: they are not known."""
         self._num_kept += 1
         if self._num_kept == 2:
             self._kept_s.clear()  # the first one had the allocators to warm
-        self._kept_s.append(step_s)
+        if step_s is not None:
+            self._kept_s.append(step_s)
         self._num_to_keep = max(self._num_to_keep - 1, 0)
 
     def planned(self, step_s: float) -> float | None:

@@ -1,0 +1,163 @@
+"""A pass that keeps everything, and of which nothing could be learnt, runs without hooks: as plain PyTorch does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, live_passes, tensor_cache
+from lightning_ssd.planning.worth import NUM_KEPT
+
+NBYTES = 64 * 64 * 4
+
+
+@contextmanager
+def offloader(directory: Path, activations: str = "keep", **policy: Any) -> Iterator[Offloader]:
+    wishes = OffloadPolicy(activations=activations, min_tensor_bytes=0, **policy)  # type: ignore[arg-type]
+    with Offloader(policy=wishes, hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True)) as opened:
+        yield opened
+
+
+def has_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def leaf() -> Tensor:
+    return torch.rand(64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def program(x: Tensor, length: int) -> Tensor:
+    y = x * 1
+    for _ in range(length):
+        y = y.sin()
+    return y.sum()
+
+
+def step(opened: Offloader, signature: object = "kind", *, length: int = 4) -> bool:
+    """Returns whether it had hooks; its gradient is that of plain PyTorch."""
+    x, plain = leaf(), leaf()
+    with opened.saved_tensors(signature=signature):
+        hooked = has_hooks()
+        loss = program(x, length)
+    loss.backward()
+    opened.end_backward()
+    opened.wait_for_plan()
+    program(plain, length).backward()
+    assert x.grad is not None
+    assert plain.grad is not None
+    assert torch.equal(x.grad, plain.grad)
+    return hooked
+
+
+def test_keeping_counts_one_pass_of_each_kind(tmp_path: Path) -> None:
+    with offloader(tmp_path) as opened:
+        assert [step(opened) for _ in range(3)] == [True, False, False]
+        assert [step(opened, "other", length=6) for _ in range(2)] == [True, False]
+        stats = opened.stats
+        assert stats.saved_peak_bytes == stats.resident_peak_bytes == 6 * NBYTES
+        assert stats.bytes_saved == stats.bytes_kept == 10 * NBYTES
+        assert stats.num_plain_passes == 3
+        opened.reset_peaks()
+        assert step(opened)
+        assert opened.stats.saved_peak_bytes == 4 * NBYTES
+
+
+def test_without_a_signature_nobody_knows_what_is_alike(tmp_path: Path) -> None:
+    with offloader(tmp_path) as opened:
+        assert all(step(opened, None) for _ in range(4))
+
+
+def test_now_and_then_one_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_passes, "_MAX_PLAIN", 2)
+    with offloader(tmp_path) as opened:
+        assert [step(opened) for _ in range(7)] == [True, False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("activations", ["offload", "recompute", "recompute_offload"])
+def test_what_may_move_always_has_hooks(activations: str, tmp_path: Path) -> None:
+    with offloader(tmp_path, activations) as opened:
+        assert all(step(opened) for _ in range(4))
+
+
+def test_planned_passes_that_keep_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the third pass are traced; nothing that is so small is worth moving."""
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
+    with offloader(tmp_path, "auto") as opened:
+        hooked = [step(opened) for _ in range(NUM_KEPT)]
+        assert hooked == [True, False, True]
+        scheduler = opened._parts.scheduler
+        assert scheduler is not None
+        (kind,) = scheduler._kinds.values()
+        assert not kind.worth.keeps, "passes without hooks count, too"
+        for known in kind.plans.values():
+            moves = known.plan.moves
+            assert step(opened) is moves
+            assert opened.stats.num_plain_passes == 2 - moves
+
+
+def test_a_kind_that_was_given_up_pays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
+    with offloader(tmp_path, "auto", max_slowdown=9.0) as opened:
+        for _ in range(NUM_KEPT + 1):
+            step(opened)
+        scheduler = opened._parts.scheduler
+        assert scheduler is not None
+        (kind,) = scheduler._kinds.values()
+        kind.wants_trace = False
+        kind.worth._num_to_keep = 5
+        assert not any(step(opened) for _ in range(5))
+        assert kind.worth._num_to_keep == 0
+
+
+@pytest.mark.parametrize("free", [16, 17])
+def test_little_room_needs_hooks(free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass may save more than the last one did; with hooks it moves what does not fit."""
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: free * NBYTES)
+    with offloader(tmp_path, "auto") as opened:
+        step(opened)
+        scheduler = opened._parts.scheduler
+        assert scheduler is not None
+        room = scheduler._limits.look(0, free * NBYTES)
+        assert step(opened) is (room < 2 * 4 * NBYTES)
+
+
+def test_a_budget_needs_hooks(tmp_path: Path) -> None:
+    with offloader(tmp_path, "auto", activation_budget="1GiB") as opened:
+        assert all(step(opened) for _ in range(4))
+
+
+def test_edits_are_seen_by_pytorch_itself(tmp_path: Path) -> None:
+    messages = []
+    with offloader(tmp_path) as opened:
+        for _ in range(2):
+            step(opened)
+            with opened.saved_tensors(signature="kind"):
+                y = leaf().exp()
+                y.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+                y.sum().backward()
+            messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_the_time_is_nobodys_where_several_forwards_run_first(tmp_path: Path) -> None:
+    with offloader(tmp_path, "auto") as opened:
+        step(opened)
+        scheduler = opened._parts.scheduler
+        assert scheduler is not None
+        (kind,) = scheduler._kinds.values()
+        kind.wants_trace, before = False, len(kind.worth._kept_s)
+        losses = []
+        for _ in range(2):
+            with opened.saved_tensors(signature="kind"):
+                losses.append((leaf() * 1).sin().sum())
+                kind.wants_trace = False
+        sum(losses).backward()
+        opened.end_backward()
+        assert len(kind.worth._kept_s) <= before
