@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -24,6 +25,7 @@ _SAVED_SHARE = 0.5
 """Of the available memory, what saved tensors of a device may take while nothing is planned: gradients are to come."""
 _MAX_PLAIN = 63
 """Passes without hooks between two with them: what they save may have changed."""
+_FRESH_S = 0.1
 _MAX_UNENDED = 8
 """Passes, until it is said that their ends are not told. Some accumulate gradients, and tell late."""
 
@@ -85,6 +87,8 @@ class LivePasses:
         self._may_be_forgotten = scheduler is not None
         self._kept_anyway = keeps_all
         self._seen: dict[Hashable, _Seen] = {}
+        self._looked_s = 0.0
+        self._last_available: int | None = None
 
     def __iter__(self) -> Iterator[SavedPass]:
         return iter(self._passes)
@@ -101,7 +105,7 @@ class LivePasses:
         if self._scheduler is not None and self._scheduler.all_counts:
             self._allocation.enter(True, all_counts=True)  # what is free in the heap is not needed by anybody
         needs_available = self._scheduler is not None or self._allocation.is_ours or self._runs_late
-        available_bytes = self.available() if needs_available else None
+        available_bytes = self._room(current.signature) if needs_available else None
         if self._scheduler is not None:
             level_bytes = self._level() - counters.resident_bytes
             current.guide, wants_trace = self._scheduler.guide(
@@ -110,7 +114,7 @@ class LivePasses:
                 resident_bytes=counters.resident_bytes,
                 available_bytes=available_bytes,
             )
-            if wants_trace and current.recorder is None:
+            if wants_trace and current.recorder is None and not self._saves_nothing(current.signature):
                 current.recorder = Recorder(self._clock, self._level)
             keeps = current.guide.keeps
         elif self._kept_anyway:
@@ -128,6 +132,13 @@ class LivePasses:
         if current not in self._passes:
             self._passes.append(current)
 
+    def _room(self, signature: Hashable) -> int | None:
+        """What is available now; a moment ago, where likely no hooks are needed: asking takes longer than the rest."""
+        seen, now_s = self._seen.get(signature), time.perf_counter()
+        if seen is None or not seen.num_plain or now_s - self._looked_s > _FRESH_S:
+            self._looked_s, self._last_available = now_s, self.available()
+        return self._last_available
+
     def _needs_no_hooks(self, signature: Hashable, keeps: Callable[[int], bool]) -> bool:
         """Whether nothing could be learnt or moved: passes like it have been counted, and all that they saved stays.
 
@@ -139,13 +150,18 @@ class LivePasses:
         seen.num_plain += 1
         return True
 
+    def _saves_nothing(self, signature: Hashable) -> bool:
+        """Whether passes like it have nothing that could move."""
+        seen = None if signature is None else self._seen.get(signature)
+        return seen is not None and seen.nbytes == 0 and seen.num_plain < _MAX_PLAIN
+
     def count_again(self) -> None:
         """Peaks begin anew: the next pass of each kind is counted, so that they have what it saves."""
         self._seen.clear()
 
     def _see(self, current: SavedPass) -> None:
         """A pass with hooks has told what its kind saves."""
-        if current.signature is not None and current.sizes:
+        if current.signature is not None:
             if len(self._seen) >= _MAX_PASSES:
                 self._seen.clear()
             known = self._seen.get(current.signature)
@@ -190,6 +206,8 @@ class LivePasses:
                 # Nobody knows which of several the backward was of.
                 self._finished.append(replace(done, is_plain=True, is_timed=len(self._passes) == 1))
         for current in self._passes:
+            if not (all_freed or current.records or current.is_plain) and current.is_over:
+                self._see(current)
             if current.is_finished or not current.is_complete:
                 continue
             if all_freed and any(record.state is not State.FREED for record in current.records):

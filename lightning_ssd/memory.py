@@ -7,9 +7,10 @@ numbers come from PyTorch's CUDA allocator; asking never initialises CUDA and ne
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,7 +161,7 @@ def cgroup_available_bytes(proc: Path = Path("/proc/self")) -> int | None:
 
 def _cgroup_levels(proc: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes used that cannot simply be dropped) of every limited level."""
-    for mount, directory in _memory_cgroups(proc):
+    for mount, directory in _memory_cgroups(proc, tuple(_read_lines(proc / "cgroup"))):
         is_v2 = (directory / "cgroup.controllers").exists()
         names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         inactive_key = "inactive_file" if is_v2 else "total_inactive_file"
@@ -174,10 +175,18 @@ def _cgroup_levels(proc: Path) -> Iterator[tuple[int, int]]:
                 break
 
 
-def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, Path]]:
-    """(mount point, this process's directory) of each hierarchy that may limit memory."""
+@functools.lru_cache(maxsize=8)
+def _memory_cgroups(proc: Path, memberships: tuple[str, ...]) -> tuple[tuple[Path, Path], ...]:
+    """(mount point, this process's directory) of each hierarchy that may limit memory.
+
+    Remembered, since the mounts take longer to look through than all the rest, and each pass asks.
+    """
+    return tuple(_find_memory_cgroups(proc, memberships))
+
+
+def _find_memory_cgroups(proc: Path, memberships: Sequence[str]) -> Iterator[tuple[Path, Path]]:
     paths: dict[str, str] = {}
-    for line in _read_lines(proc / "cgroup"):
+    for line in memberships:
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
             paths["cgroup" if controllers else "cgroup2"] = path

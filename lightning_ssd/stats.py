@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 __all__ = ["Counters", "OffloadStats", "OptimizerStats"]
 
@@ -94,7 +94,10 @@ class Counters:
 
     def snapshot(self) -> OffloadStats:
         """A frozen copy."""
-        return OffloadStats(**asdict(self))
+        return OffloadStats(**{name: getattr(self, name) for name in _NAMES})
+
+
+_NAMES = tuple(field.name for field in fields(Counters))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from lightning_ssd.clock import clock_of
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.events import EventLog, PlacementEvent
 from lightning_ssd.fetcher import Fetcher
+from lightning_ssd.graph_memory import GraphMemory
 from lightning_ssd.inplace import Origin, VersionProbe, inplace_error, pytorch_wording
 from lightning_ssd.kept_tensor import Kept, give_back, keep
 from lightning_ssd.ledger import Ledger
@@ -96,6 +97,7 @@ class TensorCache:
         self._copies = copies
         # Meanwhile nobody may ask a device how it is doing, and nothing has an end that a worker could wait for.
         self._is_capturing = bool if copies is None else copies.is_capturing
+        self._graph_memory = GraphMemory(device)
         self._recompute = recompute
         self.blocks: list[Blocks] = []
         self.parameters = ParameterStorages()
@@ -329,6 +331,7 @@ class TensorCache:
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             # Forward-mode differentiation has tensors with a size and no memory, which nobody may read.
             and not tensor._is_zerotensor()
+            and not self._graph_memory.holds(tensor.untyped_storage().data_ptr())
         )
 
     def _pack_storage(

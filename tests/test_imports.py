@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "reach",
         "clock",
         "signature",
+        "graph_memory",
         "stall_watch",
         "verdict",
     ),

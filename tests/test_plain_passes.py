@@ -79,6 +79,14 @@ def test_now_and_then_one_is_looked_at_again(tmp_path: Path, monkeypatch: pytest
         assert [step(opened) for _ in range(7)] == [True, False, False, True, False, False, True]
 
 
+@pytest.mark.parametrize("activations", ["keep", "auto"])
+def test_where_nothing_is_large_nothing_is_looked_at(activations: str, tmp_path: Path) -> None:
+    wishes = OffloadPolicy(activations=activations)  # type: ignore[arg-type]
+    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
+    with Offloader(policy=wishes, hardware=hardware) as opened:
+        assert [step(opened) for _ in range(4)] == [True, False, False, False]
+
+
 @pytest.mark.parametrize("activations", ["offload", "recompute", "recompute_offload"])
 def test_what_may_move_always_has_hooks(activations: str, tmp_path: Path) -> None:
     with offloader(tmp_path, activations) as opened:
