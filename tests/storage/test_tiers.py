@@ -18,8 +18,8 @@ from lightning_ssd.storage.movers import HostMover, StagedMover
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.storage.tiers import SsdTier
-from tests.patience import PATIENCE_S
 from lightning_ssd.tensors import StorageKey
+from tests.patience import PATIENCE_S
 from tests.storage.faults import FaultyBackend, eio
 from tests.storage.host_traffic import wait_until
 from tests.storage.late import HeldCopies, HeldMark
