@@ -218,8 +218,9 @@ class Offloader:
     def register_module(self, module: torch.nn.Module) -> None:
         """Parameters and buffers of ``module`` are never moved, whatever view of them autograd saves.
 
-        Where the policy may recompute, its repeated blocks are found, and each block's ``forward`` is stood in for
-        until :meth:`close`.
+        Its repeated blocks, or those that ``policy.recompute_modules`` names, are found, and each block's ``forward``
+        is stood in for until :meth:`close`: where the policy plans, to learn what they take; where it allows, to
+        recompute them.
 
         Raises:
             ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names; or it is on a
@@ -232,10 +233,12 @@ class Offloader:
                 "would move; allowed: Offloader(device=next(model.parameters()).device), or open(model)"
             )
         if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
-            blocks = find_blocks(module, self.policy.recompute_modules)
+            classes = self.policy.recomputable_classes
+            blocks = find_blocks(module, classes or ())
             new = {name: block for name, block in blocks.items() if not any(block in known for known in cache.blocks)}
             if new:  # again, or as part of another module: a second stand-in would tell of each call twice
-                cache.blocks.append(resources.enter_context(Blocks(new)))
+                watched = Blocks(new, full=self.policy.verify == "full", may_recompute=classes is not None)
+                cache.blocks.append(resources.enter_context(watched))
             elif not blocks and self.policy.activations != "auto":
                 raise ConfigError(
                     f"{type(module).__name__} has no repeated blocks, which activations={self.policy.activations!r} "

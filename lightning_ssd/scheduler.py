@@ -20,7 +20,7 @@ from lightning_ssd.planning.comparison import Comparison
 from lightning_ssd.planning.guide import Guide, StoredPlan
 from lightning_ssd.planning.limits import Limits, Others, Wishes
 from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
-from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
+from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recomputation import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
@@ -264,13 +264,14 @@ class Scheduler:
 
     def _goal(self, trace: Trace, others: Others) -> Goal:
         limit, wear = self._limits.of(others), self._wishes.wear_bytes_per_day
+        may_recompute = self._wishes.recompute and (limit is not None or wear is not None)
         return Goal(
             max_slowdown=self._wishes.max_slowdown,
             min_relief=self._wishes.min_relief,
             budget_bytes=limit,
             written_bytes=None if wear is None else int(wear * trace.end_s / _DAY_S),
             # A trace with recomputed blocks cannot tell what their storages would do: placements only, then.
-            recompute=bool(trace.blocks) and not trace.recomputed and (limit is not None or wear is not None),
+            recompute=may_recompute and bool(trace.blocks) and not trace.recomputed,
         )
 
     @property
@@ -308,7 +309,10 @@ class Scheduler:
             host=None if host is None or not capacity else replace(host, capacity_bytes=int(capacity)),
         )
         if -negative_floor > self._limits.agreed:
-            raise self._limits.impossible(int(-negative_floor), self._others, unusable=unusable)
+            less = None
+            if self.trace is not None and floor == -negative_floor:  # of another process nobody here can tell
+                less = recomputing_budget(self.trace, machine, self._goal(self.trace, self._others))
+            raise self._limits.impossible(int(-negative_floor), self._others, unusable=unusable, recomputing_bytes=less)
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
@@ -350,7 +354,10 @@ class Scheduler:
                 return
             unusable = (machine.ssd or _NOTHING).unusable
             # What the planner was asked is not what the user wrote: it would say "under 0 bytes" of a memory_budget.
-            raise self._limits.impossible(error.smallest_bytes, kind.others, unusable=unusable) from None
+            less = recomputing_budget(trace, machine, goal)
+            raise self._limits.impossible(
+                error.smallest_bytes, kind.others, unusable=unusable, recomputing_bytes=less
+            ) from None
         if plan.recompute != trace.recomputed:
             # Another pass altogether: it is traced and planned again as it really is.
             kind.recompute, kind.wants_trace = plan.recompute, True
