@@ -29,7 +29,7 @@ def load_states(
     """Let the optimizer's own ``load_state_dict`` cast and convert what was saved, a subgroup at a time.
 
     Args:
-        optimizer: the user's; holds no states before and after. Its hooks run once.
+        optimizer: the user's; its ``state`` is the same object before and after. Its hooks run once.
         state_dict: what ``state_dict`` of its class gave. Nothing of it is kept.
         partition: the optimizer's parameters.
         put: takes the states of a subgroup's parts; what it keeps it copies.
@@ -42,7 +42,7 @@ def load_states(
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, saved)
         saved = saved if changed is None else changed
-    with _without_hooks(optimizer):
+    with _without_hooks(optimizer), _own_state(optimizer):
         states = saved["state"]
         optimizer.load_state_dict({**saved, "state": {}})
         groups = optimizer.param_groups
@@ -71,10 +71,19 @@ def load_states(
                     loaded.append(state)
                 put(index, loaded)
         finally:
-            optimizer.state = defaultdict(dict)
             optimizer.param_groups = groups
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+@contextmanager
+def _own_state(optimizer: Optimizer) -> Iterator[None]:
+    """``load_state_dict`` puts others in its place."""
+    before, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = before
 
 
 @contextmanager
