@@ -8,13 +8,14 @@ subgroup does what one call does, bit for bit. The optimizer's own code runs; on
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_ssd.byproducts import Byproducts, untouched
 from lightning_ssd.errors import ConfigError
@@ -112,6 +113,26 @@ class InnerStep:
         # PyTorch wraps each class' step once, to run the hooks around it.
         self._step: Callable[..., Any] = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks run around a step, of this optimizer or of all."""
+        own = (vars(self._optimizer).get(f"_optimizer_step_{side}_hooks") for side in ("pre", "post"))
+        return any(own) or bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Hooks belong to the whole step, and so do those that a base class' step would run once more."""
+        name = "_optimizer_step_pre_hooks"
+        if not self.has_hooks or name not in vars(self._optimizer):
+            yield
+            return
+        hooks = vars(self._optimizer)[name]
+        vars(self._optimizer)[name] = _NestedHooks()
+        try:
+            yield
+        finally:
+            vars(self._optimizer)[name] = hooks
+
     def run(
         self,
         tensors: Sequence[torch.Tensor],
@@ -154,7 +175,8 @@ class InnerStep:
             if changes is None or changes.byproducts is None:
                 self._step(self._optimizer)
             else:
-                changes.call(self._step, self._optimizer)
+                with self._without_hooks():
+                    changes.call(self._step, self._optimizer)
         if changes is not None:
             for index, after in mine.items():
                 changes.add(index, originals[index], after)
@@ -198,6 +220,17 @@ class InnerStep:
             optimizer.state = state_before
             if groups is not None:
                 optimizer.param_groups = groups_before
+
+
+class _NestedHooks(OrderedDict[int, Any]):
+    """In the place of an optimizer's hooks while its step is called."""
+
+    def values(self) -> Any:
+        """Asked for by the step of a base class."""
+        raise ConfigError(
+            "this optimizer calls the step of a base class, which would run its step hooks again, in each call for "
+            f"some of its parameters. {INCOMPLETE}"
+        )
 
 
 def _own(value: Any) -> Any:

@@ -10,7 +10,7 @@ Note: lent states
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class LiveStates(MutableMapping[Any, Any]):
     def __init__(self, states: PagedStates) -> None:
         self._states = states
         self._snapshot: Snapshot | None = None
+        self._order: dict[Any, None] = {}
         self._num_lent_bytes = 0
 
     # -- a mapping -----------------------------------------------------------------------------------------------
@@ -46,8 +47,9 @@ class LiveStates(MutableMapping[Any, Any]):
         return key in self._states.lent or self._is_stored(key)
 
     def __iter__(self) -> Iterator[Any]:
-        known = [p for p in self._states.partition.parameters if p in self]
-        return iter(dict.fromkeys([*known, *self._states.lent]))
+        self.note_order(self._states.partition.parameters)
+        self.note_order(self._states.lent)
+        return iter([key for key in self._order if key in self])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -56,17 +58,24 @@ class LiveStates(MutableMapping[Any, Any]):
         lent = self._states.lent
         if key not in lent:
             lent[key] = self._lend(key) if self._is_stored(key) else {}
+            self.note_order([key])
         return lent[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._forget(key)
         self._states.lent[key] = value
+        self.note_order([key])
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
         self._states.lent.pop(key, None)
+        self._order.pop(key, None)
         self._forget(key)
+
+    def note_order(self, keys: Iterable[Any]) -> None:
+        """Those of the keys that have got a state come behind those that had one."""
+        self._order.update((key, None) for key in keys if key not in self._order and key in self)
 
     def clear(self) -> None:
         """No states at all. Nothing is brought up for it."""
@@ -162,6 +171,7 @@ class LiveStates(MutableMapping[Any, Any]):
         """Others, in the place of all that there are."""
         self.clear()
         self._states.lent.update(states)
+        self.note_order(states)
 
     def keep(self, snapshot: Snapshot) -> None:
         """The files are closed: from now on all is in memory, or in what the snapshot maps."""

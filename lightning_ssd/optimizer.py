@@ -188,6 +188,7 @@ class OffloadedOptimizer(Optimizer):
             self._broken = f"{type(error).__name__}: {error}"
             raise
         changes.apply(self.param_groups)
+        self._live.note_order(p for group in self.param_groups for p in group["params"])
         self.inner._opt_called = True  # type: ignore[attr-defined]  # by this schedulers check the order of calls
         self._num_steps += 1
         self._step_s += time.perf_counter() - begin_s
@@ -266,9 +267,11 @@ class OffloadedOptimizer(Optimizer):
 
     def _all_states(self) -> dict[Any, State]:
         snapshot = self._snapshot()
-        found = {p: snapshot.state_of(number) for number, p in enumerate(self._states.partition.parameters)}
-        present = {p: state for p, state in found.items() if state or p in snapshot.lent}
-        return {**present, **{key: state for key, state in snapshot.lent.items() if key not in present}}
+        number_of = self._states.partition.number_of
+        return {
+            key: snapshot.lent[key] if key in snapshot.lent else snapshot.state_of(number_of(key) or 0)
+            for key in self._live
+        }
 
     def full_state_dict(self, *, receive: bool) -> dict[str, Any]:
         """As :meth:`state_dict`, with whole tensors where parameters are sharded. All processes call it together.
@@ -296,6 +299,10 @@ class OffloadedOptimizer(Optimizer):
         """Load what this or the inner optimizer's class has saved, subgroup by subgroup."""
         self._check_open()
         self._look_for_others()
+        if type(self.inner).load_state_dict is not Optimizer.load_state_dict and not self._states.trials.has_masters:
+            self.inner.load_state_dict(dict(state_dict))  # once, whatever it does beside
+            self._broken = None
+            return
         self._states.register(self.param_groups)  # groups may have been put into param_groups since the last step
         # From the first subgroup that is replaced to the last one, states are those of no training.
         before = self._broken
@@ -305,6 +312,7 @@ class OffloadedOptimizer(Optimizer):
                 state_dict,
                 self._states.partition,
                 self._replace,
+                self._live.__setitem__,
                 has_master=self._states.trials.has_master,
             )
         except BaseException as error:
@@ -315,7 +323,8 @@ class OffloadedOptimizer(Optimizer):
     def _replace(self, index: int, states: Sequence[State]) -> None:
         """Other states for a subgroup."""
         self._broken = "load_state_dict has not ended"
-        self._states.lent.clear()
+        if index == 0:
+            self._live.clear()
         self._states.replace(index, states)
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ class PagedStates:
 
     def _rehearse(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
         """Once, before an optimizer that is not known is called: with the smallest of its parameters."""
-        if self._rehearsal.is_due(len(visits)):
+        if self._rehearsal.is_due(len(visits), changes.closure):
             pairs = [
                 (self.partition.parameters[part.parameter], group)
                 for visit in visits

@@ -44,11 +44,14 @@ class Rehearsal:
     def __init__(self, inner_step: InnerStep, optimizer: Optimizer) -> None:
         self._inner_step = inner_step
         self._optimizer = optimizer
-        self._is_alone_known = self._is_known = False
+        self._known: set[tuple[bool, bool, bool]] = set()
 
-    def is_due(self, num_calls: int) -> bool:
+    def _kind(self, num_calls: int, closure: Callable[[], Any] | None) -> tuple[bool, bool, bool]:
+        return num_calls > 1, closure is not None, self._inner_step.has_hooks
+
+    def is_due(self, num_calls: int, closure: Callable[[], Any] | None) -> bool:
         """Whether a step of so many calls is of a kind that was not rehearsed yet."""
-        return not (self._is_known if num_calls > 1 else self._is_alone_known)
+        return self._kind(num_calls, closure) not in self._known
 
     def play(self, tensor: torch.Tensor, group: int, closure: Callable[[], Any] | None, *, num_calls: int) -> None:
         """Try a step with copies of a parameter.
@@ -82,8 +85,7 @@ class Rehearsal:
                     f"OffloadPolicy.optimizer_states='offload' got {type(self._optimizer).__name__}, which touches "
                     f"parameters or gradients that its step was not given ({touched.place}). {_KEEP}"
                 )
-        self._is_alone_known = True
-        self._is_known = self._is_known or is_several
+        self._known.add(self._kind(num_calls, closure))
 
     def _compare(
         self,

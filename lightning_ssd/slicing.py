@@ -66,6 +66,11 @@ class Trials:
         """Whether the parameter gets a float32 copy."""
         return self._master_weights and has_master(parameter)
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether half-precision parameters get float32 copies."""
+        return self._master_weights
+
     def may_slice(self, parameter: torch.Tensor, group: int) -> bool:
         """Whether slices of such a parameter get the very bits that the whole one gets.
 

@@ -72,9 +72,10 @@ class Snapshot:
         if not any(states):
             return {}
         result: State = {}
+        memo: dict[int, Any] = {}  # so that what shares memory still does
         for key, value in states[0].items():
             if len(places) == 1:
-                result[key] = self._whole(*places[0], key) if value is MOVED else copy.deepcopy(value)
+                result[key] = self._whole(*places[0], key) if value is MOVED else copy.deepcopy(value, memo)
             elif value is MOVED:
                 result[key] = wrap(self._joined(parameter, key), spec_of(self._partition.parameters[parameter]))
             else:
