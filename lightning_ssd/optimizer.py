@@ -299,7 +299,7 @@ class OffloadedOptimizer(Optimizer):
         """Load what this or the inner optimizer's class has saved, subgroup by subgroup."""
         self._check_open()
         self._look_for_others()
-        if type(self.inner).load_state_dict is not Optimizer.load_state_dict and not self._states.trials.has_masters:
+        if self._loads_by_itself:
             self.inner.load_state_dict(dict(state_dict))  # once, whatever it does beside
             self._broken = None
             return
@@ -319,6 +319,15 @@ class OffloadedOptimizer(Optimizer):
             self._broken = before if self._broken is before else f"{type(error).__name__}: {error}"
             raise
         self._broken = None
+        saved = (number for group in state_dict["param_groups"] for number in group["params"])
+        mine = (parameter for group in self.param_groups for parameter in group["params"])
+        by_number = dict(zip(saved, mine, strict=True))
+        self._live.note_order(by_number[number] for number in state_dict["state"] if number in by_number)
+
+    @property
+    def _loads_by_itself(self) -> bool:
+        """Whether the inner optimizer's class loads in a way of its own, which nobody knows to be one by parameter."""
+        return type(self.inner).load_state_dict is not Optimizer.load_state_dict and not self._states.trials.has_masters
 
     def _replace(self, index: int, states: Sequence[State]) -> None:
         """Other states for a subgroup."""

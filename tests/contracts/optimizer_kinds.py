@@ -129,7 +129,7 @@ class OwnList(Momentum):
 
 
 class DecaysAll(OwnList):
-    """Uses it every second step only."""
+    """Uses it in the third step only."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -138,7 +138,7 @@ class DecaysAll(OwnList):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         self.t += 1
-        if self.t % 2 == 0:
+        if self.t % 3 == 0:
             for p in self.mine:
                 p.mul_(0.5)
         return Momentum.step(self, closure)
@@ -196,12 +196,11 @@ class KeepsParameter(Momentum):
 
 
 class KeepsGradient(Momentum):
-    """A state that shows the gradient of this step."""
+    """A state that shows the gradient, which the next backward writes to."""
 
     def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
-        state["last"] = p.grad
+        p.sub_(state.setdefault("last", p.grad), alpha=rate)
         super().update(p, state, rate)
-        state["last"].mul_(0.5)
 
 
 class OneForAll(Momentum):

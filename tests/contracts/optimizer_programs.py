@@ -50,7 +50,12 @@ class Training:
     def set_gradients(self) -> None:
         for number, parameter in enumerate(p for group in self.optimizer.param_groups for p in group["params"]):
             gradient = torch.randn(parameter.shape, generator=self.generator)
-            parameter.grad = None if number in self.skipped or not parameter.requires_grad else gradient
+            if number in self.skipped or not parameter.requires_grad:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.copy_(gradient)
 
     def step(self) -> None:
         self.set_gradients()
