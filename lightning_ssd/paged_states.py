@@ -224,11 +224,8 @@ class PagedStates:
         partition, subgroup = self.partition, self.partition.subgroups[visit.index]
         whole = [partition.parameters[part.parameter] for _, part in visit.active]
         is_lent = [parameter in self.lent for parameter in whole]
-        states: list[State] = []
-        storage = None
-        if not all(is_lent):
-            storage = self._taken(visit.index)
-            states = _filled(subgroup, storage)
+        storage = None if all(is_lent) else self._taken(visit.index)
+        states = [] if all(is_lent) else _filled(subgroup, storage)
         begin_s = time.perf_counter()
         pieces = [
             p if lent else partition.slice_of(part)

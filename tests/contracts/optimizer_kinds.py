@@ -290,7 +290,8 @@ class OwnLoad(Momentum):
         for group in self.param_groups:
             group["lr"] *= 0.5
         for state in self.state.values():
-            state["m"].mul_(0.5)
+            if "m" in state:
+                state["m"].mul_(0.5)
 
 
 def _adamw(parameters: Any) -> Optimizer:
