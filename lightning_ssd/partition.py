@@ -174,7 +174,8 @@ class Partition:
                 result[key] = copy.deepcopy(shared(values, key))
                 continue
             flat = torch.cat([local_of(piece).flatten() for piece in values])
-            result[key] = wrap(flat.as_strided(shape, stride), spec_of(parameter))
+            # In place: a view would hold the memory a second time.
+            result[key] = wrap(flat.set_(flat.untyped_storage(), 0, shape, stride), spec_of(parameter))
         return result
 
     def cut(self, part: Part, state: State) -> State:

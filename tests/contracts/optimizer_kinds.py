@@ -283,15 +283,19 @@ class EvaluatesTwice(Momentum):
 
 
 class OwnLoad(Momentum):
-    """Counts how often it was loaded, and forgets a part of its states then."""
+    """Counts how often it was loaded."""
+
+    def prepare(self) -> None:
+        self.num_loads = 0
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self.num_loads += 1
         for group in self.param_groups:
-            group["lr"] *= 0.5
-        for state in self.state.values():
-            if "m" in state:
-                state["m"].mul_(0.5)
+            group["lr"] = 0.1 / (1 + self.num_loads)
+
+
+Momentum([torch.zeros(1)])  # PyTorch wraps the step of each class that has instances, to run hooks around it
 
 
 def _adamw(parameters: Any) -> Optimizer:
