@@ -178,12 +178,17 @@ def _has_same_bytes(one: Any, other: Any) -> bool:
     if type(one) is not type(other) or spec_of(one) != spec_of(other):
         return False
     one, other = local_of(one), local_of(other)
-    if not (moves(one, one.device) and moves(other, one.device)) or one.dtype != other.dtype:
+    if (one.dtype, one.shape, one.device, one.layout) != (other.dtype, other.shape, other.device, other.layout):
         return False
-    return one.shape == other.shape and one.stride() == other.stride() and torch.equal(_bytes_of(one), _bytes_of(other))
+    is_small = one.numel() * one.element_size() < MIN_NBYTES and type(one) in PLAIN_TYPES
+    if one.layout != torch.strided or one.stride() != other.stride() or not (is_small or moves(one, one.device)):
+        return False
+    return one.device.type != "meta" and torch.equal(_bytes_of(one), _bytes_of(other))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        tensor = tensor.contiguous()
     start = int(tensor.storage_offset()) * tensor.element_size()
     return storage_bytes(tensor.untyped_storage(), start, tensor.numel() * tensor.element_size())
 

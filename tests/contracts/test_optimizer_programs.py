@@ -177,7 +177,7 @@ DIRECTED = {
     "held by the user": Program("adamw", ((), ("hold",), (), ("zero_held",), ())),
     "closures": Program("EvaluatesTwice", (("use_closure",), ())),
     "returned values": Program("ReturnsText", ((), ())),
-    "a load of its own": Program("OwnLoad", ((), ("checkpoint",), ())),
+    "a load of its own": Program("OwnLoad", ((), ("checkpoint",), ("checkpoint",), ())),
 }
 
 
