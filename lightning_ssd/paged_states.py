@@ -221,11 +221,11 @@ class PagedStates:
 
     def _update(self, visit: Visit, changes: GroupChanges, *, keep: bool) -> None:
         """One subgroup. Parameters whose states are lent are updated as wholes, with these."""
-        partition, subgroup = self.partition, self.partition.subgroups[visit.index]
+        partition = self.partition
         whole = [partition.parameters[part.parameter] for _, part in visit.active]
         is_lent = [parameter in self.lent for parameter in whole]
         storage = None if all(is_lent) else self._taken(visit.index)
-        states = [] if all(is_lent) else _filled(subgroup, storage)
+        states = [] if all(is_lent) else _filled(partition.subgroups[visit.index], storage)
         begin_s = time.perf_counter()
         pieces = [
             p if lent else partition.slice_of(part)
@@ -253,8 +253,7 @@ class PagedStates:
             self._settle(visit.index, states, storage, keep=keep)
 
     def _taken(self, index: int) -> torch.UntypedStorage | None:
-        asked_s = time.perf_counter()
-        storage = self.store.take(index)
+        asked_s, storage = time.perf_counter(), self.store.take(index)
         if self._events is not None and storage is not None:
             self._events.append(StallEvent(storage.nbytes(), asked_s, time.perf_counter()))
         return storage
