@@ -51,7 +51,8 @@ class Snapshot:
         self.lent: dict[Any, State] = dict(zip(lent, copies, strict=True))
         """Copies of these, by parameter."""
         self._made: dict[int, State] | None = None
-        self._hold = Hold(store.release, list(self._copies.values()))
+        self._hold = Hold()
+        store.release_with(self._hold, list(self._copies.values()))
 
     def map_all(self) -> None:
         """Make all tensors now, while files are open; they outlive the files."""

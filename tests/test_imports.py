@@ -20,8 +20,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
         *("config", "events", "shards", "stats", "tensors", "memory", "malloc"),
-        *("first_calls", "wording", "stand_in", "unclosed", "generators", "profiling"),
+        *("first_calls", "wording", "stand_in", "unclosed", "generators", "profiling", "waiting"),
     ),
+    ("undisturbed",),
     (
         "storage",
         "around_forward",
