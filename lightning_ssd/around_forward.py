@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -42,7 +43,9 @@ class AroundForward(StandIn):
     """
 
     def __init__(self, module: nn.Module, around: Around) -> None:
-        self._around: Callable[[], Around | None] = weakref.WeakMethod(around)
+        # Not a WeakMethod, which runs Python code when the object dies: a KeyboardInterrupt in there would be lost.
+        method = cast(types.MethodType, around)
+        self._owner, self._function = weakref.ref(method.__self__), method.__func__
         super().__init__(module, "forward" if module._compiled_call_impl is None else "_compiled_call_impl")
 
     @_stepped_over
@@ -55,10 +58,10 @@ class AroundForward(StandIn):
 
     @_uncompiled
     def _look(self, args: Any, kwargs: Any) -> tuple[Callable[..., Any], _Uncompiled | None]:
-        around, module = None if self._is_removed else self._around(), self._module()
-        if around is None:
+        owner, module = None if self._is_removed else self._owner(), self._module()
+        if owner is None:
             self.remove()
-        context = None if around is None or module is None else around(module, (args, kwargs))
+        context = None if owner is None or module is None else self._function(owner, module, (args, kwargs))
         return self.__wrapped__, None if context is None else _Uncompiled(context)
 
 

@@ -222,6 +222,7 @@ def _wishes(policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, i
         activation_budget=activations,
         memory_budget=memory,
         wear_bytes_per_day=None if wear is None else wear // num_processes,
+        recompute=policy.recomputable_classes is not None,
     )
 
 

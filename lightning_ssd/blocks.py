@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_ssd.call_inputs import CallInputs
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.recompute import CallInputs, device_of, is_plain, recompute, watch, who_else_decides
+from lightning_ssd.recompute import Recomputable, Watched, device_of, recompute, watch, who_else_decides
 from lightning_ssd.stand_in import StandIn
 
 __all__ = ["BlockObserver", "Blocks", "find_blocks"]
@@ -179,6 +180,10 @@ class BlockObserver(Protocol):
         """A block is about to run. Returns whether this call shall be recomputed in backward."""
         ...
 
+    def block_is_kept(self) -> None:
+        """The block that entered shall be recomputed, and cannot be."""
+        ...
+
     def block_leaves(self) -> None:
         """The block that entered has run, or has failed."""
         ...
@@ -206,9 +211,11 @@ class Blocks:
 
     Args:
         modules: the blocks by name, as :func:`find_blocks` gives them.
+        full: compare every byte that a repetition saves, see ``fingerprint.py``.
+        may_recompute: ``False``: only what they are given is wanted, and how long they take.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], *, full: bool = False, may_recompute: bool = True) -> None:
         self._active = _Active()
         self._wrappers: list[_Wrapper] = []
         self._warned: set[str] = set()
@@ -216,7 +223,8 @@ class Blocks:
         for name, module in modules.items():
             if module not in taken:
                 taken.add(module)
-                self._wrappers.append(_Wrapper(name, module, self._active, self._warned))
+                block = Recomputable(name=name, full=full)
+                self._wrappers.append(_Wrapper(block, module, self._active, self._warned, may_recompute))
 
     def __enter__(self) -> Blocks:
         return self
@@ -268,19 +276,22 @@ class Blocks:
 class _Wrapper(StandIn):
     """The ``forward`` of one block."""
 
-    def __init__(self, name: str, module: nn.Module, active: _Active, warned: set[str]) -> None:
-        self.name = name
+    def __init__(
+        self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
+    ) -> None:
+        self.name = block.name
+        self._block = block
         self._active = active
         self._warned = warned
+        self._is_allowed = may_recompute
         self._refusal: str | None = None
-        self._edited = False
         self._edits: str | None = None
-        self._probes: list[tuple[torch.Tensor, int]] = []
-        super().__init__(module, label=f"block {name!r}")
+        self._watched: list[Watched] = []
+        super().__init__(module, label=f"block {block.name!r}")
 
     def remove(self) -> None:
         self._active = _NOBODY
-        self._probes.clear()
+        self._watched.clear()
         super().remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,12 +315,13 @@ class _Wrapper(StandIn):
                 if observer.wants_inputs:
                     observer.block_inputs(inputs.nbytes_on(device_of(module)))
                 if self._may_recompute(inputs, wanted=wants_recompute):
-                    return recompute(module, self.__wrapped__, inputs, args, kwargs)
-                if observer.wants_inputs:
-                    self._probes += map(_probe, filter(is_plain, inputs.tensors))
-                    if self._refusal is None:
-                        result, self._edits = watch(module, self.__wrapped__, inputs, args, kwargs)
-                        return result
+                    return recompute(module, self.__wrapped__, inputs, (args, kwargs), self._block)
+                if wants_recompute:
+                    observer.block_is_kept()
+                if observer.wants_inputs and self._is_allowed and self._refusal is None:
+                    result, watched = watch(module, self.__wrapped__, inputs, args, kwargs)
+                    self._watched.append(watched)
+                    return result
                 del inputs
                 return self.__wrapped__(*args, **kwargs)
             finally:
@@ -321,31 +333,24 @@ class _Wrapper(StandIn):
         checkpointed = who_else_decides()
         refusal = inputs.opaque or checkpointed
         self._refusal = self._refusal or refusal
-        reason = refusal or self._edits or (_EDITED if self._edited else None)
+        reason = refusal or self.why_not()
         kind = type(self._module()).__name__
         # Whoever checkpoints by himself has what he wants.
-        if wanted and reason is not None and checkpointed is None and kind not in self._warned:
+        is_told = checkpointed is not None or reason == self._block.changed  # by an error
+        if wanted and reason is not None and not is_told and kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(f"block {self.name!r} ({kind}) is not recomputed: {reason}", stacklevel=4)
         return wanted and reason is None
 
     def begin_measuring(self) -> None:
-        """What was learnt of arguments is learnt anew. Inputs of the last forward may be filled anew: no edit."""
-        self._probes.clear()
+        """What was learnt of arguments is learnt anew."""
+        self._edits = self._why_edited()
+        self._watched.clear()
         self._refusal = None
 
     def why_not(self) -> str | None:
         """Why a call cannot be recomputed, as far as is known."""
-        self._edited = self._edited or any(alias._version != version for alias, version in self._probes)
-        return self._refusal or self._edits or (_EDITED if self._edited else None)
+        return self._refusal or self._why_edited() or self._block.changed
 
-
-_EDITED = "an input of it is edited in place"
-
-
-def _probe(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Something that tells of edits of a tensor without holding its memory, and the version now."""
-    version = tensor._version
-    alias = tensor.detach()  # shares the version counter, also after it got other data
-    alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias, version
+    def _why_edited(self) -> str | None:
+        return self._edits or next((watched.reason for watched in self._watched if watched.reason is not None), None)

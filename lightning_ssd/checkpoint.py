@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,18 @@ class StreamedCheckpointIO(TorchCheckpointIO):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when it is complete and on the drive: a crash leaves the old file or the new one, never half of one.
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+        # Named before it is there, so that an interrupt never leaves one that nobody knows of.
+        name = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
         try:
-            with os.fdopen(handle, "wb") as stream:
-                torch.save(checkpoint, stream)
+            with open(name, "xb", opener=partial(os.open, mode=0o600)) as stream:
+                _save(checkpoint, stream)
                 stream.flush()
                 # By descriptor: others may be able to write to the directory, and to put a link in the name's place.
                 os.fchmod(stream.fileno(), 0o666 & ~_umask())
                 os.fsync(stream.fileno())
             os.replace(name, target)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            name.unlink(missing_ok=True)
             raise
 
     @override
@@ -61,6 +63,21 @@ def _local(path: str | os.PathLike[str]) -> Path | None:
     """Without "file://" and "~"; ``None``: it leads elsewhere."""
     system = get_filesystem(str(path))
     return Path(system._strip_protocol(str(path))) if type(system).__name__ == "LocalFileSystem" else None
+
+
+def _save(checkpoint: dict[str, Any], stream: Any) -> None:
+    """``torch.save``. An interrupt in the middle of a record comes out of it as a ``RuntimeError`` ("unexpected pos"),
+    because it ends the archive all the same: here it comes out as what it is.
+    """
+    try:
+        torch.save(checkpoint, stream)
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while isinstance(cause, Exception):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise cause from None
 
 
 def _umask() -> int:

@@ -41,6 +41,7 @@ _UNITS = {"": 1, "b": 1} | {
 }
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
 _ACTIVATIONS = ("auto", "offload", "keep", "recompute", "recompute_offload")
+_BLOCKS = "blocks"
 _WEAR = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*DWPD\s*", re.IGNORECASE)
 
 
@@ -198,8 +199,9 @@ class OffloadPolicy:
     """Saved storages below this size are kept: they cost more to move than they free. 0 moves everything."""
 
     recompute_modules: Sequence[str] | str = ()
-    """Class names of the blocks that may be recomputed; none: the repeated blocks of the model, found by
-    themselves."""
+    """What may be recomputed: names of classes of blocks, or "blocks" for the repeated blocks of the model, found by
+    themselves. Empty: nothing with ``activations="auto"``; with "recompute" and "recompute_offload", which ask for it,
+    the repeated blocks."""
 
     verify: Literal["off", "sampled", "full"] = "off"
     """Checksums of what is read back: "full" for every storage, "sampled" for one in sixteen."""
@@ -262,10 +264,22 @@ class OffloadPolicy:
             if not isinstance(name, str) or not name.isidentifier():
                 raise ConfigError(
                     f"{owner}.recompute_modules contains {name!r}; allowed: names of classes of modules, such as "
-                    '"TransformerEncoderLayer"'
+                    '"TransformerEncoderLayer", or "blocks"'
                 )
+        if _BLOCKS in names and len(names) > 1:
+            raise ConfigError(
+                f'{owner}.recompute_modules={names!r} names classes besides "{_BLOCKS}", the repeated ones; '
+                "allowed: one or the other"
+            )
         # A frozen dataclass may only be completed through object; a single name is accepted as a tuple of one.
         object.__setattr__(self, "recompute_modules", names)
+
+    @property
+    def recomputable_classes(self) -> tuple[str, ...] | None:
+        """Classes of the blocks that may be recomputed, none: the repeated ones; ``None``: nothing may be."""
+        if not self.recompute_modules:
+            return () if self.activations in ("recompute", "recompute_offload") else None
+        return tuple(name for name in self.recompute_modules if name != _BLOCKS)
 
     @property
     def budget_nbytes(self) -> tuple[int | None, int | None]:

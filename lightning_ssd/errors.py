@@ -10,6 +10,7 @@
     |   |-- ShortTransferError               fewer bytes moved than asked for
     |   `-- CorruptionError                  what was read back differs from what was written
     |-- BudgetError (also ValueError)        no plan keeps the memory budget; names the smallest possible one
+    |-- RecomputeError (also RuntimeError)   a block cannot run again as it ran in forward; it is kept from then on
     |-- BackendUnavailableError              a backend was asked for by name and cannot work here
     `-- OffloaderClosedError                 used before it was opened or after it was closed
 
@@ -29,6 +30,7 @@ __all__ = [
     "OffloadError",
     "OffloaderClosedError",
     "OutOfSpaceError",
+    "RecomputeError",
     "ShortTransferError",
     "StorageError",
     "UnsuitablePathError",
@@ -70,6 +72,13 @@ class ShortTransferError(StorageError):
 
 class CorruptionError(StorageError):
     """What was read back is not what was written, twice. The message names tensor, path and offset."""
+
+
+class RecomputeError(OffloadError, RuntimeError):
+    """A block cannot run again in backward as it ran in forward. The message names the block, and what has changed.
+
+    Raised before any gradient of the block is used. From then on the block is kept.
+    """
 
 
 class BackendUnavailableError(OffloadError):

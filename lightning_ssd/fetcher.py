@@ -15,18 +15,21 @@ from lightning_ssd.ledger import Ledger
 from lightning_ssd.live_passes import LivePasses
 from lightning_ssd.memory import is_out_of_memory
 from lightning_ssd.prefetcher import Prefetcher
+from lightning_ssd.profiling import span
 from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.saved_storage import SavedStorage, State
 from lightning_ssd.stalls import Stalls
 from lightning_ssd.storage.streams import Copies
 from lightning_ssd.storage.tiers import Tier
 from lightning_ssd.storage.transfer import Transfer
+from lightning_ssd.waiting import Latch
 
 __all__ = ["Fetcher"]
 
 # Reloaded storages that everybody has unpacked stay for so many more: the operation that asked is still running.
 # With retain_graph the graph goes on holding them; then their memory goes, and the file still has them.
 _NUM_CONSUMED = 8
+_LONGEST_WAIT_S = 0.1
 
 
 class Fetcher:
@@ -73,13 +76,16 @@ class Fetcher:
         begin: Stamp = None
         while True:
             with self._ledger.lock:
-                reads = self._bring_up(record)
+                pending = self._bring_up(record)
                 storage, mark = record.storage, record.mark
             if storage is not None:
                 break
+            if isinstance(pending, Latch):
+                self.wait_for_room(record.home, record.nbytes, pending)
+                continue
             if begin is None:
                 start_s, begin = time.perf_counter(), self._clock.stamp()
-            for read in reads:
+            for read in pending:
                 read.wait()
             self._raise_if_failed(record)
         # What has arrived costs the device nothing, and two stamps would tell of the time that Python takes for them.
@@ -123,8 +129,18 @@ class Fetcher:
                 if consumed is not record:
                     consumed.drop_copy()
 
-    def _bring_up(self, record: SavedStorage) -> list[Transfer]:
-        """Make the storage come, urgently; then look ahead. Returns the reads to wait for before trying again."""
+    def wait_for_room(self, home: SavedPass | None, nbytes: int, room: Latch) -> None:
+        """What :meth:`admit` gave to wait for. The caller holds no lock."""
+        begin, start_s = self._clock.stamp(), time.perf_counter()
+        with span("lightning_ssd::stall"):
+            room.wait_for(_LONGEST_WAIT_S)
+        with self._ledger.lock:
+            self._stalled(home, nbytes, start_s, begin, self._clock.stamp(), for_read=False)
+
+    def _bring_up(self, record: SavedStorage) -> list[Transfer] | Latch:
+        """Make the storage come, urgently; then look ahead. Returns what to wait for before trying again: reads, or
+        room.
+        """
         if not record.forward():
             if self.closed:
                 raise OffloaderClosedError(
@@ -133,17 +149,18 @@ class Fetcher:
             if record.state is State.READING and record.read is not None and record.tier is not None:
                 record.tier.promote(record.read)
             elif record.state is State.ON_DISK:
-                if not self._make_room(record):
-                    return [] if record.read is None else [record.read]
-                reads = self._begin_read(record)
-                if reads is not None:
-                    return reads
+                room = self._make_room(record)
+                if room is not None:
+                    return room
+                pending = self._begin_read(record)
+                if pending is not None:
+                    return pending
         if record.home is not None and not self.closed:  # what is in memory may be had after the end
             self.prefetcher.advance(record.home)
         return [] if record.read is None else [record.read]
 
-    def _begin_read(self, record: SavedStorage) -> list[Transfer] | None:
-        """Read urgently. ``None``: it has begun; else memory ran out, and once the reads have ended it may be there.
+    def _begin_read(self, record: SavedStorage) -> list[Transfer] | Latch | None:
+        """Read urgently. ``None``: it has begun; else memory ran out, and this is to be waited for before trying again.
 
         What gives memory back goes in the order of what it costs: what was brought up ahead is dropped, writes under
         way are waited for, PyTorch's cache is emptied.
@@ -154,61 +171,49 @@ class Fetcher:
             if not is_out_of_memory(error):
                 raise
             dropped, reads = self.prefetcher.give_up()
-            # Waits until a byte has come free, or no write is left that could free any.
-            if dropped or reads or self._ledger.admit(1, self._ledger.counters.resident_bytes):
+            if dropped or reads:
                 return reads
+            # Until a byte has come free, or no write is left that could free any.
+            resident_bytes = self._ledger.counters.resident_bytes
+            room = self._ledger.admit(1, resident_bytes)
+            if room is not None or self._ledger.counters.resident_bytes < resident_bytes:
+                return [] if room is None else room
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             record.start_read(self._device, urgent=True)
         return None
 
-    def _make_room(self, record: SavedStorage) -> bool:
-        """Under a budget, what nobody waits for goes before what somebody waits for comes.
-
-        Returns:
-            Whether the record still has to be read: waiting lets go of the lock.
-        """
+    def _make_room(self, record: SavedStorage) -> Latch | None:
+        """Under a budget, what nobody waits for goes before what somebody waits for comes; see :meth:`admit`."""
         guide = None if record.home is None else record.home.guide
         if guide is None or guide.limit_bytes is None:
-            return True
+            return None
         self._ledger.sweep_all()
         excess = self._ledger.counters.resident_bytes + record.nbytes - guide.limit_bytes
         if excess <= 0:
-            return True
+            return None
         self.prefetcher.drop_ahead(excess)
-        self.admit(record.home, record.nbytes, guide.limit_bytes, wanted=record)
-        return record.state is State.ON_DISK
+        return self.admit(record.nbytes, guide.limit_bytes, wanted=record)
 
-    def admit(
-        self, home: SavedPass | None, nbytes: int, limit_bytes: int, *, wanted: SavedStorage | None = None
-    ) -> None:
-        """Wait until so much more fits under the limit, as far as writes can make room. The lock is held.
+    def admit(self, nbytes: int, limit_bytes: int, *, wanted: SavedStorage | None = None) -> Latch | None:
+        """``None``: so much more fits under the limit, or nothing can make room. Else what to wait for, without the
+        lock, before asking again. The lock is held.
 
         When no write is left, what was to stay is written too: a plan counts on having the budget for itself, and
         another pass may be alive.
 
         Args:
-            home: the pass that waits.
             nbytes: of what comes.
             limit_bytes: of all that is in memory.
             wanted: what comes, if it comes back.
         """
-        begin, start_s = self._clock.stamp(), time.perf_counter()
-        if self._make_way(nbytes, limit_bytes, wanted):
-            self._stalled(home, nbytes, start_s, begin, self._clock.stamp(), for_read=False)
-
-    def _make_way(self, nbytes: int, limit_bytes: int, wanted: SavedStorage | None) -> bool:
-        """Return whether this took a wait."""
         if self._ledger.counters.resident_bytes + nbytes > limit_bytes:
             self._drop_consumed(wanted)
-        has_waited = self._ledger.admit(nbytes, limit_bytes)
-        while self._ledger.counters.resident_bytes + nbytes > limit_bytes:
-            if (wanted is not None and wanted.state is not State.ON_DISK) or not self._evict(
-                self._ledger.counters.resident_bytes + nbytes - limit_bytes, wanted
-            ):
-                break
-            has_waited = self._ledger.admit(nbytes, limit_bytes) or has_waited
-        return has_waited
+        room = self._ledger.admit(nbytes, limit_bytes)
+        excess = self._ledger.counters.resident_bytes + nbytes - limit_bytes
+        if room is None and excess > 0 and self._evict(excess, wanted):
+            room = self._ledger.admit(nbytes, limit_bytes)
+        return room
 
     def _drop_consumed(self, wanted: SavedStorage | None) -> None:
         """Of what everybody has unpacked, whoever still uses it holds the memory himself."""

@@ -8,42 +8,23 @@ subgroup does what one call does, bit for bit. The optimizer's own code runs; on
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_ssd.byproducts import Byproducts, untouched
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.own_attributes import INCOMPLETE, same
-from lightning_ssd.shards import is_shard
-from lightning_ssd.tensors import PLAIN_TYPES
 
-__all__ = ["GroupChanges", "InnerStep", "State", "refuse_coupling"]
+__all__ = ["GroupChanges", "InnerStep", "State"]
 
 State = dict[Hashable, Any]
 """What an optimizer remembers of one parameter."""
-
-_COUPLING = ("LBFGS", "Prodigy", "DAdapt", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad", "SAM", "KFAC")
-"""Optimizers whose update of one parameter depends on others, or that evaluate the model themselves."""
-
-
-def refuse_coupling(optimizer: Optimizer) -> None:
-    """Refuse what cannot be exact subgroup by subgroup, as far as its name tells.
-
-    Raises:
-        ConfigError: the optimizer couples its parameters.
-    """
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in _COUPLING:
-            raise ConfigError(
-                f"OffloadPolicy.optimizer_states='offload' got {type(optimizer).__name__}, whose update of one "
-                "parameter depends on the others, so that it cannot run on some of them at a time. Allowed: optimizers "
-                "that treat each parameter by itself (Adam, AdamW, SGD, RMSprop, ...), or optimizer_states='keep'"
-            )
 
 
 class GroupChanges:
@@ -53,11 +34,44 @@ class GroupChanges:
 
     Args:
         byproducts: what the calls change elsewhere; ``None``: nothing, as is known of PyTorch's own.
+        closure: gives each call what the model's own closure has given; ``None``: there is none.
     """
 
-    def __init__(self, byproducts: Byproducts | None = None) -> None:
+    def __init__(self, byproducts: Byproducts | None = None, closure: Callable[[], Any] | None = None) -> None:
         self.byproducts = byproducts
+        self.closure = closure
         self._changes: dict[int, dict[str, Any]] = {}
+        self._returned: list[Any] = []
+
+    def call(self, step: Callable[..., Any], optimizer: Optimizer) -> None:
+        """One call of a step that is not known to be PyTorch's own.
+
+        Raises:
+            ConfigError: it does not evaluate the model once, or returns something else than earlier calls did.
+        """
+        num_evaluated = 0
+
+        def closure() -> Any:
+            nonlocal num_evaluated
+            num_evaluated += 1
+            return None if self.closure is None else self.closure()
+
+        value = step(optimizer) if self.closure is None else step(optimizer, closure)
+        if self.closure is not None and num_evaluated != 1:
+            raise ConfigError(
+                f"this optimizer's step evaluates its closure {num_evaluated} times; expected once, since it is called "
+                f"for some of its parameters at a time. {INCOMPLETE}"
+            )
+        if self._returned and not _is_same(self._returned[0], value):
+            raise ConfigError(
+                f"this optimizer's step returns {value!r} for some parameters and {self._returned[0]!r} for others, "
+                f"which a plain step would not. {INCOMPLETE}"
+            )
+        self._returned.append(value)
+
+    def result(self, default: Any) -> Any:
+        """What the calls have returned; ``default`` if nothing was called."""
+        return self._returned[0] if self._returned else default
 
     def add(self, index: int, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Take note of one call.
@@ -94,25 +108,46 @@ class InnerStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self.is_lending = False
         step: Callable[..., Any] = type(optimizer).step
         # PyTorch wraps each class' step once, to run the hooks around it.
         self._step: Callable[..., Any] = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks run around a step, of this optimizer or of all."""
+        own = (vars(self._optimizer).get(f"_optimizer_step_{side}_hooks") for side in ("pre", "post"))
+        return any(own) or bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Hooks belong to the whole step, and so do those that a base class' step would run once more."""
+        name = "_optimizer_step_pre_hooks"
+        if not self.has_hooks or name not in vars(self._optimizer):
+            yield
+            return
+        hooks = vars(self._optimizer)[name]
+        vars(self._optimizer)[name] = _NestedHooks()
+        try:
+            yield
+        finally:
+            vars(self._optimizer)[name] = hooks
 
     def run(
         self,
         tensors: Sequence[torch.Tensor],
         groups: Sequence[int],
-        states: Sequence[State],
+        states: Sequence[State | None],
         changes: GroupChanges | None = None,
         *,
         is_idle: bool = False,
-    ) -> list[State]:
+    ) -> list[State | None]:
         """Update tensors in place.
 
         Args:
             tensors: parameters or slices of them, with their ``grad``.
             groups: of each tensor, the number of its group in the optimizer's ``param_groups``, ascending.
-            states: of each tensor; the tensors in them are updated in place or replaced.
+            states: of each tensor, ``None``: it has none; the tensors in them are updated in place or replaced.
             changes: where to note what happens to the groups' options and elsewhere; ``None`` undoes it.
             is_idle: no tensor has a gradient.
 
@@ -132,12 +167,16 @@ class InnerStep:
             for index, own in options.items()
         }
         state: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        state.update((t, s) for t, s in zip(tensors, states, strict=True) if s)
+        state.update((t, s) for t, s in zip(tensors, states, strict=True) if s is not None)
         with (
             self._around({tensor.device for tensor in tensors}, changes, is_idle),
             self.lent(list(mine.values()), state),
         ):
-            self._step(self._optimizer)
+            if changes is None or changes.byproducts is None:
+                self._step(self._optimizer)
+            else:
+                with self._without_hooks():
+                    changes.call(self._step, self._optimizer)
         if changes is not None:
             for index, after in mine.items():
                 changes.add(index, originals[index], after)
@@ -147,7 +186,7 @@ class InnerStep:
             raise ConfigError(
                 f"this optimizer keeps states for more than its parameters ({found}): it couples them. {INCOMPLETE}"
             )
-        return [state.get(tensor, {}) for tensor in tensors]
+        return [state.get(tensor) for tensor in tensors]
 
     def _around(
         self, devices: set[torch.device], changes: GroupChanges | None, is_idle: bool
@@ -163,32 +202,7 @@ class InnerStep:
         parameters = [(p, number) for number in numbers for p in originals[number]["params"]]
         if parameters:
             tensors, theirs = [p for p, _ in parameters], [n for _, n in parameters]
-            self.run(tensors, theirs, [{} for _ in parameters], changes, is_idle=True)
-
-    def rehearse(self, tensor: torch.Tensor, group: int) -> None:
-        """Try a step with copies of a parameter, one and then two, before the model's own are touched.
-
-        What is counted or drawn by parameter differs between these two, but perhaps not between subgroups.
-
-        Args:
-            tensor: with its ``grad``; nothing is changed.
-            group: number of its group.
-
-        Raises:
-            ConfigError: the optimizer turns out to couple its parameters.
-        """
-        if type(tensor) not in PLAIN_TYPES and not is_shard(tensor):
-            return  # a copy of what keeps its data in a way of its own may not be one
-        changes = GroupChanges(Byproducts(self._optimizer, is_rehearsal=True))
-        with untouched(self._optimizer, [tensor.device]):
-            for num in (1, 2):
-                twins = [_twin(tensor) for _ in range(num)]
-                try:
-                    self.run(twins, [group] * num, [{} for _ in twins], changes)
-                except ConfigError:
-                    raise
-                except Exception:  # what cannot be rehearsed is judged in the step, which raises this if it is true
-                    return
+            self.run(tensors, theirs, [None for _ in parameters], changes, is_idle=True)
 
     @contextmanager
     def lent(self, groups: list[dict[str, Any]] | None, state: Any) -> Iterator[None]:
@@ -198,21 +212,33 @@ class InnerStep:
         optimizer.state = state
         if groups is not None:
             optimizer.param_groups = groups
+        self.is_lending = True
         try:
             yield
         finally:
+            self.is_lending = False
             optimizer.state = state_before
             if groups is not None:
                 optimizer.param_groups = groups_before
+
+
+class _NestedHooks(OrderedDict[int, Any]):
+    """In the place of an optimizer's hooks while its step is called."""
+
+    def values(self) -> Any:
+        """Asked for by the step of a base class."""
+        raise ConfigError(
+            "this optimizer calls the step of a base class, which would run its step hooks again, in each call for "
+            f"some of its parameters. {INCOMPLETE}"
+        )
 
 
 def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
-def _twin(tensor: torch.Tensor) -> torch.Tensor:
-    twin = torch.nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
-    # Optimizers may be told by marks on a parameter what to do with it, or keep a gradient there.
-    vars(twin).update({name: _own(value) for name, value in vars(tensor).items()})
-    twin.grad = None if tensor.grad is None else tensor.grad.detach().clone()
-    return twin
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return same(one, other)
+    except Exception:  # whoever cannot be compared is not the same
+        return False

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning_ssd.profiling import span
 from lightning_ssd.stats import Counters
+from lightning_ssd.waiting import Changes, Latch
 
 if TYPE_CHECKING:
     from lightning_ssd.saved_storage import Lease, SavedStorage
@@ -33,12 +33,12 @@ class Ledger:
         # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
         # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
         self.lock = threading.Lock()
-        self._write_ended = threading.Condition(self.lock)
+        self._write_ended = Changes(self.lock)
         self.write_failure: str | None = None  # the first one; a text, since the error's frames hold tensors
         self.ahead_bytes = 0
         self.saved_bytes = 0
         self.num_live = 0
-        self.num_writes = 0  # queued or under way
+        self.writes: set[SavedStorage] = set()  # queued or under way
         self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
         self._leaving: deque[SavedStorage] = deque()
         self._watched: dict[int, _Death] = {}
@@ -46,27 +46,34 @@ class Ledger:
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
 
-    def admit(self, nbytes: int, limit_bytes: int) -> bool:
-        """Wait until so much more fits under the limit, or until no write is left that could make room.
+    @property
+    def num_writes(self) -> int:
+        """Queued or under way."""
+        return len(self.writes)
 
-        Returns:
-            Whether it has waited.
+    def admit(self, nbytes: int, limit_bytes: int) -> Latch | None:
+        """``None``: so much more fits under the limit, or no write is left that could make room. Else what to wait for,
+        without the lock and not for ever, before asking again: a graph that dies elsewhere makes room too, and its
+        death is only noted.
         """
-        has_waited = False
-        while True:
-            self.settle()
-            self.sweep_all()
-            if self.counters.resident_bytes + nbytes <= limit_bytes or not self.num_writes:
-                return has_waited
-            has_waited = True
-            # Not for ever: a graph that dies elsewhere makes room too, and its death is only noted.
-            with span("lightning_ssd::stall"):
-                self._write_ended.wait(0.1)
+        self.settle()
+        self.sweep_all()
+        if self.counters.resident_bytes + nbytes <= limit_bytes or not self.writes:
+            return None
+        return self._write_ended.next()
 
-    def write_gone(self) -> None:
+    def write_gone(self, record: SavedStorage) -> None:
         """A queued write has ended, in whatever way, or is no longer wanted."""
-        self.num_writes -= 1
-        self._write_ended.notify_all()
+        self.writes.discard(record)
+        self._write_ended.tell()
+
+    def recount(self) -> None:
+        """Add up again what is there: an interrupt may have come between a change and its count."""
+        live = [death.record for death in self._watched.values()]
+        self.num_live = len(live)
+        self.saved_bytes = sum(record.nbytes for record in live)
+        self.ahead_bytes = sum(record.nbytes for record in live if record.ahead)
+        self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
 
     def opened(self, record: SavedStorage) -> None:
         """A new saved storage, in memory."""
@@ -113,17 +120,18 @@ class Ledger:
     def settle(self) -> None:
         """Work off the notes of dead leases: free extents, correct the sums."""
         while self._deaths:
-            death = self._deaths.popleft()
-            del self._watched[id(death)]
+            death = self._deaths[0]
             record = death.record
-            self.num_live -= 1
-            self.saved_bytes -= record.nbytes
             record.free()
+            if self._watched.pop(id(death), None) is not None:
+                self.num_live -= 1
+                self.saved_bytes -= record.nbytes
+            self._deaths.popleft()  # last: an interrupted call is made good by the next one
         self.sweep()
         self._look(self.counters.resident_bytes)
 
     def watch(self, lease: Lease, record: SavedStorage) -> None:
-        """Get a note when the lease dies: see "What a dying lease may do" in ``saved_storage.py``."""
+        """Get a note when the lease dies: see "What happens when a lease dies" in ``saved_storage.py``."""
         death = _Death(lease, self._deaths.append)
         death.record = record
         self._watched[id(death)] = death

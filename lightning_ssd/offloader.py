@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -31,6 +32,7 @@ from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.streams import Copies, CudaCopies
 from lightning_ssd.tensor_cache import TensorCache
 from lightning_ssd.unclosed import close_in_any_case
+from lightning_ssd.undisturbed import undisturbed
 from lightning_ssd.wear_meter import WearMeter
 
 __all__ = ["Offloader"]
@@ -124,10 +126,15 @@ class Offloader:
             BackendUnavailableError: ``hardware.backend`` names one that does not work here.
         """
         if not self.is_open:
-            with ExitStack() as stack:
+            stack = ExitStack()
+            try:
                 self._open(stack, self._device or device_of(modules))
-                self._resources = stack.pop_all()
-                self._finalizer = close_in_any_case(self, self._resources)
+                self._finalizer = close_in_any_case(self, stack)
+                self._resources = stack
+            except BaseException:
+                undisturbed(stack.close, "lightning_ssd-close")
+                self._cache, self._parts, self._resources = None, NOTHING, None
+                raise
         for module in modules:
             self.register_module(module)
         return self
@@ -138,7 +145,11 @@ class Offloader:
         settle_first_calls()
         self._host_memory = HostMemory(self.hardware, self._num_local)
         site = self._site(device, self._copies)
-        parts = self._parts = assemble(stack, self.policy, site)
+        # `stack` has what was opened, whatever becomes of the caller.
+        parts = undisturbed(
+            partial(assemble, stack, self.policy, site), "lightning_ssd-open", undo=lambda parts: stack.close()
+        )
+        self._parts = parts
         self.description, self._wear, self._last_optimizer_stats = parts.description, parts.wear, ()
         self._cache = TensorCache(
             parts.tiers,
@@ -184,6 +195,15 @@ class Offloader:
             self._finalizer.detach()
             resources.pop_all()
             return
+        failure, is_bypassed = undisturbed(partial(self._close, resources, cache), "lightning_ssd-close")
+        if failure is not None:
+            raise failure
+        if not self._has_failed and (is_bypassed or (self.expects_optimizer and self._has_trained)):
+            self.expects_optimizer = False
+            warnings.warn(NO_OPTIMIZER, stacklevel=2)
+
+    def _close(self, resources: ExitStack, cache: TensorCache) -> tuple[BaseException | None, bool]:
+        """Returns a read's failure, and whether an optimizer was bypassed."""
         try:
             failure = cache.close()
         finally:
@@ -196,11 +216,7 @@ class Offloader:
                 self._last_optimizer_stats = self.optimizer_stats
                 is_bypassed = any(optimizer.is_bypassed for optimizer in self._optimizers)
                 self._optimizers, self.description = [], "closed"
-        if failure is not None:
-            raise failure
-        if not self._has_failed and (is_bypassed or (self.expects_optimizer and self._has_trained)):
-            self.expects_optimizer = False
-            warnings.warn(NO_OPTIMIZER, stacklevel=2)
+        return failure, is_bypassed
 
     def abort(self) -> None:
         """A step has failed: drop queued work. :meth:`close` will not raise over the error that is under way."""
@@ -223,8 +239,9 @@ class Offloader:
     def register_module(self, module: torch.nn.Module) -> None:
         """Parameters and buffers of ``module`` are never moved, whatever view of them autograd saves.
 
-        Where the policy may recompute, its repeated blocks are found, and each block's ``forward`` is stood in for
-        until :meth:`close`.
+        Its repeated blocks, or those that ``policy.recompute_modules`` names, are found, and each block's ``forward``
+        is stood in for until :meth:`close`: where the policy plans, to learn what they take; where it allows, to
+        recompute them.
 
         Raises:
             ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names; or it is on a
@@ -237,10 +254,12 @@ class Offloader:
                 "would move; allowed: Offloader(device=next(model.parameters()).device), or open(model)"
             )
         if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
-            blocks = find_blocks(module, self.policy.recompute_modules)
+            classes = self.policy.recomputable_classes
+            blocks = find_blocks(module, classes or ())
             new = {name: block for name, block in blocks.items() if not any(block in known for known in cache.blocks)}
             if new:  # again, or as part of another module: a second stand-in would tell of each call twice
-                cache.blocks.append(resources.enter_context(Blocks(new)))
+                watched = Blocks(new, full=self.policy.verify == "full", may_recompute=classes is not None)
+                cache.blocks.append(resources.enter_context(watched))
             elif not blocks and self.policy.activations != "auto":
                 raise ConfigError(
                     f"{type(module).__name__} has no repeated blocks, which activations={self.policy.activations!r} "
@@ -267,15 +286,16 @@ class Offloader:
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
             return optimizer
         site = self._site(parameter.device, copies=None)
-        files = open_state_files(self.policy, site)
+        name = "lightning_ssd-open"
+        files = undisturbed(partial(open_state_files, self.policy, site), name, undo=lambda files: files.close())
         try:
             offloaded = OffloadedOptimizer(
                 optimizer, files, master_weights=self.policy.master_weights, events=self._events
             )
+            resources.callback(offloaded.close)
         except BaseException:
-            files.close()
+            undisturbed(files.close, "lightning_ssd-close")
             raise
-        resources.callback(offloaded.close)
         self._optimizers.append(offloaded)
         if self._wear is None:
             self._wear = open_wear_meter(site)

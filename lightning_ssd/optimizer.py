@@ -11,22 +11,24 @@ import contextlib
 import os
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.byproducts import Byproducts
+from lightning_ssd.couplings import refuse_coupling, refuse_own_step
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.events import EventLog
 from lightning_ssd.full_states import full_nbytes, full_states
-from lightning_ssd.inner_step import GroupChanges, InnerStep, State, refuse_coupling
+from lightning_ssd.inner_step import GroupChanges, InnerStep, State
+from lightning_ssd.live_states import LiveStates
 from lightning_ssd.paged_states import PagedStates
 from lightning_ssd.shelf import Shelf
 from lightning_ssd.state_files import StateFiles
 from lightning_ssd.state_loading import load_states
+from lightning_ssd.state_saving import saved_states
 from lightning_ssd.state_snapshot import Snapshot
 from lightning_ssd.stats import OptimizerStats
 
@@ -79,6 +81,7 @@ class OffloadedOptimizer(Optimizer):
             master_weights=master_weights,
             events=events,
         )
+        self._live = LiveStates(self._states)
         self._num_steps = 0
         self._step_s = 0.0
         self._pid = os.getpid()
@@ -87,7 +90,12 @@ class OffloadedOptimizer(Optimizer):
         self._last: Snapshot | None = None
         self._last_stats: OptimizerStats | None = None
         self._states.register(self.param_groups)
-        self._take_over()
+        try:
+            self._look_for_others()
+            self._live.settle()
+        except BaseException:
+            self.inner.state = self._live.copy()
+            raise
 
     # -- the user's optimizer ------------------------------------------------------------------------------------
 
@@ -99,7 +107,7 @@ class OffloadedOptimizer(Optimizer):
     @property
     def is_bypassed(self) -> bool:
         """Whether this one was never stepped, and the inner one, which has made states of its own, was."""
-        return not self._num_steps and any(self.inner.state.values())
+        return not self._num_steps and any(self._states.lent.values())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -115,12 +123,15 @@ class OffloadedOptimizer(Optimizer):
         """The inner optimizer's own."""
         return self.inner.defaults
 
-    @property
-    def state(self) -> Mapping[torch.Tensor, State]:  # type: ignore[override]
-        """The states of all parameters, to read: each look at it is a snapshot. What is written to it is lost."""
-        snapshot = self._snapshot()
-        found = {p: snapshot.state_of(number) for number, p in enumerate(self._states.partition.parameters)}
-        return {p: state for p, state in found.items() if state}
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:
+        """The states, by parameter. Reading one brings it up, and what is written to it is what steps go on with."""
+        self._look_for_others()
+        return self._live
+
+    @state.setter
+    def state(self, states: MutableMapping[Any, Any]) -> None:
+        vars(self.inner)["state"] = states
 
     def __getattr__(self, name: str) -> Any:
         # Hooks, and what optimizers have of their own (schedule-free ones switch by train() and eval()).
@@ -140,10 +151,9 @@ class OffloadedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """More parameters, whose states are offloaded too."""
-        self._check_inner()
+        self._check_open()
         self.inner.add_param_group(param_group)
         self._states.register(self.param_groups)
-        self._take_over()
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -163,10 +173,11 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._states.register(self.param_groups)
+        self._prepare()
         visits = self._states.plan_visits(self.param_groups, self._num_steps)
         begin_s = time.perf_counter()
-        changes = GroupChanges(None if self._states.trials.is_elementwise else Byproducts(self.inner))
+        byproducts = None if self._states.trials.is_elementwise else Byproducts(self.inner)
+        changes = GroupChanges(byproducts, None if closure is None else lambda: loss)
         try:
             with self._told_by_scaler():
                 self._states.update(visits, changes)
@@ -177,13 +188,30 @@ class OffloadedOptimizer(Optimizer):
             self._broken = f"{type(error).__name__}: {error}"
             raise
         changes.apply(self.param_groups)
+        self._live.note_order(p for group in self.param_groups for p in group["params"])
         self.inner._opt_called = True  # type: ignore[attr-defined]  # by this schedulers check the order of calls
         self._num_steps += 1
         self._step_s += time.perf_counter() - begin_s
         self._states.rebalance()
-        if (warning := self._states.store.take_warning()) is not None:
-            warnings.warn(warning, stacklevel=2)
-        return loss
+        for warning in (self._states.store.take_warning(), self._states.take_warning()):
+            if warning is not None:
+                warnings.warn(warning, stacklevel=2)
+        return changes.result(loss)
+
+    def _prepare(self) -> None:
+        """Before a step touches anything: what has become of the groups, the states and the optimizer."""
+        refuse_own_step(self.inner)
+        self._look_for_others()
+        self._states.register(self.param_groups)
+        self._live.check()
+        self._live.settle()
+
+    def _look_for_others(self) -> None:
+        """Somebody may have given the inner optimizer other states, by assignment or by loading them into it."""
+        states: Any = self.inner.state
+        if states is not self._live and not self._inner_step.is_lending:
+            self.state = self._live
+            self._live.take_over(states)
 
     @contextlib.contextmanager
     def _told_by_scaler(self) -> Iterator[None]:
@@ -196,18 +224,8 @@ class OffloadedOptimizer(Optimizer):
             for name in told:
                 del vars(self.inner)[name]
 
-    def _take_over(self) -> None:
-        """States that the optimizer has made before it was wrapped, or for a new group."""
-        states, self.inner.state = self.inner.state, defaultdict(dict)
-        try:
-            self._states.put({p: dict(state) for p, state in states.items() if state})
-        except BaseException:
-            self.inner.state = states
-            raise
-
     def _check_usable(self) -> None:
         self._check_open()
-        self._check_inner()
         self._check_whole()
 
     def _check_open(self) -> None:
@@ -215,13 +233,6 @@ class OffloadedOptimizer(Optimizer):
             raise OffloaderClosedError("this optimizer's files are closed; load its state_dict() into another one")
         if os.getpid() != self._pid:  # no worker has come along: whoever waits for one waits for ever
             raise StorageError(f"this optimizer's files are those of process {self._pid}; make it after the fork")
-
-    def _check_inner(self) -> None:
-        if any(self.inner.state.values()):
-            raise RuntimeError(
-                "the optimizer inside an OffloadedOptimizer has got states of its own, which would be ignored: it was "
-                "stepped or loaded directly. Call step() and load_state_dict() of what offload_optimizer() returned"
-            )
 
     def _check_whole(self) -> None:
         if self._broken is not None:
@@ -236,10 +247,12 @@ class OffloadedOptimizer(Optimizer):
         if self._last is not None:
             return self._last
         self._check_open()
+        self._look_for_others()
+        self._live.settle()
         # What cannot be written is copied from memory: a full drive costs no checkpoint. The store has a warning ready.
         with contextlib.suppress(StorageError):
             self._states.store.flush()
-        return Snapshot(self._states.partition, self._states.store)
+        return Snapshot(self._states.partition, self._states.store, self._states.lent)
 
     def state_dict(self) -> dict[str, Any]:
         """As the inner optimizer's, readable by it. Its tensors cost no memory: their pages come from the drive as they
@@ -250,8 +263,15 @@ class OffloadedOptimizer(Optimizer):
             StorageError: what is ahead of its drive cannot be written.
         """
         self._check_whole()
-        with self._inner_step.lent(None, self.state):
-            return self.inner.state_dict()
+        return saved_states(self.inner, self._inner_step, self._all_states)
+
+    def _all_states(self) -> dict[Any, State]:
+        snapshot = self._snapshot()
+        number_of = self._states.partition.number_of
+        return {
+            key: snapshot.lent[key] if key in snapshot.lent else snapshot.state_of(number_of(key) or 0)
+            for key in self._live
+        }
 
     def full_state_dict(self, *, receive: bool) -> dict[str, Any]:
         """As :meth:`state_dict`, with whole tensors where parameters are sharded. All processes call it together.
@@ -278,6 +298,11 @@ class OffloadedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what this or the inner optimizer's class has saved, subgroup by subgroup."""
         self._check_open()
+        self._look_for_others()
+        if self._loads_by_itself:
+            self.inner.load_state_dict(dict(state_dict))  # once, whatever it does beside
+            self._broken = None
+            return
         self._states.register(self.param_groups)  # groups may have been put into param_groups since the last step
         # From the first subgroup that is replaced to the last one, states are those of no training.
         before = self._broken
@@ -287,16 +312,28 @@ class OffloadedOptimizer(Optimizer):
                 state_dict,
                 self._states.partition,
                 self._replace,
+                self._live.__setitem__,
                 has_master=self._states.trials.has_master,
             )
         except BaseException as error:
             self._broken = before if self._broken is before else f"{type(error).__name__}: {error}"
             raise
         self._broken = None
+        saved = (number for group in state_dict["param_groups"] for number in group["params"])
+        mine = (parameter for group in self.param_groups for parameter in group["params"])
+        by_number = dict(zip(saved, mine, strict=True))
+        self._live.note_order(by_number[number] for number in state_dict["state"] if number in by_number)
+
+    @property
+    def _loads_by_itself(self) -> bool:
+        """Whether the inner optimizer's class loads in a way of its own, which nobody knows to be one by parameter."""
+        return type(self.inner).load_state_dict is not Optimizer.load_state_dict and not self._states.trials.has_masters
 
     def _replace(self, index: int, states: Sequence[State]) -> None:
         """Other states for a subgroup."""
         self._broken = "load_state_dict has not ended"
+        if index == 0:
+            self._live.clear()
         self._states.replace(index, states)
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -342,6 +379,7 @@ class OffloadedOptimizer(Optimizer):
                 snapshot = self._snapshot()
                 snapshot.map_all()
                 self._last = snapshot
+                self._live.keep(snapshot)
         finally:
             self._is_closed = True
             self._last_stats = self.stats

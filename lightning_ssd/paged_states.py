@@ -11,17 +11,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.events import EventLog, StallEvent
+from lightning_ssd.holders import are_apart, spans_of
 from lightning_ssd.inner_step import GroupChanges, InnerStep, State
 from lightning_ssd.master_weights import lift, lower
-from lightning_ssd.partition import Partition
+from lightning_ssd.own_attributes import INCOMPLETE
+from lightning_ssd.partition import Partition, Subgroup
 from lightning_ssd.planning.spreading import half_duplex_rate, respread, spread
 from lightning_ssd.planning.subgroups import Part, visit_order
 from lightning_ssd.profiling import spanned
+from lightning_ssd.rehearsal import Rehearsal, Watch
 from lightning_ssd.shards import even_numel, is_shard
 from lightning_ssd.slicing import Trials
 from lightning_ssd.state_files import StateFiles
-from lightning_ssd.state_layout import Layout, owned
+from lightning_ssd.state_layout import Layout, is_unchanged, moved_out, must_stay, owned
 from lightning_ssd.state_store import StateStore
 
 __all__ = ["PagedStates", "Visit", "subgroup_bytes"]
@@ -85,8 +89,11 @@ class PagedStates:
             host=files.host,
             wait=files.wait,
         )
+        self.lent: dict[Any, State] = {}
+        """States that are in memory as they are, by parameter; what is on a drive of them is of earlier."""
         self.update_s = 0.0
-        self._is_rehearsed = self.trials.is_elementwise
+        self._rehearsal = Rehearsal(inner_step, optimizer)
+        self._stays: str | None = None
         self._slot_bytes = self.partition.max_bytes
         self._num_cached = 0
         self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]
@@ -109,6 +116,7 @@ class PagedStates:
         """
         numbers = _group_numbers(groups)
         new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None]
+        self._retire(numbers)
         if new:
             num_made = self.partition.extend(
                 new,
@@ -118,6 +126,17 @@ class PagedStates:
             self.store.add(spread(num_made, self._rates))
             self._fit_cache(max(subgroup.expected_bytes for subgroup in self.partition.subgroups))
             self._reserve()
+
+    def _retire(self, numbers: Mapping[int, int]) -> None:
+        """Let go of parameters that have left the groups with their states, and of their room on the drives."""
+        for number, parameter in enumerate(self.partition.parameters):
+            is_known = self.partition.number_of(parameter) is not None
+            if is_known and id(parameter) not in numbers and parameter not in self.lent and not self.is_stored(number):
+                self.partition.retire(number)
+        for index, subgroup in enumerate(self.partition.subgroups):
+            if not subgroup.expected_bytes and subgroup.layout is not None and not any(subgroup.templates):
+                self.store.forget(index)
+                subgroup.layout = None
 
     def _fit_cache(self, largest_bytes: int) -> None:
         """More slots, each as large as the largest subgroup, where others have left host memory for them.
@@ -164,6 +183,8 @@ class PagedStates:
     def _active(self, index: int, numbers: Mapping[int, int]) -> Iterator[tuple[int, Part]]:
         for number, part in enumerate(self.partition.subgroups[index].parts):
             parameter = self.partition.parameters[part.parameter]
+            if parameter in self.lent and self.partition.places[part.parameter][0] != (index, number):
+                continue  # it is updated as a whole, with its first part
             if parameter.grad is not None and id(parameter) in numbers:
                 self.partition.check_cuttable(part)
                 yield number, part
@@ -176,59 +197,116 @@ class PagedStates:
             ConfigError: the optimizer turns out to couple its parameters.
         """
         self.partition.align_gradients()
-        if len(visits) > 1:
-            self._rehearse(visits)
+        if not self.trials.is_elementwise and visits:
+            self._rehearse(visits, changes)
         order = [visit.index for visit in visits]
         here = set(self.store.in_memory())
         self.store.evict(here - set(order[: self.store.num_slots]))
         self.store.prefetch(index for index in order if index not in here)
+        watch = None if self.trials.is_elementwise else Watch(self.partition.parameters)
         for position, visit in enumerate(visits):
             self._update(visit, changes, keep=position >= len(visits) - self.store.num_slots)
+            if watch is not None:
+                watch.check(self.partition.parameters[part.parameter] for _, part in visit.active)
 
-    def _rehearse(self, visits: Sequence[Visit]) -> None:
-        """Once, before an optimizer that is not known is called several times: with the smallest of its parameters."""
-        if self._is_rehearsed:
-            return
-        pairs = [
-            (self.partition.slice_of(part), group)
-            for visit in visits
-            for (_, part), group in zip(visit.active, visit.groups, strict=True)
-        ]
-        piece, group = min(pairs, key=lambda pair: even_numel(pair[0]) or math.inf)  # some are empty
-        self._inner_step.rehearse(lift(piece, {})[0] if self.trials.has_master(piece) else piece, group)
-        self._is_rehearsed = True
+    def _rehearse(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
+        """Once, before an optimizer that is not known is called: with the smallest of its parameters."""
+        if self._rehearsal.is_due(len(visits), changes.closure):
+            pairs = [
+                (self.partition.parameters[part.parameter], group)
+                for visit in visits
+                for (_, part), group in zip(visit.active, visit.groups, strict=True)
+            ]
+            piece, group = min(pairs, key=lambda pair: even_numel(pair[0]) or math.inf)  # some are empty
+            lifted = lift(piece, {})[0] if self.trials.has_master(piece) else piece
+            self._rehearsal.play(lifted, group, changes.closure, num_calls=len(visits))
 
     def _update(self, visit: Visit, changes: GroupChanges, *, keep: bool) -> None:
-        """One subgroup."""
-        subgroup = self.partition.subgroups[visit.index]
-        asked_s = time.perf_counter()
-        storage = self.store.take(visit.index)
+        """One subgroup. Parameters whose states are lent are updated as wholes, with these."""
+        partition = self.partition
+        whole = [partition.parameters[part.parameter] for _, part in visit.active]
+        is_lent = [parameter in self.lent for parameter in whole]
+        storage = None if all(is_lent) else self._taken(visit.index)
+        states = [] if all(is_lent) else _filled(partition.subgroups[visit.index], storage)
         begin_s = time.perf_counter()
-        if self._events is not None and storage is not None:
-            self._events.append(StallEvent(storage.nbytes(), asked_s, begin_s))
-        states = list(map(dict, subgroup.templates))
-        if storage is not None and subgroup.layout is not None:
-            states = subgroup.layout.fill(states, storage)
-        pieces = [self.partition.slice_of(part) for _, part in visit.active]
-        before = [states[number] for number, _ in visit.active]
-        for (number, _), state in zip(visit.active, self._run(pieces, visit.groups, before, changes), strict=True):
-            states[number] = state
+        pieces = [
+            p if lent else partition.slice_of(part)
+            for p, lent, (_, part) in zip(whole, is_lent, visit.active, strict=True)
+        ]
+        before = [
+            self.lent[p] if lent else states[number] or None
+            for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True)
+        ]
+        after = self._run(pieces, visit.groups, before, changes)
+        del before
+        if not self.trials.is_elementwise:
+            self._check_apart(whole, after)
+        for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True):
+            state = after.pop(0)
+            if lent:
+                self.lent[p] = {} if state is None else state
+            elif state is not None and not self.trials.is_elementwise and must_stay(state, storage, self.files.device):
+                self._keep(p, state, storage)
+                states[number] = {}
+            else:
+                states[number] = state or {}
         self.update_s += time.perf_counter() - begin_s
-        self._settle(visit.index, states, storage, keep=keep)
+        if states:
+            self._settle(visit.index, states, storage, keep=keep)
+
+    def _taken(self, index: int) -> torch.UntypedStorage | None:
+        asked_s, storage = time.perf_counter(), self.store.take(index)
+        if self._events is not None and storage is not None:
+            self._events.append(StallEvent(storage.nbytes(), asked_s, time.perf_counter()))
+        return storage
+
+    def _keep(self, parameter: torch.Tensor, state: State, storage: torch.UntypedStorage | None) -> None:
+        """Leave a state in memory that no layout gives back as it is."""
+        self.lent[parameter] = state if storage is None else moved_out(state, storage)
+        if state:
+            self._stays = self._stays or (
+                "this optimizer's states share memory with each other, with parameters or gradients, or with something "
+                f"else that holds them (a state with the keys {sorted(map(str, state))}): such states stay in memory"
+            )
+
+    def take_warning(self) -> str | None:
+        """What the user should know of states that do not move, once."""
+        warning, self._stays = self._stays, None if self._stays is None else ""
+        return warning or None
 
     @spanned("lightning_ssd::update")
     def _run(
-        self, pieces: Sequence[torch.Tensor], groups: Sequence[int], states: Sequence[State], changes: GroupChanges
-    ) -> list[State]:
+        self,
+        pieces: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        states: Sequence[State | None],
+        changes: GroupChanges,
+    ) -> list[State | None]:
         """Let the optimizer update the pieces, or the float32 copies of those that have one."""
-        pairs = zip(pieces, states, strict=True)
-        lifted = [lift(piece, state) if self.trials.has_master(piece) else (piece, state) for piece, state in pairs]
-        tensors = [tensor for tensor, _ in lifted]
-        after = self._inner_step.run(tensors, groups, [state for _, state in lifted], changes)
-        return [
-            state if tensor is piece else lower(piece, tensor, state)
-            for piece, tensor, state in zip(pieces, tensors, after, strict=True)
+        if not any(map(self.trials.has_master, pieces)):
+            return self._inner_step.run(pieces, groups, states, changes)
+        has_master = [self.trials.has_master(piece) for piece in pieces]
+        lifted = [
+            lift(piece, state or {}) if lifts else (piece, state)
+            for piece, state, lifts in zip(pieces, states, has_master, strict=True)
         ]
+        after = self._inner_step.run([t for t, _ in lifted], groups, [state or None for _, state in lifted], changes)
+        result: list[State | None] = []
+        for piece, (tensor, given), state, old in zip(pieces, lifted, after, states, strict=True):
+            if tensor is piece:
+                result.append(state)
+                continue
+            lowered = lower(piece, tensor, state or {})
+            if old is not None and state is given:  # somebody may hold it
+                old.clear()
+                old.update(lowered)
+                lowered = old
+            result.append(lowered)
+        return result
+
+    def _check_apart(self, parameters: Sequence[torch.Tensor], states: Sequence[State | None]) -> None:
+        if not are_apart([spans_of([p, state]) for p, state in zip(parameters, states, strict=True)]):
+            raise ConfigError(f"this optimizer's states of several parameters share memory. {INCOMPLETE}")
 
     @spanned("lightning_ssd::flush")
     def _settle(self, index: int, states: Sequence[State], storage: torch.UntypedStorage | None, *, keep: bool) -> None:
@@ -255,14 +333,52 @@ class PagedStates:
 
     # -- states from elsewhere -----------------------------------------------------------------------------------
 
+    @property
+    def lent_limit_bytes(self) -> int:
+        """As much may be lent before what nobody holds any more has to go back."""
+        return 2 * self.store.num_slots * self._slot_bytes
+
+    def is_stored(self, number: int) -> bool:
+        """Whether there is a state of a parameter, lent or not, that was ever stored."""
+        return any(self.partition.subgroups[index].templates[part] for index, part in self.partition.places[number])
+
+    def read(self, number: int) -> State:
+        """A copy of a parameter's state in memory; what does not move is the very object, if the parameter is whole."""
+        places = self.partition.places[number]
+        found = []
+        for index, part in places:
+            storage = self.store.take(index)
+            state = _filled(self.partition.subgroups[index], storage)[part]
+            found.append(state if storage is None else moved_out(state, storage))
+            self.store.give(index, storage, is_dirty=False, keep=True)
+        return found[0] if len(places) == 1 else self.partition.join(number, found)
+
     def put(self, states: Mapping[torch.Tensor, State]) -> None:
-        """States that the optimizer has made itself; subgroups of other parameters stay as they are."""
+        """States of some parameters. Subgroups in which they change nothing are not written."""
         known = self.partition
-        for index, subgroup in enumerate(known.subgroups):
-            mine = [states.get(known.parameters[part.parameter], {}) for part in subgroup.parts]
-            if any(mine):
-                cut = [known.cut(part, state) for part, state in zip(subgroup.parts, mine, strict=True)]
-                self._settle(index, cut, self.store.take(index), keep=False)
+        mine = {number: state for p, state in states.items() if (number := known.number_of(p)) is not None}
+        for index in sorted({index for number in mine for index, _ in known.places[number]}):
+            subgroup = known.subgroups[index]
+            storage = self.store.take(index)
+            parts = _filled(subgroup, storage)
+            is_changed = False
+            for number, part in enumerate(subgroup.parts):
+                if part.parameter in mine:
+                    cut = known.cut(part, mine[part.parameter])
+                    is_changed = is_changed or not is_unchanged(parts[number], cut)
+                    parts[number] = cut
+            if is_changed:
+                self._settle(index, parts, storage, keep=False)
+            else:
+                self.store.give(index, storage, is_dirty=False, keep=False)
+
+    def forget(self, number: int) -> None:
+        """There is no such state any more. Nothing is moved for it."""
+        for index, part in self.partition.places[number]:
+            subgroup = self.partition.subgroups[index]
+            if subgroup.layout is not None:
+                subgroup.layout = subgroup.layout.without(part)
+            subgroup.templates[part] = {}
 
     def replace(self, index: int, states: Sequence[State]) -> None:
         """Other states for the parts of one subgroup; what it keeps of them it copies."""
@@ -280,6 +396,11 @@ def subgroup_bytes(nbytes: int, num_directories: int) -> int:
     """How large subgroups are that make up states of so many bytes, which go to so many directories."""
     most = min(_MAX_SUBGROUP_BYTES, _MAX_SLOTS_BYTES // (_NUM_SLOTS * num_directories))
     return min(max(nbytes // (_NUM_SUBGROUPS * num_directories), _MIN_SUBGROUP_BYTES), most)
+
+
+def _filled(subgroup: Subgroup, storage: torch.UntypedStorage | None) -> list[State]:
+    states = list(map(dict, subgroup.templates))
+    return states if storage is None or subgroup.layout is None else subgroup.layout.fill(states, storage)
 
 
 def _group_numbers(groups: Groups) -> dict[int, int]:

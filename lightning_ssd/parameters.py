@@ -38,12 +38,12 @@ class ParameterStorages:
 
     def __init__(self) -> None:
         self.keys: dict[int, StorageKey] = {}
-        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._ungathered: list[Gathered] = []
 
     def register_module(self, module: torch.nn.Module) -> None:
         """Take this module's parameters and buffers in. The module is held weakly."""
-        self._modules.add(module)
+        self._modules[id(module)] = weakref.ref(module)
         self._take(module)
 
     def refresh(self) -> None:
@@ -52,7 +52,11 @@ class ParameterStorages:
             if not key.alive():
                 self.keys.pop(cdata, None)
         gathered: list[Gathered] = []
-        for module in list(self._modules):
+        for number, reference in list(self._modules.items()):
+            module = reference()
+            if module is None:
+                self._modules.pop(number, None)
+                continue
             self._take(module)
             gathered += gathered_of(module)
         self._take_gathered(gathered)

@@ -11,10 +11,10 @@ import torch
 
 from lightning_ssd.inner_step import State
 from lightning_ssd.planning.subgroups import ParameterSize, Part, make_subgroups
-from lightning_ssd.shards import as_piece, even_numel, is_shard, local_of
+from lightning_ssd.shards import as_piece, even_numel, is_shard, local_of, spec_of, wrap
 from lightning_ssd.state_layout import Field, Layout
 
-__all__ = ["Partition", "Subgroup"]
+__all__ = ["Partition", "Subgroup", "shared"]
 
 
 @dataclass(slots=True)
@@ -103,6 +103,15 @@ class Partition:
             self.subgroups.append(Subgroup(moved, need))
         return len(made)
 
+    def retire(self, number: int) -> None:
+        """Let go of a parameter that has left the groups, and has no state. Its parts stay, and are never visited."""
+        del self._numbers[id(self.parameters[number])]
+        self.parameters[number] = torch.empty(0, device="cpu")
+        for index, _ in self.places[number]:
+            subgroup = self.subgroups[index]
+            if all(id(self.parameters[part.parameter]) not in self._numbers for part in subgroup.parts):
+                subgroup.expected_bytes = 0
+
     def is_whole(self, part: Part) -> bool:
         """Whether the part is all of its parameter."""
         return len(self.places[part.parameter]) == 1
@@ -153,6 +162,22 @@ class Partition:
                 "its optimizer states are offloaded in slices; use dense gradients, or optimizer_states='keep'"
             )
 
+    def join(self, number: int, states: Sequence[State]) -> State:
+        """The whole parameter's state of those of its parts."""
+        parameter = self.parameters[number]
+        shape, stride = self.shapes[number]
+        parts = [self.subgroups[index].parts[part] for index, part in self.places[number]]
+        result: State = {}
+        for key, value in states[0].items():
+            values = [state[key] for state in states]
+            if not _is_slice(value, parts[0]):
+                result[key] = copy.deepcopy(shared(values, key))
+                continue
+            flat = torch.cat([local_of(piece).flatten() for piece in values])
+            # In place: a view would hold the memory a second time.
+            result[key] = wrap(flat.set_(flat.untyped_storage(), 0, shape, stride), spec_of(parameter))
+        return result
+
     def cut(self, part: Part, state: State) -> State:
         """A part's share of its parameter's state: a slice of what has the parameter's shape, copies of all else."""
         if self.is_whole(part):
@@ -161,7 +186,21 @@ class Partition:
         return {key: _cut(value, shape, part) for key, value in state.items()}
 
 
+def _is_slice(value: Any, part: Part) -> bool:
+    return isinstance(value, torch.Tensor) and tuple(local_of(value).shape) == (part.num_elements,)
+
+
 def _cut(value: Any, shape: tuple[int, ...], part: Part) -> Any:
     if isinstance(value, torch.Tensor) and tuple(local_of(value).shape) == shape:
         return as_piece(local_of(value).detach().reshape(-1)[part.start : part.stop], value)
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def shared(values: Sequence[Any], key: Hashable) -> Any:
+    """What all slices of a parameter must agree on (a step count)."""
+    first = values[0]
+    for value in values[1:]:
+        same = torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value
+        if not same:
+            raise RuntimeError(f"slices of one parameter have different states {key!r}: {first!r} and {value!r}")
+    return first

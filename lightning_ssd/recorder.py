@@ -120,6 +120,10 @@ class Recorder:
         """The entered block was given tensors of so many bytes."""
         self._calls[-1].input_nbytes = nbytes
 
+    def block_is_kept(self) -> None:
+        """The entered block was to be recomputed, and is not."""
+        self._calls[-1].is_recomputed = False
+
     def block_leaves(self) -> None:
         """Forward leaves the block."""
         self._calls[-1].ended = self._clock.stamp()

@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterable
 
-from lightning_ssd.state_home import Copy
+from lightning_ssd.state_home import Copy, Hold
 
 __all__ = ["ReturnedCopies"]
 
 
 class ReturnedCopies:
-    """Whoever holds a copy may die in the garbage collector, under any lock: so noting it takes none.
+    """Whoever holds a copy may die anywhere, also in the garbage collector, under any lock. So no code of ours runs
+    then: the weak reference itself, in C, notes that the holder is gone.
 
-    Copies are counted in :meth:`give_back` and :meth:`give_back_extents` alone, under their owner's lock.
+    Copies are counted in :meth:`give_back` alone, under their owner's lock.
     """
 
     def __init__(self) -> None:
-        # Deques: appending and popping are one step each, which neither another thread nor the collector can divide.
-        self._on_drives: deque[Copy] = deque()
-        self._in_host_memory: deque[Copy] = deque()
+        self._watched: dict[weakref.ref[Hold], list[Copy]] = {}
+        self._dead: deque[weakref.ref[Hold]] = deque()
 
-    def note(self, copies: Iterable[Copy]) -> None:
-        """One holder of each is gone. Takes no lock."""
-        for copy in copies:
-            (self._in_host_memory if copy.is_cached else self._on_drives).append(copy)
-
-    def give_back_extents(self) -> None:
-        """What lies in files, which take an extent back without a lock."""
-        _release(self._on_drives)
+    def watch(self, hold: Hold, copies: list[Copy]) -> None:
+        """Give the copies back when their holder has died; more may come."""
+        self._watched[weakref.ref(hold, self._dead.append)] = copies
 
     def give_back(self) -> None:
-        """All. Takes the locks of host memory."""
-        self.give_back_extents()
-        _release(self._in_host_memory)
-
-
-def _release(copies: deque[Copy]) -> None:
-    # Between a look at the deque and its next element, a collected holder in this very thread may empty it.
-    while True:
-        try:
-            copy = copies.popleft()
-        except IndexError:
-            return
-        copy.release()
+        """What dead holders held."""
+        while self._dead:
+            copies = self._watched.get(self._dead[0], [])
+            while copies:
+                copies.pop().release()
+            self._watched.pop(self._dead[0], None)
+            self._dead.popleft()  # last: an interrupted call is made good by the next one

@@ -156,6 +156,11 @@ class SavedPass:
         if self.recorder is not None:
             self.recorder.block_inputs(nbytes)
 
+    def block_is_kept(self) -> None:
+        """The entered block cannot be recomputed."""
+        if self.recorder is not None:
+            self.recorder.block_is_kept()
+
     def block_leaves(self) -> None:
         """Forward leaves the block."""
         if self.recorder is not None:

@@ -11,11 +11,11 @@ Who holds what: autograd's graph holds :class:`SavedTensor` objects, these share
 holds the :class:`SavedStorage`. When the last of them dies, nobody can ask for the bytes again. Nothing here
 depends on steps, modules or stack traces.
 
-Note: What a dying lease may do
+Note: What happens when a lease dies
     A lease can die anywhere: in autograd's thread, in a worker, or inside the garbage collector while the same
-    thread holds any lock of ours. So it takes no lock: it drops the memory, and a note gets into a queue, which the
-    :class:`~lightning_ssd.ledger.Ledger` works off at the next regular operation. No code of ours writes the note:
-    Ctrl-C may come before the first line of any, and then memory goes with the note, but nothing is lost.
+    thread holds any lock of ours; and Ctrl-C that fell into Python code that runs then would be lost. So none of ours
+    does. The lease is what holds the memory, which goes with it; its weak reference puts a note into a queue, in C,
+    which the :class:`~lightning_ssd.ledger.Ledger` works off at the next regular operation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class SavedStorage:
         "home",
         "identity",
         "index",
-        "is_counted",
         "key",
         "lease",
         "leaving",
@@ -79,7 +78,6 @@ class SavedStorage:
         "produced",
         "read",
         "state",
-        "storage",
         "stored",
         "tier",
         "wanted_s",
@@ -96,7 +94,6 @@ class SavedStorage:
         index: int,
     ) -> None:
         self.ledger = ledger
-        self.storage: torch.UntypedStorage | None = storage
         self.key = StorageKey(storage)
         # Held as long as the cache finds this record by its `cdata`: `key` changes with each reload, and without this
         # one the cdata of the packed storage would be recycled and name another storage.
@@ -108,7 +105,6 @@ class SavedStorage:
         self.index = index
         self.state = State.READY
         self.tier: Tier | None = None  # where it goes; None: it stays
-        self.is_counted = False  # among the ledger's writes
         self.stored: StoredBytes | None = None
         self.read: Transfer | None = None
         self.mark: Mark | None = None  # the reloaded bytes are there once this has passed
@@ -122,6 +118,18 @@ class SavedStorage:
         self.wanted_s: float | None = None
         self.lease: weakref.ref[Lease] | None = None
         self.home: SavedPass | None = None  # the pass that saw it first
+
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        """The memory, while we hold it; ``None`` too once the lease is dead, whoever else may hold it."""
+        lease = None if self.lease is None else self.lease()
+        return None if lease is None else lease.storage
+
+    @storage.setter
+    def storage(self, storage: torch.UntypedStorage | None) -> None:
+        lease = None if self.lease is None else self.lease()
+        if lease is not None:
+            lease.storage = storage
 
     # -- callers of the following hold the ledger's lock ---------------------------------------------------------
 
@@ -147,6 +155,11 @@ class SavedStorage:
         return self.state in (State.QUEUED, State.WRITING) or self.leaving
 
     @property
+    def is_resident(self) -> bool:
+        """Whether its memory counts."""
+        return self.leaving or self.state not in (State.ON_DISK, State.FREED)
+
+    @property
     def can_be_evicted(self) -> bool:
         """Whether it was to stay, has never been sent anywhere, and nobody is about to unpack it once more."""
         in_use = 0 < self.num_unpacked < self.num_tensors
@@ -158,8 +171,7 @@ class SavedStorage:
         queued = False
         try:
             self.state = State.QUEUED
-            self.is_counted = True
-            self.ledger.num_writes += 1
+            self.ledger.writes.add(self)
             queued = tier.write(self, self.nbytes, after, label=f"saved storage {self.index}")
         finally:
             if not queued:
@@ -169,9 +181,7 @@ class SavedStorage:
 
     def _write_gone(self) -> None:
         """Our write has ended or is no longer wanted; a worker may tell of the end of one that was taken back."""
-        if self.is_counted:
-            self.is_counted = False
-            self.ledger.write_gone()
+        self.ledger.write_gone(self)
 
     def forward(self) -> bool:
         """Hand the bytes over without a read, if they are in memory in any way. Afterwards the state is READY."""
@@ -216,8 +226,8 @@ class SavedStorage:
         """READY -> ON_DISK for a reloaded storage: its bytes are still in the file."""
         if self.state is State.READY and self.stored is not None and self.storage is not None:
             # The mark stays: the memory may be found alive (a tier holds it until its copy has passed) and handed out.
-            self.storage = None
             self.state = State.ON_DISK
+            self.storage = None
             self.ledger.leave(self)
 
     def hold_ahead(self) -> None:
@@ -233,25 +243,28 @@ class SavedStorage:
             self.ledger.ahead_bytes -= self.nbytes
 
     def free(self) -> None:
-        """The lease is dead: nobody asks again. A transfer under way frees the extent when it ends."""
-        ledger, state = self.ledger, self.state
+        """The lease is dead: nobody asks again. A transfer under way frees the extent when it ends.
+
+        Once more after it was interrupted: does the rest.
+        """
+        state = self.state
         self.asked_for()
         if state is State.QUEUED:
             self._write_gone()
         if self.home is not None and self.home.recorder is not None:
             self.home.recorder.freed(self.index)
-        self.state = State.FREED
-        self.storage = self.mark = self.produced = self.home = None
-        if state is not State.ON_DISK or self.leaving:
+        self.mark = self.produced = self.home = None
+        if (state is not State.ON_DISK and state is not State.FREED) or self.leaving:
             self.leaving = False
-            ledger.counters.resident_bytes -= self.nbytes
-        if self.stored is not None and state is not State.READING:
+            self.ledger.counters.resident_bytes -= self.nbytes
+        self.state = State.FREED
+        if state is not State.READING:
             self._free_extent()
 
     def _free_extent(self) -> None:
-        stored, self.stored = self.stored, None
-        if stored is not None and self.tier is not None:
-            self.tier.free(stored)
+        if self.stored is not None and self.tier is not None:
+            self.tier.free(self.stored)
+        self.stored = None
 
     # -- called by the tier's workers ----------------------------------------------------------------------------
 
@@ -284,13 +297,12 @@ class SavedStorage:
                 self.ledger.write_failure = self.ledger.write_failure or str(error) or repr(error)
                 if self.state in (State.QUEUED, State.WRITING):
                     self.state = State.READY
-            elif self.state is State.WRITING and self.storage is not None:
+            elif self.state is State.WRITING and (storage := self.storage) is not None:
                 self.state, self.stored = State.ON_DISK, stored
-                storage, self.storage = self.storage, None
+                self.storage = None
                 self.ledger.leave(self)
-            else:  # forwarded or freed while it was written, or the lease has just died
-                self.stored = stored
-                self._free_extent()
+            elif stored is not None and self.tier is not None:  # forwarded or freed meanwhile
+                self.tier.free(stored)
         # The memory goes here, outside of the lock: unmapping it can take milliseconds.
         del storage
 
@@ -316,8 +328,10 @@ class SavedStorage:
                 self.error = error
             elif self.stored is not None and not self.is_on_host:
                 counters.bytes_read += self.stored.body_nbytes
-            if self.state is not State.READING:
+            if self.state is State.FREED:
                 self._free_extent()  # the lease died while we read
+            elif self.state is not State.READING:
+                pass  # an interrupt came while it was asked for, and whoever asked knows of no read
             elif storage is None:
                 self.state = State.ON_DISK
                 counters.resident_bytes -= self.nbytes
@@ -329,16 +343,18 @@ class SavedStorage:
 
 
 class Lease:
-    """Held by every saved tensor over one storage; its death frees the storage's memory and extent."""
+    """Held by every saved tensor over one storage; its death frees the storage's memory and extent.
 
-    __slots__ = ("__weakref__", "record")
+    It holds the memory, when it is there, on behalf of the record: a write under way does so itself.
+    """
 
-    def __init__(self, record: SavedStorage) -> None:
+    __slots__ = ("__weakref__", "record", "storage")
+
+    def __init__(self, record: SavedStorage, storage: torch.UntypedStorage | None) -> None:
         self.record = record
+        self.storage = storage
+        record.lease = weakref.ref(self)
         record.ledger.watch(self, record)
-
-    def __del__(self) -> None:
-        self.record.storage = None  # a write under way holds the memory itself
 
 
 class SavedTensor(NamedTuple):

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from lightning_ssd.clock import Clock, Stamp
+from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.metrics import PlanReadings
 from lightning_ssd.planning.comparison import Comparison
 from lightning_ssd.planning.guide import Guide, StoredPlan
 from lightning_ssd.planning.limits import Limits, Others, Wishes
 from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
-from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
+from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recomputation import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.watch import Measured, Watch, is_worth_switching
 from lightning_ssd.planning.worth import Worth
-from lightning_ssd.profiling import spanned
+from lightning_ssd.profiling import span
 from lightning_ssd.recorder import Recorder
 from lightning_ssd.stalls import stall_seconds
+from lightning_ssd.undisturbed import Task
 
 __all__ = ["Agree", "FinishedPass", "Scheduler"]
 
@@ -84,7 +87,7 @@ class _Kind:
     wants_trace: bool = True
     num_to_pass_over: int = 0
     """So many traced passes at most are passed over, while sizes without a plan are waited for."""
-    future: Future[Plan] | None = None
+    task: Task[Plan] | None = None
     asked: tuple[_Traced, Goal, Machine] | None = None
     unplanned: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=_MAX_PLANS))
     """Sizes of passes that stay under the budget although no plan is known to."""
@@ -130,7 +133,9 @@ class Scheduler:
         self._is_following = False
         self._num_borders = 0
         self._others = Others()  # of the kind that was traced last
-        self._executor: ThreadPoolExecutor | None = None
+        self._planning = threading.Lock()  # one plan at a time
+        self._is_closed = False
+        self._tasks: deque[Task[Plan]] = deque(maxlen=_MAX_KINDS)
 
     # -- before a pass -------------------------------------------------------------------------------------------
 
@@ -196,7 +201,7 @@ class Scheduler:
         self._poll()
         while self._traced:
             kind, traced = self._traced.pop()
-            if kind.future is None:
+            if kind.task is None:
                 self._submit(kind, traced)
             else:
                 kind.wants_trace = True  # two passes of one kind in one backward: one plan at a time
@@ -223,7 +228,7 @@ class Scheduler:
             kind.wants_trace = self._compare(kind, known, done) or kind.wants_trace
         elif done.sizes not in kind.unplanned:
             kind.wants_trace, kind.num_to_pass_over = True, _MAX_PASSED_OVER
-        if kind.wants_trace and done.recorder is not None and kind.future is None:
+        if kind.wants_trace and done.recorder is not None and kind.task is None:
             if known is not None and kind.num_to_pass_over:
                 kind.num_to_pass_over -= 1  # this one has a plan: it is another one that lacks one
             else:
@@ -270,20 +275,31 @@ class Scheduler:
     def _submit(self, kind: _Kind, traced: _Traced) -> None:
         goal, machine = self._goal(traced.trace, kind.others), self.machine
         self.unusable = (machine.ssd or _NOTHING).unusable
-        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="lightning_ssd-plan")
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         kind.asked = traced, goal, machine
-        kind.future = self._executor.submit(spanned("lightning_ssd::plan")(make_plan), traced.trace, machine, goal)
+        task = Task(partial(self._make_plan, traced.trace, machine, goal), "lightning_ssd-plan")
+        self._tasks.append(task)
+        task.start()
+        kind.task = task
+
+    def _make_plan(self, trace: Trace, machine: Machine, goal: Goal) -> Plan:
+        """In a thread of its own."""
+        with self._planning:
+            if self._is_closed:
+                raise OffloaderClosedError("the offloader was closed before this plan was begun")
+            with span("lightning_ssd::plan"):
+                return make_plan(trace, machine, goal)
 
     def _goal(self, trace: Trace, others: Others) -> Goal:
         limit, wear = self._limits.of(others), self._wishes.wear_bytes_per_day
+        may_recompute = self._wishes.recompute and (limit is not None or wear is not None)
         return Goal(
             max_slowdown=self._wishes.max_slowdown,
             min_relief=self._wishes.min_relief,
             budget_bytes=limit,
             written_bytes=None if wear is None else int(wear * trace.end_s / _DAY_S),
             # A trace with recomputed blocks cannot tell what their storages would do: placements only, then.
-            recompute=bool(trace.blocks) and not trace.recomputed and (limit is not None or wear is not None),
+            recompute=may_recompute and bool(trace.blocks) and not trace.recomputed,
         )
 
     @property
@@ -321,13 +337,16 @@ class Scheduler:
             host=None if host is None or not capacity else replace(host, capacity_bytes=int(capacity)),
         )
         if -negative_floor > self._limits.agreed:
-            raise self._limits.impossible(int(-negative_floor), self._others, unusable=unusable)
+            less = None
+            if self.trace is not None and floor == -negative_floor:  # of another process nobody here can tell
+                less = recomputing_budget(self.trace, machine, self._goal(self.trace, self._others))
+            raise self._limits.impossible(int(-negative_floor), self._others, unusable=unusable, recomputing_bytes=less)
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
         for kind in list(self._kinds.values()):  # another thread may enter a pass of a new kind
-            if kind.future is not None and kind.future.done():
+            if kind.task is not None and kind.task.is_done:
                 self._install(kind)
 
     def wait(self) -> None:
@@ -337,19 +356,19 @@ class Scheduler:
             BudgetError: the budget cannot be kept by any plan.
         """
         for kind in list(self._kinds.values()):
-            if kind.future is not None:
-                kind.future.exception()  # waits; raised by _install
+            if kind.task is not None:
+                kind.task.wait()  # what it raises, _install raises
                 self._install(kind)
 
     def _install(self, kind: _Kind) -> None:
-        future, asked = kind.future, kind.asked
-        kind.future = kind.asked = None
-        if future is None or asked is None:
+        task, asked = kind.task, kind.asked
+        kind.task = kind.asked = None
+        if task is None or asked is None:
             return
         traced, goal, machine = asked
         sizes, trace = traced.sizes, traced.trace
         try:
-            plan = future.result()
+            plan = task.result()
         except BudgetTooSmall as error:
             is_kept = goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes
             if is_kept or not self._wishes.has_budget:
@@ -363,7 +382,10 @@ class Scheduler:
                 return
             unusable = (machine.ssd or _NOTHING).unusable
             # What the planner was asked is not what the user wrote: it would say "under 0 bytes" of a memory_budget.
-            raise self._limits.impossible(error.smallest_bytes, kind.others, unusable=unusable) from None
+            less = recomputing_budget(trace, machine, goal)
+            raise self._limits.impossible(
+                error.smallest_bytes, kind.others, unusable=unusable, recomputing_bytes=less
+            ) from None
         if plan.recompute != trace.recomputed:
             # Another pass altogether: it is traced and planned again as it really is.
             kind.recompute, kind.wants_trace = plan.recompute, True
@@ -407,6 +429,6 @@ class Scheduler:
 
     def close(self) -> None:
         """End the thread; a plan under way is dropped."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = None
+        self._is_closed = True
+        for task in self._tasks:
+            task.wait()

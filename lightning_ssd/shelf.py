@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
@@ -14,6 +12,7 @@ from lightning_ssd.state_store import StateStore
 from lightning_ssd.storage.file_view import FileView
 from lightning_ssd.storage.movers import storage_bytes
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
+from lightning_ssd.waiting import Latch
 
 __all__ = ["Shelf"]
 
@@ -37,13 +36,14 @@ class Shelf:
         self._files = files
         self._slots = Slots(files.device)
         self._held: list[Copy] = []
-        self._hold = Hold(store.release, self._held)
+        self._hold = Hold()
+        store.release_with(self._hold, self._held)
+        store.settle()  # what earlier collections held
         self._turn = 0
         self._refusal: Exception | None = None
         self._refused_bytes = 0
         try:
-            for tier in files.tiers:
-                tier.reserve(tier.disk_bytes - (-nbytes // len(files.tiers)))
+            files.reserve([tier.disk_bytes - (-nbytes // len(files.tiers)) for tier in files.tiers])
         except (StorageError, OffloaderClosedError) as error:
             self._refusal = error
 
@@ -96,7 +96,7 @@ class Shelf:
         raise StorageError(f"no drive takes a collected tensor: {refused}") from refused
 
     def _write_to(self, tier: SsdTier, storage: torch.UntypedStorage) -> Copy | BaseException:
-        ended = threading.Event()
+        ended = Latch()
         found: list[Copy | BaseException] = []
 
         def write_ended(stored: StoredBytes | None, error: BaseException | None) -> None:
@@ -106,7 +106,7 @@ class Shelf:
                 found.append(self._held[-1])
             else:
                 found.append(error or StorageError("a write ended with neither a copy nor an error"))
-            ended.set()
+            ended.open()
 
         tier.write(Writer(storage, write_ended), storage.nbytes(), self._files.mark(), label="a collected state")
         ended.wait()

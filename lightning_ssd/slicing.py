@@ -66,6 +66,11 @@ class Trials:
         """Whether the parameter gets a float32 copy."""
         return self._master_weights and has_master(parameter)
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether half-precision parameters get float32 copies."""
+        return self._master_weights
+
     def may_slice(self, parameter: torch.Tensor, group: int) -> bool:
         """Whether slices of such a parameter get the very bits that the whole one gets.
 
@@ -106,7 +111,7 @@ class Trials:
             return _NUM_STATES * dtype.itemsize + copy_bytes
         number = as_piece(torch.zeros(_TINY, dtype=dtype, device=parameter.device), parameter)
         number.grad = torch.zeros_like(number)
-        state = self._inner.run([number], [group], [self._example(parameter, _TINY)])[0]
+        state = self._inner.run([number], [group], [self._example(parameter, _TINY)])[0] or {}
         sizes: list[int] = [value.dtype.itemsize for value in state.values() if _is_like(value, number)]
         return sum(sizes) + copy_bytes
 
@@ -120,8 +125,8 @@ class Trials:
         start = numbers()
         whole = as_piece(start, parameter)
         parts = [as_piece(part.clone(), parameter) for part in _cut(start)]
-        whole_states = [self._example(parameter, _NUM_TRIED)]
-        part_states = [self._example(parameter, part.numel()) for part in parts]
+        whole_states: list[State | None] = [self._example(parameter, _NUM_TRIED)]
+        part_states: list[State | None] = [self._example(parameter, part.numel()) for part in parts]
         with _awake(self._optimizer.param_groups[group]):
             for _ in range(_NUM_STEPS):
                 gradient = numbers()
@@ -131,8 +136,8 @@ class Trials:
                 whole_states = self._inner.run([whole], [group], whole_states)
                 part_states = self._inner.run(parts, [group] * len(parts), part_states)
         return _equal(whole, parts) and all(
-            _equal(value, [part_state[key] for part_state in part_states])
-            for key, value in whole_states[0].items()
+            _equal(value, [(part_state or {})[key] for part_state in part_states])
+            for key, value in (whole_states[0] or {}).items()
             if isinstance(value, torch.Tensor)
         )
 

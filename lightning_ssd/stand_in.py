@@ -105,7 +105,8 @@ class _StateWithoutUs(StandIn):
     @staticmethod
     def remove_last(module: nn.Module) -> None:
         """Remove the module's one if nothing of ours stands in there any more."""
-        ours = [value for value in module.__dict__.values() if isinstance(value, StandIn) and not value._is_removed]
+        # By type: an attribute may be the proxy of something dead, which answers no question.
+        ours = [v for v in module.__dict__.values() if issubclass(type(v), StandIn) and not v._is_removed]
         if len(ours) == 1 and isinstance(ours[0], _StateWithoutUs):
             ours[0].remove()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,12 +30,18 @@ class Destinations:
         tiers: one per directory.
         host: a cache in host memory, or none.
         mark: a point in the device's work that writes begin behind; ``None`` on CPU.
+        lock: of the owner, for workers.
     """
 
     def __init__(
-        self, tiers: Sequence[SsdTier], host: HostTier | None, mark: Callable[[], Mark | None] = lambda: None
+        self,
+        tiers: Sequence[SsdTier],
+        host: HostTier | None,
+        mark: Callable[[], Mark | None] = lambda: None,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._tiers, self._host, self._mark = tiers, host, mark
+        self._lock = lock or nullcontext()
 
     def write(self, index: int, home: Home, ended: Ended, *, to_drive: bool) -> None:
         """Begin to write what is in a subgroup's memory.
@@ -69,13 +77,20 @@ class Destinations:
         if home.copy is not None and home.copy.is_cached:
             home.replace_copy(None)  # memory is ahead of it and stays until the write has ended: its room serves
         home.tried = set()
-        return self._submit(self._host, index, home.storage, ended)
+        return self._submit(self._host, index, home, home.storage, ended)
 
     def _write_to_drive(self, index: int, home: Home, ended: Ended) -> None:
         if home.storage is None:
             raise RuntimeError("a subgroup without memory was to be written")
-        self._submit(self._tiers[home.path], index, home.storage, ended)
+        self._submit(self._tiers[home.path], index, home, home.storage, ended)
 
-    def _submit(self, tier: SsdTier | HostTier, index: int, storage: torch.UntypedStorage, ended: Ended) -> bool:
-        owner = Writer(storage, partial(ended, index, tier))
+    def _submit(
+        self, tier: SsdTier | HostTier, index: int, home: Home, storage: torch.UntypedStorage, ended: Ended
+    ) -> bool:
+        # A write that was interrupted while it was queued may be in the queue all the same: then it is not this one.
+        owner = home.writer = Writer(storage, partial(ended, index, tier), partial(self._is_wanted, home))
         return tier.write(owner, storage.nbytes(), self._mark(), label=f"optimizer states of subgroup {index}")
+
+    def _is_wanted(self, home: Home, writer: Writer) -> bool:
+        with self._lock:
+            return home.writer is writer

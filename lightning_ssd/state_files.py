@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from lightning_ssd.storage.purse import Share
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import Progress, SsdTier
 from lightning_ssd.tier_meter import TierMeter
+from lightning_ssd.undisturbed import undisturbed
 
 __all__ = ["StateFiles"]
 
@@ -82,6 +84,9 @@ class StateFiles:
         Raises:
             OutOfSpaceError: all directories together have no room. Nothing was given back, and nothing is lost.
         """
+        undisturbed(partial(self._reserve, needs), "lightning_ssd-reserve")
+
+    def _reserve(self, needs: Sequence[int]) -> None:
         missing, first = 0, None
         for tier, need in zip(self.tiers, needs, strict=True):
             try:

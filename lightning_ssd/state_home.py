@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -76,15 +75,9 @@ class Copy:
 
 
 class Hold:
-    """While it lives, extents stay as they are. Memory that shows them keeps it alive.
-
-    Args:
-        release: given the copies when it dies, perhaps by the garbage collector.
-        copies: whose extents; more may come.
+    """While it lives, extents stay as they are. Memory that shows them keeps it alive. Whoever makes it has it watched
+    by :class:`~lightning_ssd.returned_copies.ReturnedCopies`.
     """
-
-    def __init__(self, release: Callable[[list[Copy]], None], copies: list[Copy]) -> None:
-        weakref.finalize(self, release, copies).atexit = False
 
 
 @dataclass(slots=True)
@@ -106,6 +99,8 @@ class Home:
     """Whether its last write failed: it has a piece of memory beyond the others' until it can be written."""
     error: BaseException | None = None
     """Of its last read, until somebody takes it."""
+    writer: Writer | None = None
+    """Of the write under way."""
     tried: set[int] = field(default_factory=set)
     """Paths that the write under way was refused by."""
 
@@ -116,9 +111,9 @@ class Home:
 
     def replace_copy(self, copy: Copy | None) -> None:
         """Another one, or none, is good now."""
-        if self.copy is not None:
-            self.copy.release()
-        self.copy = copy
+        former, self.copy = self.copy, copy
+        if former is not None:
+            former.release()
 
 
 @dataclass(slots=True)
@@ -127,9 +122,10 @@ class Writer:
 
     storage: torch.UntypedStorage
     ended: Callable[[StoredBytes | None, BaseException | None], None]
+    is_wanted: Callable[[Writer], bool] = lambda writer: True
 
-    def write_begins(self) -> torch.UntypedStorage:
-        return self.storage
+    def write_begins(self) -> torch.UntypedStorage | None:
+        return self.storage if self.is_wanted(self) else None
 
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         self.ended(stored, error)

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from lightning_ssd.holders import are_apart, is_held, is_referred_to, spans_of, tensors_in
 from lightning_ssd.inner_step import State
 from lightning_ssd.shards import local_of, spec_of, wrap
 from lightning_ssd.storage.mapped import PAGE_BYTES
+from lightning_ssd.storage.movers import storage_bytes
 from lightning_ssd.tensors import PLAIN_TYPES
 
-__all__ = ["MIN_NBYTES", "MOVED", "Field", "Layout", "moves", "owned"]
+__all__ = ["MIN_NBYTES", "MOVED", "Field", "Layout", "is_unchanged", "moved_out", "moves", "must_stay", "owned"]
 
 MIN_NBYTES = 4096
 """Smaller states (step counts, biases) stay in memory."""
@@ -91,6 +93,10 @@ class Layout:
             states[field.part][field.key] = wrap(field.view(storage), field.spec)
         return states
 
+    def without(self, part: int) -> Layout:
+        """The same memory, in which what one part has means nothing any more."""
+        return Layout(tuple(field for field in self.fields if field.part != part), self.nbytes)
+
     def templates(self, states: Sequence[State]) -> list[State]:
         """The parts' states without the tensors that move."""
         result = [dict(state) for state in states]
@@ -109,6 +115,82 @@ class Layout:
                 moved.append((field, value.clone() if is_inside else value))
         for field, value in moved:
             field.view(storage).copy_(value)
+
+
+def must_stay(state: State, storage: torch.UntypedStorage | None, device: torch.device) -> bool:
+    """Whether no layout would give a state back as it is: its tensors share memory, or somebody else holds them.
+
+    Args:
+        state: after a call.
+        storage: the memory that its tensors were in before.
+        device: where tensors have to be to move.
+    """
+    if not state:
+        return True  # there is one, and it is empty
+    ours = [key for key in state if _is_inside(state[key], storage) and moves(state[key], device)]
+    inside = [spans_of(tensor) for tensor in tensors_in(state) if _is_inside(tensor, storage)]
+    if len(ours) < len(inside) or not are_apart(inside):
+        return True
+    return any(
+        is_referred_to(state, key) if key in ours else moves(state[key], device) and is_held(state, key)
+        for key in state
+        if isinstance(state[key], torch.Tensor)
+    )
+
+
+def moved_out(state: State, storage: torch.UntypedStorage) -> State:
+    """The state, whose tensors in ``storage`` get memory of their own; they stay the same objects."""
+    inside = sorted((t for t in tensors_in(state) if _is_inside(t, storage)), key=lambda t: local_of(t).data_ptr())
+    clusters: list[tuple[int, int, list[torch.Tensor]]] = []
+    for tensor in inside:
+        first, end = spans_of(tensor)[0]
+        if clusters and first < clusters[-1][1]:
+            begin, last, members = clusters.pop()
+            clusters.append((begin, max(last, end), [*members, local_of(tensor)]))
+        else:
+            begin = first - (first - storage.data_ptr()) % _LINE_NBYTES
+            clusters.append((begin, end, [local_of(tensor)]))
+    for begin, last, members in clusters:
+        own = storage_bytes(storage, begin - storage.data_ptr(), last - begin).clone().untyped_storage()
+        for member in {id(member): member for member in members}.values():
+            offset = (member.data_ptr() - begin) // member.element_size()
+            with torch.no_grad():
+                member.set_(own, offset, member.shape, member.stride())
+    return state
+
+
+def _is_inside(value: Any, storage: torch.UntypedStorage | None) -> bool:
+    if storage is None or not isinstance(value, torch.Tensor):
+        return False
+    return any(storage.data_ptr() <= first < storage.data_ptr() + storage.nbytes() for first, _ in spans_of(value))
+
+
+def is_unchanged(before: State, after: State) -> bool:
+    """Whether two states are the same, bit for bit and in the same order."""
+    if list(before) != list(after):
+        return False
+    return all(value is after[key] or _has_same_bytes(value, after[key]) for key, value in before.items())
+
+
+def _has_same_bytes(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and isinstance(one, int | float | str) and bool(one == other)
+    if type(one) is not type(other) or spec_of(one) != spec_of(other):
+        return False
+    one, other = local_of(one), local_of(other)
+    if (one.dtype, one.shape, one.device, one.layout) != (other.dtype, other.shape, other.device, other.layout):
+        return False
+    is_small = one.numel() * one.element_size() < MIN_NBYTES and type(one) in PLAIN_TYPES
+    if one.layout != torch.strided or one.stride() != other.stride() or not (is_small or moves(one, one.device)):
+        return False
+    return one.device.type != "meta" and torch.equal(_bytes_of(one), _bytes_of(other))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        tensor = tensor.contiguous()
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return storage_bytes(tensor.untyped_storage(), start, tensor.numel() * tensor.element_size())
 
 
 def owned(states: Sequence[State], device: torch.device) -> list[State]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_ssd.holders import are_apart, spans_of, tensors_in
 from lightning_ssd.inner_step import State
 from lightning_ssd.master_weights import MASTER
 from lightning_ssd.partition import Partition
@@ -23,16 +25,18 @@ def load_states(
     state_dict: Mapping[str, Any],
     partition: Partition,
     put: Callable[[int, Sequence[State]], None],
+    keep: Callable[[torch.Tensor, State], None],
     *,
     has_master: Callable[[torch.Tensor], bool],
 ) -> None:
     """Let the optimizer's own ``load_state_dict`` cast and convert what was saved, a subgroup at a time.
 
     Args:
-        optimizer: the user's; holds no states before and after. Its hooks run once.
+        optimizer: the user's; its ``state`` is the same object before and after. Its hooks run once.
         state_dict: what ``state_dict`` of its class gave. Nothing of it is kept.
         partition: the optimizer's parameters.
         put: takes the states of a subgroup's parts; what it keeps it copies.
+        keep: takes the state of a parameter whose tensors share memory, which no layout gives back as they are.
         has_master: whether the states of a parameter are float32, whatever the parameter itself is.
 
     Raises:
@@ -42,7 +46,7 @@ def load_states(
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, saved)
         saved = saved if changed is None else changed
-    with _without_hooks(optimizer):
+    with _without_hooks(optimizer), _own_state(optimizer):
         states = saved["state"]
         optimizer.load_state_dict({**saved, "state": {}})
         groups = optimizer.param_groups
@@ -57,12 +61,18 @@ def load_states(
         try:
             for index, subgroup in enumerate(partition.subgroups):
                 loaded: list[State] = []
+                shared: list[tuple[torch.Tensor, State]] = []
                 for part in subgroup.parts:
                     parameter = partition.parameters[part.parameter]
                     number = id_of.get(id(parameter))
                     state = dict(states.get(number, {}))
                     if id(parameter) not in cast_to:
                         state.pop(MASTER, None)  # saved by a run that had copies; this one has none
+                    if not are_apart([spans_of(tensor) for tensor in tensors_in(state)]):
+                        if part.start == 0:
+                            optimizer.load_state_dict({**saved, "state": {number: copy.deepcopy(state)}})
+                            shared.append((parameter, optimizer.state[cast_to.get(id(parameter), parameter)]))
+                        state = {}
                     if state:
                         # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
                         cut = partition.cut(part, state)
@@ -70,11 +80,22 @@ def load_states(
                         state = dict(optimizer.state[cast_to.get(id(parameter), parameter)])
                     loaded.append(state)
                 put(index, loaded)
+                for parameter, state in shared:
+                    keep(parameter, state)
         finally:
-            optimizer.state = defaultdict(dict)
             optimizer.param_groups = groups
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+@contextmanager
+def _own_state(optimizer: Optimizer) -> Iterator[None]:
+    """``load_state_dict`` puts others in its place."""
+    before, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = before
 
 
 @contextmanager

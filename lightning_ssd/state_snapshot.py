@@ -7,13 +7,13 @@ are while training goes on. Saving them streams through the page cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
 from lightning_ssd.inner_step import State
-from lightning_ssd.partition import Partition
+from lightning_ssd.partition import Partition, shared
 from lightning_ssd.planning.subgroups import Part
 from lightning_ssd.shards import local_of, spec_of, wrap
 from lightning_ssd.state_home import Copy, Hold
@@ -31,9 +31,10 @@ class Snapshot:
     Args:
         partition: which parameter's state is where.
         store: where subgroups are.
+        lent: states that are in memory alone, by parameter.
     """
 
-    def __init__(self, partition: Partition, store: StateStore) -> None:
+    def __init__(self, partition: Partition, store: StateStore, lent: Mapping[Any, State]) -> None:
         self._partition = partition
         self._store = store
         self._copies: dict[int, Copy] = {}
@@ -45,8 +46,13 @@ class Snapshot:
                 self._copies[index] = held
             elif held is not None:
                 self._memory[index] = held
+        # One call, so that what shares memory still does.
+        copies = copy.deepcopy(list(lent.values()))
+        self.lent: dict[Any, State] = dict(zip(lent, copies, strict=True))
+        """Copies of these, by parameter."""
         self._made: dict[int, State] | None = None
-        self._hold = Hold(store.release, list(self._copies.values()))
+        self._hold = Hold()
+        store.release_with(self._hold, list(self._copies.values()))
 
     def map_all(self) -> None:
         """Make all tensors now, while files are open; they outlive the files."""
@@ -60,19 +66,27 @@ class Snapshot:
         """
         if self._made is not None:
             return dict(self._made.get(parameter, {}))
+        if self._partition.parameters[parameter] in self.lent:
+            return dict(self.lent[self._partition.parameters[parameter]])
         places = self._partition.places[parameter]
         states = [self._partition.subgroups[index].templates[number] for index, number in places]
         if not any(states):
             return {}
         result: State = {}
+        memo: dict[int, Any] = {}  # so that what shares memory still does
         for key, value in states[0].items():
             if len(places) == 1:
-                result[key] = self._whole(*places[0], key) if value is MOVED else copy.deepcopy(value)
+                result[key] = self._whole(*places[0], key) if value is MOVED else copy.deepcopy(value, memo)
             elif value is MOVED:
                 result[key] = wrap(self._joined(parameter, key), spec_of(self._partition.parameters[parameter]))
             else:
-                result[key] = copy.deepcopy(_shared([state[key] for state in states], key))
+                result[key] = copy.deepcopy(shared([state[key] for state in states], key))
         return result
+
+    def forget(self, parameter: int) -> None:
+        """There is no such state any more, once all are made."""
+        if self._made is not None:
+            self._made.pop(parameter, None)
 
     def _whole(self, index: int, number: int, key: Hashable) -> torch.Tensor:
         field = self._partition.subgroups[index].field(number, key)
@@ -112,13 +126,3 @@ class Snapshot:
 
     def _part(self, index: int, number: int) -> Part:
         return self._partition.subgroups[index].parts[number]
-
-
-def _shared(values: Sequence[Any], key: Hashable) -> Any:
-    """What all slices of a parameter must agree on (a step count)."""
-    first = values[0]
-    for value in values[1:]:
-        same = torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value
-        if not same:
-            raise RuntimeError(f"slices of one parameter have different states {key!r}: {first!r} and {value!r}")
-    return first

@@ -6,7 +6,6 @@ new one is complete, so that no failure of a drive costs a state: what cannot be
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,16 +15,17 @@ import torch
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError, forget_frames
 from lightning_ssd.memory import is_out_of_memory
-from lightning_ssd.profiling import spanned
+from lightning_ssd.profiling import span, spanned
 from lightning_ssd.refusals import Refusals
 from lightning_ssd.returned_copies import ReturnedCopies
 from lightning_ssd.slots import SlotMover, Slots
 from lightning_ssd.state_destinations import Destinations
-from lightning_ssd.state_home import Copy, Home, Reader, Where, copied
+from lightning_ssd.state_home import Copy, Hold, Home, Reader, Where, copied
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.mapped import PAGE_BYTES
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
+from lightning_ssd.waiting import Changes, Latch
 
 __all__ = ["StateStore"]
 
@@ -65,7 +65,10 @@ class StateStore:
         self._device, self._mover = device, mover
         self.slots = Slots(device)
         self._mark, self._wait_for = mark, wait
-        self._destinations = Destinations(self.tiers, host, mark)
+        # Guards everything below; told of every end of a move. Tiers' locks are taken under it, never it under theirs.
+        self._changed = Changes()
+        self._lock = self._changed.lock
+        self._destinations = Destinations(self.tiers, host, mark, self._lock)
         self._homes: list[Home] = []
         self._queue: deque[int] = deque()
         self._num_allowed = num_slots
@@ -74,8 +77,6 @@ class StateStore:
         self._allocated: torch.UntypedStorage | None = None
         self._returned = ReturnedCopies()
         self._is_closed = False
-        # Guards everything above; told of every end of a move. Tiers' locks are taken under it, never it under theirs.
-        self._changed = threading.Condition(threading.RLock())
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class StateStore:
 
     def add_slots(self, num: int) -> None:
         """Allow so many more pieces of memory, or fewer: then what is too much leaves as memory is needed."""
-        with self._changed:
+        with self._lock:
             self._num_allowed += num
 
     def __len__(self) -> int:
@@ -108,14 +109,14 @@ class StateStore:
 
     def in_memory(self) -> list[int]:
         """Subgroups that need no fetch."""
-        with self._changed:
+        with self._lock:
             return [i for i, home in enumerate(self._homes) if home.storage is not None]
 
     # -- up ------------------------------------------------------------------------------------------------------
 
     def prefetch(self, indices: Iterable[int]) -> None:
         """Bring these up, in this order, as memory becomes free."""
-        with self._changed:
+        with self._lock:
             self._queue = deque(indices)
             self._pump()
 
@@ -128,11 +129,11 @@ class StateStore:
         """
         home = self._homes[index]
         begin_s = time.perf_counter()
-        with self._changed:
+        with self._lock:
             home.is_wanted = True
             home.take_error()  # of a read ahead of time, when nobody wanted it: memory may have been short then
-            while self._is_coming(index):
-                self._wait()
+        self._until(lambda: not self._is_coming(index))
+        with self._lock:
             home.is_wanted = False
             self.stall_s += time.perf_counter() - begin_s
             error = home.take_error()
@@ -159,29 +160,30 @@ class StateStore:
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory for a subgroup that has none that fits, once there is a slot for it. :meth:`give` takes it back."""
-        with self._changed:
-            begin_s = time.perf_counter()
-            self._free(self._allocated)  # of a step that was interrupted before it gave it
-            self._allocated = None
+        begin_s = time.perf_counter()
+        with self._lock:
+            self._free_allocated()
             self._num_awaited = 1  # or reads ahead of time would take each slot that becomes free
-            try:
-                while self.slots.num_lent >= self.num_slots:
-                    self._wait()
-            finally:
-                self._num_awaited = 0
-            self._allocated = self._take(nbytes)
-            self.stall_s += time.perf_counter() - begin_s
-            return self._allocated
-
-    def _take(self, nbytes: int) -> torch.UntypedStorage:
+        try:
+            self._until(lambda: self.slots.num_lent < self.num_slots)
+        finally:
+            self._num_awaited = 0
         while True:
-            try:
-                return self.slots.take(nbytes)
-            except (RuntimeError, MemoryError, OSError) as error:
-                if not is_out_of_memory(error) or not self._let_go_of_one():
-                    raise
-            if self._is_writing:
-                self._wait()
+            with self._lock:
+                try:
+                    self._allocated = self.slots.take(nbytes)
+                    break
+                except (RuntimeError, MemoryError, OSError) as error:
+                    if not is_out_of_memory(error) or not self._let_go_of_one():
+                        raise
+            self._until(lambda: not self._is_writing)
+        self.stall_s += time.perf_counter() - begin_s
+        return self._allocated
+
+    def _free_allocated(self) -> None:
+        """Of a step that was interrupted before it gave it."""
+        storage, self._allocated = self._allocated, None
+        self._free(storage)
 
     def _free(self, storage: torch.UntypedStorage | None) -> None:
         if storage is not None:
@@ -199,14 +201,14 @@ class StateStore:
             is_dirty: whether it has changed.
             keep: leave it in memory; else it is written if dirty, and its memory becomes free.
         """
-        with self._changed:
+        with self._lock:
             home = self._homes[index]
-            if home.storage is not storage:
-                self._free(home.storage)
-            home.storage = storage
-            if self._allocated is not storage:
-                self._free(self._allocated)  # of a step that was interrupted before it gave it
-            self._allocated = None
+            former, home.storage = home.storage, storage
+            if former is not storage:
+                self._free(former)
+            if self._allocated is storage:
+                self._allocated = None
+            self._free_allocated()
             if storage is None:
                 self._refusals.is_written(home)
                 home.replace_copy(None)
@@ -216,12 +218,12 @@ class StateStore:
                 self.kept_bytes += storage.nbytes()
             elif storage is not None:
                 self._let_go(index)
-            self._changed.notify_all()
+            self._changed.tell()
             self._pump()
 
     def evict(self, indices: Iterable[int]) -> None:
         """Let go of what is in memory and not in use."""
-        with self._changed:
+        with self._lock:
             for index in indices:
                 if self._homes[index].where is Where.HERE:
                     self._let_go(index)
@@ -233,13 +235,14 @@ class StateStore:
         Raises:
             StorageError: something cannot be written; it stays in memory.
         """
-        with self._changed:
+        with self._lock:
             for index, home in enumerate(self._homes):
                 home.is_wanted = home.is_wanted or home.storage is not None
                 if home.where is Where.HERE and home.is_dirty:
                     self._let_go(index, to_drive=True)
-            self.wait_for_writes()
-            self._empty_cache()
+        self.wait_for_writes()
+        self._empty_cache()
+        with self._lock:
             for home in self._homes:
                 home.is_wanted = False
             if any(home.is_dirty for home in self._homes):
@@ -252,28 +255,31 @@ class StateStore:
         for index, home in enumerate(self._homes):
             if home.copy is not None and home.copy.is_cached:
                 self.take(index)
-                home.where, home.is_dirty = Where.HERE, True
-                self._let_go(index, to_drive=True)
+                with self._lock:
+                    home.where, home.is_dirty = Where.HERE, True
+                    self._let_go(index, to_drive=True)
         self.wait_for_writes()
 
     def wait_for_writes(self) -> None:
         """Until no write is under way. What was to leave memory has left it then."""
-        with self._changed:
-            while any(home.where is Where.WRITING for home in self._homes):
-                self._wait()
+        self._until(lambda: not any(home.where is Where.WRITING for home in self._homes))
 
     def _let_go(self, index: int, *, to_drive: bool = False) -> None:
         home = self._homes[index]
         if not home.is_dirty:
             self._drop(home)
             return
-        self._destinations.write(index, home, self._written, to_drive=to_drive)
         home.where = Where.WRITING
+        try:
+            self._destinations.write(index, home, self._written, to_drive=to_drive)
+        except BaseException:  # an interrupt may come when it is queued: nobody wants it then
+            home.where, home.writer = Where.HERE, None
+            raise
 
     def _written(
         self, index: int, tier: SsdTier | HostTier, stored: StoredBytes | None, error: BaseException | None
     ) -> None:
-        with self._changed:
+        with self._lock:
             home = self._homes[index]
             if stored is not None:
                 home.replace_copy(Copy(tier, stored))
@@ -286,21 +292,20 @@ class StateStore:
             elif self._is_closed or not self._destinations.write_elsewhere(index, home, self._written):
                 home.where = Where.HERE
                 self._refusals.note(home, error, quietly=self._is_closed)
-            self._changed.notify_all()
+            self._changed.tell()
             self._pump()
 
     def take_warning(self) -> str | None:
         """What the user should know, once."""
-        with self._changed:
+        with self._lock:
             return self._refusals.take_warning()
 
     def _drop(self, home: Home) -> None:
         if home.mark is not None:
             home.mark.synchronize()  # nobody has waited for its read, and the memory is lent again
             home.mark = None
-        self._free(home.storage)
-        home.storage = None
-        home.where = Where.AWAY
+        storage, home.storage, home.where = home.storage, None, Where.AWAY
+        self._free(storage)
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
@@ -315,25 +320,25 @@ class StateStore:
             if home.where is Where.AWAY and home.copy is not None and not self._begin_read(index, home, home.copy):
                 self._queue.appendleft(index)
                 return
-            self._changed.notify_all()
+            self._changed.tell()
 
     def _begin_read(self, index: int, home: Home, copy: Copy) -> bool:
         """Return whether it has begun, or failed; else there will be memory for it when a write has ended."""
         storage = None
         try:
-            storage = self.slots.take(copy.stored.body_nbytes)
+            home.storage = storage = self.slots.take(copy.stored.body_nbytes)
+            home.where = Where.READING
             self._mover.offer(storage, self._mark())
-            copy.tier.read(Reader(partial(self._came_up, index)), copy.stored, self._device, urgent=False)
-        except BaseException as error:
-            self._free(storage)
-            if not isinstance(error, Exception):
-                raise
+            copy.tier.read(Reader(partial(self._came_up, index, storage)), copy.stored, self._device, urgent=False)
+        except Exception as error:
             # What nobody waits for yet is asked for again later, and takes no other's place now.
             if is_out_of_memory(error) and home.is_wanted and self._let_go_of_one():
+                self._drop(home)
                 return not self._is_writing and self._begin_read(index, home, copy)
             self._not_read(home, error)  # this may be a worker, where nobody would see it
-            return True
-        home.storage, home.where = storage, Where.READING
+        except BaseException:
+            home.storage, home.where = None, Where.AWAY  # if it is queued all the same, its end gives the memory back
+            raise
         return True
 
     @property
@@ -357,24 +362,31 @@ class StateStore:
         self._queue.clear()
 
     def _came_up(
-        self, index: int, storage: torch.UntypedStorage | None, mark: Mark | None, error: BaseException | None
+        self,
+        index: int,
+        expected: torch.UntypedStorage,
+        storage: torch.UntypedStorage | None,
+        mark: Mark | None,
+        error: BaseException | None,
     ) -> None:
-        with self._changed:
+        with self._lock:
             home = self._homes[index]
-            if storage is None:
+            if home.storage is not expected:
+                self._free(expected)  # an interrupt came when the read was asked for, and nobody waits for it
+            elif storage is None:
                 self._not_read(home, error or StorageError("a read ended with neither bytes nor an error"))
             else:
                 # Workers of drives wait for their own copies; those of the host tier leave that to us.
                 home.where, home.mark = Where.HERE, mark
-            self._changed.notify_all()
+            self._changed.tell()
 
     def forget(self, index: int) -> None:
         """There is no such state any more, neither in memory nor on a drive."""
-        with self._changed:
-            home = self._homes[index]
+        home = self._homes[index]
+        with self._lock:
             self._queue.clear()
-            while home.where in (Where.READING, Where.WRITING):
-                self._wait()
+        self._until(lambda: home.where not in (Where.READING, Where.WRITING))
+        with self._lock:
             self._refusals.is_written(home)
             self._drop(home)
             home.replace_copy(None)
@@ -385,7 +397,8 @@ class StateStore:
 
     def hold(self, index: int) -> Copy | torch.UntypedStorage | None:
         """The copy on the drive, which stays as it is until :meth:`release`; one in memory if that is ahead of it."""
-        with self._changed:
+        with self._lock:
+            self._returned.give_back()
             home = self._homes[index]
             if home.is_dirty and home.storage is not None:
                 self.slots.used_here(home.storage)
@@ -395,35 +408,49 @@ class StateStore:
             return home.copy
 
     def release(self, copies: Iterable[Copy]) -> None:
-        """Let go of held copies. Waits for no lock: their holder may die in the garbage collector, under any lock.
+        """Let go of held copies."""
+        with self._lock:
+            for copy in copies:
+                copy.release()
 
-        Files take an extent back without one. Host memory does not: what lay there is given back with the next move.
-        """
-        self._returned.note(copies)
-        if self._changed.acquire(blocking=False):
-            try:
-                self._returned.give_back_extents()
-            finally:
-                self._changed.release()
+    def release_with(self, hold: Hold, copies: list[Copy]) -> None:
+        """The same when their holder has died, with the next move or :meth:`settle`; more may come to the list."""
+        with self._lock:
+            self._returned.watch(hold, copies)
 
-    @spanned("lightning_ssd::stall")
-    def _wait(self) -> None:
-        """Until something has changed."""
+    def settle(self) -> None:
+        """Give back what dead holders held."""
+        with self._lock:
+            self._returned.give_back()
+
+    def _until(self, is_done: Callable[[], bool]) -> None:
+        """Wait for a change after which this is so, asked under the lock."""
+        while True:
+            with self._lock:
+                if is_done():
+                    return
+                latch = self._next()
+            if latch is not None:
+                with span("lightning_ssd::stall"):
+                    latch.wait()
+
+    def _next(self) -> Latch | None:
+        """What to wait for; ``None`` where nothing moves, and what can be done about it has been."""
         if self._is_closed:
             raise OffloaderClosedError("the optimizer's files are closed; make a new offloader for more steps")
         if not any(home.where in (Where.READING, Where.WRITING) for home in self._homes):
             # Nothing will free a slot by itself: let go of what is kept, or of one more than was allowed.
             self._num_allowed += not self._let_go_of_one()
             self._pump()
-            return
-        self._changed.wait()
+            return None
+        return self._changed.next()
 
     def close(self) -> None:
         """Forget everything. The tiers belong to whoever opened them."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._queue.clear()
             for home in self._homes:
                 self._drop(home)
             self.slots.clear()
-            self._changed.notify_all()
+            self._changed.tell()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +40,7 @@ from lightning_ssd.storage.streams import Copies, Mark
 from lightning_ssd.storage.tiers import SsdTier, Tier
 from lightning_ssd.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.tier_meter import TierMeter
+from lightning_ssd.waiting import Latch
 
 __all__ = ["TensorCache", "Tiers"]
 
@@ -151,6 +151,7 @@ class TensorCache:
         self.parameters.refresh()
         with self.ledger.lock:
             self.ledger.settle()
+            self.ledger.recount()
             self._prune()
             self._passes.enter(current)
 
@@ -336,30 +337,42 @@ class TensorCache:
 
     def _pack_storage(
         self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
-    ) -> SavedTensor:
+    ) -> Kept | SavedTensor:
+        if self._fetcher.closed:  # hooks that are there still: an interrupt came when their pass was to take them away
+            return keep(tensor, tensor._is_view())
         probe = VersionProbe(tensor)
-        with self.ledger.lock:
-            self.ledger.settle()
-            record = self._by_storage.get(storage._cdata)
-            lease = record.lease() if record is not None and record.lease is not None else None
-            is_known = record is not None and lease is not None and record.nbytes == nbytes
-            is_same = is_known and record is not None and record.is_same_value(probe.saved, tensor)
-            if record is None or lease is None or not is_same or not record.shows(tensor, self._mark):
-                self._admit(current, nbytes)
-                lease = self._open(current, storage, SavedParts(nbytes, tensor), probe)
-            lease.record.num_tensors += 1
-            self._deferred.look()
+        while True:
+            with self.ledger.lock:
+                self.ledger.settle()
+                lease = self._find(tensor, storage, nbytes, probe)
+                room = self._admit(current, nbytes) if lease is None else None
+                if room is None:
+                    lease = lease or self._open(current, storage, SavedParts(nbytes, tensor), probe)
+                    lease.record.num_tensors += 1
+                    self._deferred.look()
+                    break
+            self._fetcher.wait_for_room(current, nbytes, room)
         self._run_ahead.wait()
         if self._copies is not None:
             self._copies.protect(tensor)
         return SavedTensor(lease, TensorSpec.of(tensor), probe, Origin.of(tensor))
 
+    def _find(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe
+    ) -> Lease | None:
+        """Of a storage that was saved before, in this version, with all that the tensor shows."""
+        record = self._by_storage.get(storage._cdata)
+        lease = record.lease() if record is not None and record.lease is not None else None
+        if record is None or lease is None or record.nbytes != nbytes:
+            return None
+        is_same = record.is_same_value(probe.saved, tensor) and record.shows(tensor, self._mark)
+        return lease if is_same else None
+
     def _open(self, current: SavedPass, storage: torch.UntypedStorage, parts: SavedParts, probe: VersionProbe) -> Lease:
         """A storage seen for the first time in this version: keep it, or have it written."""
         nbytes = storage.nbytes()
         record = SavedStorage(self.ledger, storage, nbytes, probe, parts, index=len(current.records))
-        lease = Lease(record)
-        record.lease = weakref.ref(lease)
+        lease = Lease(record, storage)
         self._by_storage[record.key.cdata] = record
         record.home = current
         placement, reason = self._place(current, nbytes)
@@ -392,13 +405,13 @@ class TensorCache:
             self.ledger.counters.bytes_kept += nbytes
         self._events.append(PlacementEvent(placement.value, nbytes, reason, record.packed_s))
 
-    def _admit(self, current: SavedPass, nbytes: int) -> None:
-        """Under a budget, wait until the next storage fits."""
+    def _admit(self, current: SavedPass, nbytes: int) -> Latch | None:
+        """Under a budget, what to wait for before the next storage fits."""
         limit = current.limit_bytes if current.guide is None else current.guide.limit_bytes
         if limit is None or self.ledger.counters.resident_bytes + nbytes <= limit:
-            return
+            return None
         self._deferred.send_all()
-        self._fetcher.admit(current, nbytes, limit)
+        return self._fetcher.admit(nbytes, limit)
 
     def _place(self, current: SavedPass, nbytes: int) -> tuple[Placement, str]:
         """Where a storage goes, and why."""

@@ -10,8 +10,10 @@ Three small things, none of which moves a byte:
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -50,13 +52,19 @@ class StorageKey:
     An address or a ``StorageImpl`` pointer alone is no identity: both are recycled within one forward. While a
     ``StorageKey`` lives, its ``StorageImpl`` struct (not its memory) stays allocated, so that ``cdata`` cannot
     name another storage.
+
+    Note [dying in C]: no Python code runs when one dies, because a ``KeyboardInterrupt`` that came in there would be
+    lost. The weak reference of Python notes the death, and the next key gives back what the dead ones held.
     """
 
-    __slots__ = ("_weak", "cdata")
+    __slots__ = ("__weakref__", "_weak", "cdata")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.cdata: int = storage._cdata
         self._weak = cast(int, storage._weak_ref())
+        _pointers[weakref.ref(self, _dead.append)] = self._weak
+        if _dead:
+            _give_back()
 
     def alive(self) -> bool:
         """Whether anyone still holds the storage."""
@@ -67,9 +75,18 @@ class StorageKey:
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak)
         return storage
 
-    def __del__(self, _free: Any = torch.UntypedStorage._free_weak_ref) -> None:
-        # `_free` is bound early: at interpreter exit the torch module may be gone before us.
-        _free(self._weak)
+
+_pointers: dict[weakref.ref[StorageKey], int] = {}
+_dead: deque[weakref.ref[StorageKey]] = deque()
+
+
+def _give_back() -> None:
+    while _dead:
+        try:
+            weak = _pointers.pop(_dead.popleft())
+        except IndexError:  # another thread has taken the last one
+            return
+        torch.UntypedStorage._free_weak_ref(weak)  # type: ignore[no-untyped-call]
 
 
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)

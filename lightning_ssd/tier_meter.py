@@ -15,6 +15,7 @@ from lightning_ssd.storage.arena import SPACE_ADVICE
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.probe import Rates
 from lightning_ssd.storage.tiers import Progress, SsdTier
+from lightning_ssd.undisturbed import undisturbed
 
 __all__ = ["TierMeter", "measure_copies"]
 
@@ -92,9 +93,8 @@ class _Channels:
             self._read.sample(now.read_bytes - before.read_bytes, now.read_busy_s - before.read_busy_s)
             self._seen, self._seen_s = now, now_s
         if self._probe is not None and not (self._write.value and self._read.value):
-            probe, self._probe = self._probe, None
             try:
-                probed = probe()
+                probed = undisturbed(self._probe, "lightning_ssd-probe")
             # As with a failed write: nothing is moved, training goes on. A device or a host without the memory to try
             # copies with raises a RuntimeError of PyTorch's.
             except (OSError, StorageError, RuntimeError, MemoryError) as error:
@@ -103,6 +103,7 @@ class _Channels:
                 self._unusable = f"{self._place} could not be measured ({reason})"
                 warnings.warn(f"{self._unusable}; nothing will be moved there{advice}", stacklevel=2)
                 probed = Rates(0.0, 0.0)
+            self._probe = None
             self._write = self._write if self._write.value else RateEstimate(probed.write_per_s)
             self._read = self._read if self._read.value else RateEstimate(probed.read_per_s)
         return TierRates(

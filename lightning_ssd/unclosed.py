@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import operator
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
-__all__ = ["Closable", "close_in_any_case"]
+__all__ = ["Closable", "Unclosed", "close_in_any_case"]
 
 
 class Closable(Protocol):
@@ -22,29 +26,45 @@ class Closable(Protocol):
         """Idempotent."""
 
 
-_OPEN: weakref.WeakSet[Closable] = weakref.WeakSet()
+class Unclosed(weakref.ref[Closable]):
+    """Watches an open owner. When it is dropped, C code alone runs there and starts a thread: a ``KeyboardInterrupt``
+    in Python code that runs when something dies would be lost.
+    """
+
+    __slots__ = ("start",)
+
+    start: Callable[[], object]
+
+    def detach(self) -> None:
+        """The owner has closed itself."""
+        self.start = bool  # does nothing
+        _OPEN.pop(id(self), None)
 
 
-def close_in_any_case(owner: Closable, resources: ExitStack) -> weakref.finalize[Any, Any]:
+_OPEN: dict[int, Unclosed] = {}
+_start = operator.methodcaller("start")
+
+
+def close_in_any_case(owner: Closable, resources: ExitStack) -> Unclosed:
     """Close ``resources`` when their owner is dropped, and the owner when the interpreter goes.
 
     Returns:
         To be detached by an owner that closes itself.
     """
-    finalizer = weakref.finalize(owner, _close_elsewhere, resources, os.getpid())
-    finalizer.atexit = False  # no thread can be started then; see _close_all
-    _OPEN.add(owner)
-    return finalizer
+    watch = Unclosed(owner, _start)
+    watch.start = partial(_thread.start_new_thread, _close_elsewhere, (resources, os.getpid(), id(watch)))
+    _OPEN[id(watch)] = watch
+    return watch
 
 
-def _close_elsewhere(resources: ExitStack, pid: int) -> None:
-    """For an owner that was dropped.
-
-    This runs wherever the garbage collector does: perhaps under a lock that a worker waits for, perhaps in a worker. So
-    nothing is joined here.
+def _close_elsewhere(resources: ExitStack, pid: int, number: int) -> None:
+    """For an owner that was dropped, perhaps by the garbage collector under a lock that a worker waits for, perhaps in
+    a worker: so nothing is joined there.
     """
+    _OPEN.pop(number, None)
     if os.getpid() == pid:
-        threading.Thread(target=resources.close, name="lightning_ssd-close").start()
+        # Said, since else the new thread asks this one, which C has started, and makes an object for it that stays.
+        threading.Thread(target=resources.close, name="lightning_ssd-close", daemon=False).start()
 
 
 @atexit.register
@@ -54,8 +74,8 @@ def _close_all() -> None:
     Each is closed, whatever becomes of the others; the first error is raised then, with a note of every other one.
     """
     first: BaseException | None = None
-    for owner in list(_OPEN):
-        for end in (owner.abort, owner.close):
+    for owner in [watch() for watch in list(_OPEN.values())]:
+        for end in () if owner is None else (owner.abort, owner.close):
             try:
                 end()
             except BaseException as error:

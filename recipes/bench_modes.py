@@ -167,6 +167,7 @@ def _open_ours(stack: ExitStack, spec: ModeSpec, model: nn.Module, directory: Pa
         verify=settings.verify,  # type: ignore[arg-type]
         activation_budget=settings.budget_bytes,
         memory_budget=settings.memory_budget_bytes if spec.is_planned else None,
+        recompute_modules="blocks" if spec.is_planned else (),
     )
     offloader = lightning_ssd.Offloader(
         policy=policy,

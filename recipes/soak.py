@@ -153,7 +153,8 @@ class Soak:
         }
         if activations == "auto":
             chosen |= {"max_slowdown": dice.choice((1.1, 9.0))}
-            chosen |= {"activation_budget": dice.choice(_BUDGETS)} if dice.random() < 0.5 else {}
+            if dice.random() < 0.5:
+                chosen |= {"activation_budget": dice.choice(_BUDGETS), "recompute_modules": "blocks"}
         return OffloadPolicy(**chosen)
 
     def _episode(self, steps: int) -> None:

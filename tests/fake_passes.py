@@ -80,6 +80,7 @@ def run_pass(
     stall_s: float = 0.0,
     available_bytes: int | None = None,
     level_bytes: int = 0,
+    peak_bytes: int | None = None,
 ) -> tuple[Guide, bool]:
     """One pass that saves what the trace says."""
     guide, wants_trace = made.guide(signature, level_bytes=level_bytes, available_bytes=available_bytes)
@@ -99,7 +100,7 @@ def run_pass(
             end=predicted if step_s is None else step_s,
             level_bytes=level_bytes,
             stalls=((0.0, stall_s),),
-            peak_bytes=max(sizes, default=0),
+            peak_bytes=max(sizes, default=0) if peak_bytes is None else peak_bytes,
             written_bytes=NBYTES,
             read_bytes=NBYTES,
         )

@@ -275,7 +275,7 @@ def planned(directory: Path) -> None:
     budget = 500_000 - 100_000 * RANK
     for policy in (
         {"activations": "recompute_offload"},
-        {"activations": "auto", "min_tensor_bytes": 0, "activation_budget": budget},
+        {"activations": "auto", "min_tensor_bytes": 0, "activation_budget": budget, "recompute_modules": "blocks"},
     ):
         strategy = ours(directory, **policy)
         _, module = fit(Planned, strategy, directory, devices=2, max_epochs=2)

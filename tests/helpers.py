@@ -36,6 +36,7 @@ class Setup:
     verify: str = "off"
     activation_budget: int | None = None
     max_slowdown: float = 1.02
+    recompute_modules: str = ""  # what plans may recompute: "blocks", the name of a class
     settled: bool = False  # wait for the plan after each backward, so that the next step follows it
 
 
@@ -108,6 +109,7 @@ def open_offloader(directory: Path, setup: Setup = DRAINED, **extra: Any) -> Ite
         verify=setup.verify,  # type: ignore[arg-type]
         activation_budget=setup.activation_budget,
         max_slowdown=setup.max_slowdown,
+        recompute_modules=setup.recompute_modules or (),
     )
     hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
     with Offloader(policy=policy, hardware=hardware, **extra) as offloader:

@@ -114,6 +114,7 @@ def offloaded(
 
 
 def used_bytes(optimizer: OffloadedOptimizer) -> int:
+    optimizer._states.store.settle()
     return sum(arena.used_bytes for tier in optimizer._states.store.tiers for arena in tier._arenas)
 
 

@@ -89,6 +89,7 @@ def assert_all_hold(store: StateStore, indices: Iterable[int], value: int | None
 
 
 def used_bytes(store: StateStore) -> int:
+    store.settle()
     return sum(arena.used_bytes for tier in store.tiers for arena in tier._arenas)
 
 

@@ -93,6 +93,7 @@ def test_defaults_are_valid_and_print_as_written() -> None:
         ),
         ({"recompute_modules": ["Block", ""]}, r"recompute_modules contains ''"),
         ({"recompute_modules": [3]}, r"recompute_modules contains 3"),
+        ({"recompute_modules": ("blocks", "Block")}, r"names classes besides \"blocks\".*allowed: one or the other"),
         ({"recompute_modules": 3}, r"OffloadPolicy.recompute_modules=3 is a int; allowed: names of classes"),
         ({"recompute_modules": None}, r"recompute_modules=None is a NoneType; allowed: names of classes"),
         ({"recompute_modules": b"Block"}, r"recompute_modules=b'Block' is a bytes"),
@@ -227,3 +228,19 @@ def test_a_unit_without_its_b_is_named(text: str) -> None:
     message = r'is not a size; did you mean "4GB" \(powers of 1,000\) or "4GiB" \(of 1,024\)\?; allowed: bytes'
     with pytest.raises(ConfigError, match=message):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("activations", "names", "expected"),
+    [
+        ("auto", (), None),
+        ("auto", "blocks", ()),
+        ("auto", "Block", ("Block",)),
+        ("recompute", (), ()),
+        ("recompute_offload", "blocks", ()),
+        ("recompute", ["One", "Two"], ("One", "Two")),
+        ("offload", (), None),
+    ],
+)
+def test_what_may_be_recomputed(activations: Any, names: Any, expected: Any) -> None:
+    assert OffloadPolicy(activations=activations, recompute_modules=names).recomputable_classes == expected

@@ -16,6 +16,7 @@ from lightning_ssd.byproducts import random_states
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.inner_step import InnerStep
 from lightning_ssd.own_attributes import Attributes
+from lightning_ssd.rehearsal import Rehearsal
 from tests import optimizer_pairs
 
 MANY = ((128, 150),) * 6 + ((7,),)
@@ -334,7 +335,7 @@ def test_a_call_that_does_not_count_leaves_nothing() -> None:
     pair = Pair(TakesNotes)
     pair.set_gradients()
     before, keys = Attributes(pair.inner), vars(pair.inner).keys() | set()
-    InnerStep(pair.inner).rehearse(pair.mine[0], 0)
+    Rehearsal(InnerStep(pair.inner), pair.inner).play(pair.mine[0], 0, None, num_calls=2)
     assert before.changed(Attributes(pair.inner)) == []
     assert vars(pair.inner).keys() == keys
     assert pair.are_untouched()

@@ -28,7 +28,7 @@ def test_most_states_are_not_in_memory(spill_dir: Path) -> None:
         stats = optimizer.stats
         assert stats.state_bytes == STATE_BYTES
         assert stats.resident_peak_bytes <= 0.2 * stats.state_bytes
-        assert not optimizer.inner.state
+        assert not optimizer._states.lent
 
 
 @pytest.mark.parametrize("share", [0.5, 2.0])

@@ -1,4 +1,4 @@
-"""What holders of optimizer states let go of: noted by anybody at any moment, given back later, each once."""
+"""What holders of optimizer states let go of: noted in C wherever they die, given back later, each once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning_ssd.returned_copies import ReturnedCopies
-from lightning_ssd.state_home import Copy
+from lightning_ssd.state_home import Copy, Hold
 from tests.threads import at_once
 
 
@@ -20,19 +20,19 @@ class Tier:
         self.freed.append(stored)
 
 
-class Cached(Copy):
-    is_cached = True
-
-
-def test_files_get_theirs_back_without_host_memory() -> None:
-    tier, returned = Tier(), ReturnedCopies()
-    returned.note([Copy(tier, "file"), Cached(tier, "memory")])
+def test_they_are_given_back_when_their_holder_is_dead_and_somebody_has_time() -> None:
+    tier, returned, hold = Tier(), ReturnedCopies(), Hold()
+    copies = [Copy(tier, 0)]
+    returned.watch(hold, copies)
+    copies.append(Copy(tier, 1))
+    returned.give_back()
     assert tier.freed == []
-    returned.give_back_extents()
-    assert tier.freed == ["file"]
+    del hold
+    assert tier.freed == []
     for _ in range(2):
         returned.give_back()
-        assert tier.freed == ["file", "memory"]
+        assert sorted(tier.freed) == [0, 1]
+    assert not returned._watched
 
 
 def test_what_another_one_holds_stays() -> None:
@@ -40,17 +40,21 @@ def test_what_another_one_holds_stays() -> None:
     copy = Copy(tier, "shared")
     copy.num_holders += 1
     for freed in ([], ["shared"]):
-        returned.note([copy])
+        returned.watch(Hold(), [copy])  # dies at once
         returned.give_back()
         assert tier.freed == freed
 
 
-def test_no_note_is_lost_whoever_makes_it() -> None:
+def test_no_note_is_lost_wherever_holders_die() -> None:
     tier, returned = Tier(), ReturnedCopies()
+    holds = [Hold() for _ in range(2000)]
+    for number, hold in enumerate(holds):
+        returned.watch(hold, [Copy(tier, number)])
+    del hold
 
     def work(first: int) -> None:
         for number in range(first, first + 500):
-            returned.note([(Cached if number % 2 else Copy)(tier, number)])
+            holds[number] = None  # type: ignore[call-overload]
             if first == 0:  # the owner, who has the lock
                 returned.give_back()
 

@@ -176,7 +176,7 @@ def test_a_plan_that_recomputes_is_traced_again() -> None:
     """Its pass saves other things: until it has been seen, nothing is known of it."""
     trace = make_trace(blocks=True)
     floor = smallest_budget(trace, SLOW, module.Goal(recompute=True))
-    with opened(machine=machine_of(SLOW), activation_budget=max(floor, 6 * NBYTES)) as made:
+    with opened(machine=machine_of(SLOW), activation_budget=max(floor, 6 * NBYTES), recompute=True) as made:
         run_pass(made, trace)
         made.wait()
         guide, wants_trace = made.guide("a", level_bytes=0, available_bytes=None)
@@ -184,6 +184,17 @@ def test_a_plan_that_recomputes_is_traced_again() -> None:
         assert wants_trace
         assert guide.followed is None
         assert all(guide.block(b) == (b in guide.recompute) for b in range(4))
+
+
+@pytest.mark.parametrize("limit", [{"activation_budget": 6 * NBYTES}, {"wear_bytes_per_day": 1}, {}])
+def test_without_consent_nothing_is_recomputed(limit: dict[str, int]) -> None:
+    """Neither for a budget, nor for wear, nor where memory is scarce."""
+    with opened(machine=machine_of(SLOW), **limit) as made:
+        for _ in range(4):
+            guide, _ = run_pass(made, make_trace(blocks=True), available_bytes=5 * NBYTES)
+            made.wait()
+            assert not guide.recompute
+            assert not made.guide("a", level_bytes=0, available_bytes=5 * NBYTES)[0].recompute
 
 
 def test_an_error_of_the_planner_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +287,7 @@ def test_room_for_what_is_recomputed_is_not_taken_from_a_pass_that_recomputes_no
     make = module.make_plan
     monkeypatch.setattr(module, "make_plan", planned)
     trace, budget = make_trace(blocks=True), 6 * NBYTES
-    with opened(machine=machine_of(SLOW), activation_budget=budget) as made:
+    with opened(machine=machine_of(SLOW), activation_budget=budget, recompute=True) as made:
         for _ in range(2):  # the second one as if begun earlier
             run_pass(made, trace)
             made.wait()

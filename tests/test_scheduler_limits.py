@@ -12,7 +12,8 @@ from lightning_ssd.errors import BudgetError
 from lightning_ssd.planning.guide import Guide
 from lightning_ssd.planning.limits import Wishes
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.planner import BudgetTooSmall
+from lightning_ssd.planning.plan import Goal, Machine
+from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
 from lightning_ssd.scheduler import FinishedPass, Scheduler
 from tests.fake_passes import (
     COUNT,
@@ -107,6 +108,31 @@ def test_a_budget_that_was_kept_is_not_refused(monkeypatch: pytest.MonkeyPatch) 
         run_pass(made, make_trace(COUNT + 1))
         made.wait()
         assert num_calls == 2
+
+
+def test_a_budget_that_recomputing_would_keep_names_the_line_to_add() -> None:
+    trace = make_trace(blocks=True)
+    nowhere = Machine()  # to move to
+    without, with_it = (smallest_budget(trace, nowhere, Goal(recompute=recompute)) for recompute in (False, True))
+    assert with_it < without
+    with opened(machine=machine_of(nowhere), activation_budget=with_it) as made:
+        run_pass(made, trace, peak_bytes=COUNT * NBYTES)
+        with pytest.raises(BudgetError) as raised:
+            made.wait()
+    text = str(raised.value)
+    assert f"the smallest possible is {without} bytes" in text
+    assert (
+        f'With OffloadPolicy(recompute_modules="blocks"), which lets blocks run again in backward: {with_it} ' in text
+    )
+    with opened(machine=machine_of(nowhere), activation_budget=with_it, recompute=True) as made:
+        run_pass(made, trace, peak_bytes=COUNT * NBYTES)
+        made.wait()  # as was said
+        assert made.guide("a", level_bytes=0, available_bytes=None)[0].recompute
+    with opened(machine=machine_of(nowhere), activation_budget=with_it // 2, recompute=True) as made:
+        run_pass(made, trace, peak_bytes=COUNT * NBYTES)
+        with pytest.raises(BudgetError) as raised:
+            made.wait()
+    assert "recompute_modules" not in str(raised.value), "they may be recomputed already"
 
 
 def test_an_impossible_memory_budget_names_what_else_is_in_memory() -> None:

@@ -59,6 +59,7 @@ def shelf_of(optimizer: OffloadedOptimizer, nbytes: int) -> Shelf:
 
 
 def used_bytes(optimizer: OffloadedOptimizer) -> int:
+    optimizer._states.store.settle()
     return sum(arena.used_bytes for tier in optimizer._states.files.tiers for arena in tier._arenas)
 
 

@@ -16,7 +16,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.events import EventLog
 from lightning_ssd.optimizer import OffloadedOptimizer
 from lightning_ssd.slots import SlotMover
-from lightning_ssd.state_home import Copy
+from lightning_ssd.state_home import Copy, Hold
 from lightning_ssd.state_store import StateStore
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
@@ -259,8 +259,10 @@ def test_a_held_copy_may_die_under_the_lock_of_host_memory(spill_dir: Path) -> N
         put(store, 0, 8)
         store.wait_for_writes()
         assert store._destinations._host.used_bytes == 2 * NBYTES
+        holds = [Hold()]
+        store.release_with(holds[0], [held])
         with store._destinations._host._lock, store._destinations._host.arena._lock:
-            thread = threading.Thread(target=store.release, args=([held],), daemon=True)
+            thread = threading.Thread(target=holds.clear, daemon=True)  # the last reference
             thread.start()
             thread.join(5)
             assert not thread.is_alive(), "it waits for a lock"

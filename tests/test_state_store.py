@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_ssd.errors import OffloaderClosedError
-from lightning_ssd.state_home import Copy
+from lightning_ssd.state_home import Copy, Hold
 from tests.state_stores import (
     NBYTES,
     Drive,
@@ -126,8 +126,10 @@ def test_a_dying_holder_waits_for_no_lock(drive: Drive, tmp_path: Path) -> None:
         put(store, 0, 2)
         store.flush()
         assert used_bytes(store) == 2 * NBYTES
-        with store._changed:
-            within_patience(lambda: store.release([held]))
+        hold = Hold()
+        store.release_with(hold, [held])
+        with store._lock:
+            del hold  # the last reference
         store.evict([0])
         assert used_bytes(store) == NBYTES
         assert_holds(store, 0, 2)
@@ -206,7 +208,7 @@ def test_random_use_is_as_a_dictionary(num_slots: int, drive: Drive, tmp_path: P
                 case 6 if step % 5 == 0:
                     store.forget(index)
                     expected.pop(index, None)
-            with store._changed:  # workers change both
+            with store._lock:  # workers change both
                 assert store.slots.lent_bytes <= store.num_slots * NBYTES
 
         within_patience(act)

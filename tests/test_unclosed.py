@@ -31,7 +31,7 @@ class Owner:
 def owners(monkeypatch: pytest.MonkeyPatch) -> list[Owner]:
     """Two fail, the one in closing and the other one before it; two do not."""
     made = [Owner(), Owner(close_error=RuntimeError("first")), Owner(abort_error=KeyboardInterrupt("second")), Owner()]
-    monkeypatch.setattr(unclosed, "_OPEN", made)
+    monkeypatch.setattr(unclosed, "_OPEN", dict(enumerate(map(weakref.ref, made))))
     return made
 
 
@@ -44,6 +44,6 @@ def test_one_that_fails_leaves_no_other_open(owners: list[Owner]) -> None:
 
 def test_where_none_fails_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [Owner(), Owner()]
-    monkeypatch.setattr(unclosed, "_OPEN", weakref.WeakSet(made))
+    monkeypatch.setattr(unclosed, "_OPEN", dict(enumerate(map(weakref.ref, made))))
     unclosed._close_all()
     assert [owner.calls for owner in made] == [["abort", "close"]] * 2

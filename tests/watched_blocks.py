@@ -26,6 +26,9 @@ class Watch:
     def block_inputs(self, nbytes: int) -> None:
         self.told.append(nbytes)
 
+    def block_is_kept(self) -> None:
+        """Somebody else has decided."""
+
     def block_leaves(self) -> None:
         self.told.append("left")
 

@@ -31,6 +31,8 @@ class Wishes:
     activation_budget: int | None = None
     memory_budget: int | None = None
     wear_bytes_per_day: int | None = None
+    recompute: bool = False
+    """Whether blocks may be recomputed."""
 
     @property
     def has_budget(self) -> bool:
@@ -138,26 +140,40 @@ class Limits:
         """Whether the limit is no longer the one that the traced pass was planned for."""
         return self.all_counts and others.peak_bytes is not None and others.grown_bytes > 0
 
-    def impossible(self, smallest_bytes: int, others: Others, *, unusable: str | None = None) -> BudgetError:
+    def impossible(
+        self,
+        smallest_bytes: int,
+        others: Others,
+        *,
+        unusable: str | None = None,
+        recomputing_bytes: int | None = None,
+    ) -> BudgetError:
         """The error for a budget that no plan keeps.
 
         Args:
             smallest_bytes: of saved activations, for which a plan is known.
             others: what else is in memory.
             unusable: why nothing can be moved to a drive, so that a larger budget is only the second best advice.
+            recomputing_bytes: the smallest one if blocks may be recomputed; ``None``: that gains nothing, or they may.
         """
         got, smallest = self._got_and_smallest(smallest_bytes, others)
+        advice = ""
+        if recomputing_bytes is not None:
+            less = self._got_and_smallest(recomputing_bytes, others)[1]
+            advice = (
+                f'. With OffloadPolicy(recompute_modules="blocks"), which lets blocks run again in backward: {less}'
+            )
         is_worn = self._wishes.wear_bytes_per_day is not None
         wear = "raise wear_budget (it limits what may be moved), " if is_worn else ""
         fact = f"OffloadPolicy.{got} cannot be kept by any plan for this model and batch"
         if unusable is not None:
             return BudgetError(
-                f"{fact}, because no drive could be used: {unusable}. Without one the smallest possible is {smallest}. "
-                "Free space there, or name other directories in HardwareProfile(paths=...): with a drive it is lower. "
-                "Or raise the budget, or make the batch smaller"
+                f"{fact}, because no drive could be used: {unusable}. Without one the smallest possible is "
+                f"{smallest}{advice}. Free space there, or name other directories in HardwareProfile(paths=...): with "
+                "a drive it is lower. Or raise the budget, or make the batch smaller"
             )
         return BudgetError(
-            f"{fact}; the smallest possible is {smallest}. "
+            f"{fact}; the smallest possible is {smallest}{advice}. "
             f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes"
         )
 

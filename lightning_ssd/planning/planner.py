@@ -29,7 +29,7 @@ from lightning_ssd.planning.recomputation import inner_storages, input_of
 from lightning_ssd.planning.simulator import predict
 from lightning_ssd.planning.trace import Trace
 
-__all__ = ["BudgetTooSmall", "Judged", "judge", "make_plan", "smallest_budget"]
+__all__ = ["BudgetTooSmall", "Judged", "judge", "make_plan", "recomputing_budget", "smallest_budget"]
 
 TOLERANCE = 1.002
 """Plans closer than this are equal."""
@@ -134,6 +134,14 @@ def smallest_budget(trace: Trace, machine: Machine, goal: Goal) -> int:
     machine = usable(machine)
     candidates = [c for v in variants(trace, goal) for c in family(v, machine, goal)]
     return _smallest(candidates, machine)[0]
+
+
+def recomputing_budget(trace: Trace, machine: Machine, goal: Goal) -> int | None:
+    """The same if blocks might be recomputed besides; ``None``: they may be, or it would not be less."""
+    if goal.recompute or trace.recomputed or not trace.blocks:
+        return None
+    least = smallest_budget(trace, machine, replace(goal, recompute=True))
+    return least if least < smallest_budget(trace, machine, goal) else None
 
 
 def judge(candidates: Iterable[Candidate], machine: Machine, goal: Goal) -> Iterator[Judged]:

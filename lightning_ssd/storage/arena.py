@@ -13,7 +13,6 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,9 +51,8 @@ class Arena:
     The file lies in ``directory/.lightning_ssd-<uid>`` (0700, ours, no symlink), which is made when missing and
     removed at close.
 
-    Note [freeing inside garbage collection]: an extent's owner may be finalised anywhere, also inside ``allocate``
-    of the same thread, with the lock taken. So ``free`` never waits for the lock: it checks and forgets the extent
-    with one atomic dictionary operation, and hands the range to whoever holds the lock next.
+    Note [freeing waits for nobody]: the lock is held while the file grows. So ``free`` leaves the extent, in one step
+    that nothing can divide, to whoever holds the lock next.
 
     Args:
         directory: the user's directory.
@@ -85,12 +83,16 @@ class Arena:
         ``None``: whoever maps the file sees what was written."""
         self.is_mapped = False
         """Whether parts of the file are, or were, shown as memory: that outlives :meth:`close`."""
+        self.is_distrusted = False
+        """Whether the system may have lost bytes on their way to it."""
+        self.write_numbers: Any = None
+        """Which write covers what (encryption)."""
         self._growth_bytes = growth_bytes
         self._clock = clock
         self._pid = os.getpid()
         self._extents = ExtentAllocator(block_bytes)
         self._lent: dict[int, Extent] = {}
-        self._returned: deque[Extent] = deque()
+        self._returned: dict[int, Extent] = {}
         self._full_until = 0.0
         self._refused_bytes = 0
         self._num_users = 0
@@ -107,7 +109,9 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         """Bytes in extents that are lent."""
-        self._drain_returned()
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._merge_returned()
         return self._extents.used_bytes
 
     @property
@@ -136,17 +140,20 @@ class Arena:
         that got the same number.
         """
         self._check_usable()
-        with self._lock:
-            self._check_usable()
-            self._num_users += 1
+        is_counted = False
         try:
+            with self._lock:
+                self._check_usable()
+                self._num_users += 1
+                is_counted = True
             yield self._fd
         finally:
-            with self._lock:
-                self._num_users -= 1
-                last = self._closed and self._num_users == 0
-            if last:
-                self._release()
+            if is_counted:
+                with self._lock:
+                    self._num_users -= 1
+                    last = self._closed and self._num_users == 0
+                if last:
+                    self._release()
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of at least ``nbytes`` bytes; the file grows where needed. Zero bytes need no place in the file.
@@ -199,13 +206,9 @@ class Arena:
         """
         if extent.nbytes == 0 or self._closed or os.getpid() != self._pid:
             return
-        lent = self._lent.pop(extent.offset, None)
-        if lent != extent:
-            if lent is not None:
-                self._lent[lent.offset] = lent
+        if self._lent.get(extent.offset) != extent or extent.offset in self._returned:
             raise ValueError(f"{extent} is not lent by {self.path}: it was freed twice, or belongs to another arena")
-        self._returned.append(extent)
-        self._drain_returned()
+        self._returned[extent.offset] = extent
 
     def close(self) -> None:
         """Give file and space back to the system. Idempotent; takes effect when the last transfer is done."""
@@ -251,16 +254,10 @@ class Arena:
             if error.errno == errno.EBADF:
                 raise
 
-    def _drain_returned(self) -> None:
-        if os.getpid() == self._pid and self._lock.acquire(blocking=False):
-            try:
-                self._merge_returned()
-            finally:
-                self._lock.release()
-
     def _merge_returned(self) -> None:
-        while self._returned:
-            self._extents.free(self._returned.popleft())
+        for offset, extent in list(self._returned.items()):
+            self._extents.free(extent)
+            del self._lent[offset], self._returned[offset]
 
     def _grow(self, nbytes: int) -> None:
         need = self._extents.round_up(nbytes) - self._extents.tail_free_bytes

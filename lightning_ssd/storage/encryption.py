@@ -65,9 +65,8 @@ class EncryptedBackend(WrappedBackend):
         # next() on it is atomic: workers ask without a lock.
         self._count = itertools.count()
         self._staging = StagingPool(staging_bytes)
-        # Guards the table and the write numbers in it. A leaf lock: no bytes move and nobody is called under it.
+        # Guards the write numbers of all arenas. A leaf lock: no bytes move and nobody is called under it.
         self._lock = threading.Lock()
-        self._numbers: weakref.WeakKeyDictionary[Arena, _WriteNumbers] = weakref.WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -79,8 +78,7 @@ class EncryptedBackend(WrappedBackend):
 
     def open_arena(self, directory: Path) -> Arena:
         arena = self.inner.open_arena(directory)
-        with self._lock:
-            self._numbers[arena] = _WriteNumbers()
+        arena.write_numbers = _WriteNumbers()
         arena.reader = partial(self._read_part, weakref.ref(arena))
         return arena
 
@@ -110,8 +108,8 @@ class EncryptedBackend(WrappedBackend):
         super().close()
 
     def _numbers_of(self, arena: Arena) -> _WriteNumbers:
-        numbers = self._numbers.get(arena)
-        if numbers is None:
+        numbers = arena.write_numbers
+        if not isinstance(numbers, _WriteNumbers):
             raise StorageError(f"{arena.path} was opened by another backend; open arenas with the one that uses them")
         return numbers
 

@@ -90,6 +90,16 @@ class ExtentAllocator:
         self._capacity_bytes += nbytes
         self._merge(start, nbytes)
 
+    def recover(self) -> None:
+        """Find what is free anew from what is lent: an interrupt has divided a change."""
+        self._used_bytes = sum(self._used.values())
+        self._free, self._free_by_end, self._bins = {}, {}, [[] for _ in self._bins]
+        start = 0
+        for offset, nbytes in sorted({**self._used, self._capacity_bytes: 0}.items()):
+            if offset > start:
+                self._add_free(start, offset - start)
+            start = offset + nbytes
+
     def _bin_of(self, nbytes: int) -> int:
         return (nbytes // self._block_bytes).bit_length()
 

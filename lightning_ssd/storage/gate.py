@@ -27,28 +27,27 @@ class UrgentGate:
     """
 
     def __init__(self) -> None:
-        self._num_urgent = 0
-        # Guards the count. A leaf lock: entered under the lock of the queue that reads.
+        self._urgent: set[object] = set()
+        # Guards who leaves and who waits; workers alone take it. A leaf lock.
         self._changed = threading.Condition(threading.Lock())
 
     @property
     def num_urgent(self) -> int:
         """Urgent reads that wait or are under way."""
-        return self._num_urgent
+        return len(self._urgent)
 
-    def enter(self) -> None:
-        """A read has become urgent."""
-        with self._changed:
-            self._num_urgent += 1
+    def enter(self, read: object) -> None:
+        """A read has become urgent. One step, which neither another thread nor an interrupt divides."""
+        self._urgent.add(read)
 
-    def leave(self) -> None:
-        """An urgent read has ended, however."""
+    def leave(self, read: object) -> None:
+        """A read has ended, however. Called by workers."""
         with self._changed:
-            self._num_urgent -= 1
-            if self._num_urgent == 0:
+            self._urgent.discard(read)
+            if not self._urgent:
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Block while a read is urgent, but no longer than this. The caller holds no lock."""
+        """Block while a read is urgent, but no longer than this. Called by workers, which hold no lock."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_urgent == 0, timeout_s)
+            self._changed.wait_for(lambda: not self._urgent, timeout_s)

@@ -91,9 +91,13 @@ class HostArena:
             self._opened()
             if nbytes == 0:
                 return Extent(0, 0)
-            extent = self._extents.allocate(nbytes)
-            if extent is None and self._grow(nbytes):
+            try:
                 extent = self._extents.allocate(nbytes)
+                if extent is None and self._grow(nbytes):
+                    extent = self._extents.allocate(nbytes)
+            except BaseException:
+                self._extents.recover()
+                raise
             return extent
 
     def free(self, extent: Extent) -> None:
@@ -106,7 +110,11 @@ class HostArena:
             return
         with self._lock:
             if self._block is not None:
-                self._extents.free(extent)
+                try:
+                    self._extents.free(extent)
+                except BaseException:
+                    self._extents.recover()
+                    raise
 
     def prepare(self, extent: Extent, device: torch.device) -> None:
         """Lock the slabs under an extent where that has not been done; takes long for each new slab."""

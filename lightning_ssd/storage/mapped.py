@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import mmap
-import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,19 +17,21 @@ __all__ = [
     "PAGE_BYTES",
     "READ_WRITE",
     "MappedBlock",
+    "address_of",
     "array_type",
     "libc",
     "lock_memory",
+    "map_anonymous",
     "unlock_memory",
 ]
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
-_NO_ACCESS = 0  # PROT_NONE, which Python does not name
+_NO_ACCESS = 0  # PROT_NONE, which Python does not name everywhere
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_DONTFORK: int = getattr(mmap, "MADV_DONTFORK", 10)
+_WIPEONFORK = 18  # MADV_WIPEONFORK, likewise
 _HUGEPAGE: int = getattr(mmap, "MADV_HUGEPAGE", 14)
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 MAP_FAILED = ctypes.c_void_p(-1).value
@@ -45,9 +46,10 @@ libc.mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_int64,
 )
-libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_read_buffer = ctypes.pythonapi.PyObject_AsReadBuffer
+_read_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_ssize_t))
 
 
 @functools.lru_cache(maxsize=256)
@@ -60,8 +62,11 @@ class MappedBlock:
     """Anonymous memory, freed with its last reference. Only bytes that are touched cost memory.
 
     Note [fork]: before Linux 6.3 a direct read into private memory may be lost when another thread forks meanwhile
-    and two requests share a page (chunks of a tensor do). So children do not inherit the memory; and since something
-    else may lie at its address there, only the process that mapped it unmaps it, which ``mmap.mmap`` cannot promise.
+    and two requests share a page (chunks of a tensor do). So children do not inherit what is in it. They do inherit the
+    addresses, so that nothing else lies there when theirs are unmapped.
+
+    Note [dying in C]: ``mmap.mmap`` unmaps it, since a ``KeyboardInterrupt`` in Python code that runs when something
+    dies would be lost.
 
     Args:
         nbytes: how much.
@@ -73,34 +78,22 @@ class MappedBlock:
         MemoryError: the system has no such memory (or addresses) left.
     """
 
-    __slots__ = ("_length", "_mapped", "_pid", "address", "locked", "nbytes")
+    __slots__ = ("_map", "address", "locked", "nbytes")
 
     def __init__(self, nbytes: int, alignment: int = PAGE_BYTES, *, usable: bool = True) -> None:
         huge = nbytes >= HUGE_PAGE_BYTES
         alignment = max(alignment, HUGE_PAGE_BYTES if huge else PAGE_BYTES)
-        self._pid = os.getpid()
-        self._length = nbytes + alignment - PAGE_BYTES
-        self._mapped = 0
-        mapped = libc.mmap(None, self._length, READ_WRITE if usable else _NO_ACCESS, _PRIVATE_ANONYMOUS, -1, 0)
-        if mapped == MAP_FAILED:
-            raise MemoryError(
-                f"the system has no {self._length:,} bytes for a transfer buffer; free host memory, raise its limit "
-                "(ulimit -v, control group), or lower HardwareProfile.host_memory"
-            )
-        self._mapped = mapped
+        length = nbytes + alignment - PAGE_BYTES
+        self._map = map_anonymous(length, READ_WRITE if usable else _NO_ACCESS)
+        mapped = address_of(self._map)
         self.address = mapped + -mapped % alignment
         self.nbytes = nbytes
         self.locked = False
         # Advice: kernels without the feature refuse it, and everything still works.
-        libc.madvise(mapped, self._length, _DONTFORK)
+        libc.madvise(mapped, length, _WIPEONFORK)
         if huge:
             # Whole huge pages only: the tail must not cost up to 2 MiB more than was asked for.
             libc.madvise(self.address, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, _HUGEPAGE)
-
-    def __del__(self, _unmap: Any = libc.munmap, _getpid: Any = os.getpid) -> None:
-        # Both are bound early: at interpreter exit the modules may be gone before us.
-        if self._mapped and _getpid() == self._pid:
-            _unmap(self._mapped, self._length)
 
     def make_usable(self, start: int, nbytes: int) -> bool:
         """Take memory for a part (whole pages); ``False`` where the system refuses it."""
@@ -109,9 +102,29 @@ class MappedBlock:
 
     def export(self) -> ctypes.Array[ctypes.c_char]:
         """The memory as an object that keeps it mapped and can be watched by a weak reference."""
-        array = array_type(self.nbytes).from_address(self.address)
-        array.block = self  # type: ignore[attr-defined]
-        return array
+        return array_type(self.nbytes).from_buffer(self._map, self.address - address_of(self._map))
+
+
+def map_anonymous(nbytes: int, protection: int, flags: int = 0) -> mmap.mmap:
+    """Fresh private memory that is unmapped with the last reference to it, in C.
+
+    Raises:
+        MemoryError: the system has no such memory (or addresses) left.
+    """
+    try:
+        return mmap.mmap(-1, nbytes, _PRIVATE_ANONYMOUS | flags, protection)
+    except OSError as error:
+        raise MemoryError(
+            f"the system has no {nbytes:,} bytes for a transfer buffer ({error}); free host memory, raise its limit "
+            "(ulimit -v, control group), or lower HardwareProfile.host_memory"
+        ) from error
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where it is."""
+    address, nbytes = ctypes.c_void_p(), ctypes.c_ssize_t()
+    _read_buffer(memory, ctypes.byref(address), ctypes.byref(nbytes))
+    return address.value or 0
 
 
 def lock_memory(address: int, nbytes: int, device: torch.device | None = None) -> int:

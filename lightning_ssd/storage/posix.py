@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -60,7 +59,6 @@ class PosixBackend:
         self._staging = StagingPool(staging_bytes)
         # Guards the alignment, which workers may have to correct. A leaf lock: held for one comparison.
         self._lock = threading.Lock()
-        self._distrusted: weakref.WeakSet[Arena] = weakref.WeakSet()
         self.memory_alignment = 1
         self.block_bytes = PAGE_BYTES
         self._direct = direct
@@ -158,7 +156,7 @@ class PosixBackend:
             raise ValueError(
                 f"a {verb} of {region.nbytes} bytes at offset {offset}; allowed: multiples of {self.block_bytes}"
             )
-        if arena in self._distrusted:
+        if arena.is_distrusted:
             raise StorageError(
                 errno.EIO,
                 f"the system lost bytes on their way from the page cache to {arena.path} and does not say which; "
@@ -204,7 +202,7 @@ class PosixBackend:
             try:
                 _write_back(fd, nbytes, offset)
             except OSError:
-                self._distrusted.add(arena)
+                arena.is_distrusted = True
                 raise
         # Advice only: the data is safe where it is refused.
         with suppress(AttributeError, OSError):

@@ -19,6 +19,7 @@ import torch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.storage.mapped import PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
 from lightning_ssd.tensors import Region
+from lightning_ssd.waiting import Changes
 
 __all__ = ["ReloadPool", "StagingPool"]
 
@@ -57,7 +58,8 @@ class StagingPool:
         self._lent_bytes = 0
         self._closed = False
         # Guards all of the above and the queue. A leaf lock: memory is mapped and pinned outside of it.
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = Changes()
+        self._lock = self._changed.lock
         self._queue: deque[object] = deque()
 
     @property
@@ -68,7 +70,7 @@ class StagingPool:
     @property
     def spare_bytes(self) -> int:
         """Bytes kept for the next lease."""
-        with self._changed:
+        with self._lock:
             return sum(block.nbytes for block in self._spare)
 
     @contextmanager
@@ -86,30 +88,37 @@ class StagingPool:
 
     def close(self) -> None:
         """Free the spare buffers; lent ones are freed when their lease ends. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             spare, self._spare = self._spare, []
-            self._changed.notify_all()
+            self._changed.tell()
         self._free(spare)
 
     def _acquire(self, need: int) -> MappedBlock:
         ticket = object()
-        with self._changed:
-            self._queue.append(ticket)
-            try:
-                self._changed.wait_for(lambda: self._closed or (self._queue[0] is ticket and self._has_room(need)))
-                if self._closed:
-                    raise OffloaderClosedError("a staging buffer was asked for after the pool was closed")
-                block = _best_fit(self._spare, need)
-                if block is not None:
-                    self._spare.remove(block)
-                evicted = [] if block else self._evict(need)
-                self._lent_bytes += block.nbytes if block else need
-            finally:
+        try:
+            with self._lock:
+                self._queue.append(ticket)
+            block, evicted = self._changed.until(lambda: self._take(ticket, need))
+        finally:
+            with self._lock:
                 self._queue.remove(ticket)
-                self._changed.notify_all()
+                self._changed.tell()
         self._free(evicted)
         return block or self._create(need)
+
+    def _take(self, ticket: object, need: int) -> tuple[MappedBlock | None, list[MappedBlock]] | None:
+        """A spare block, if one fits, and those that have to go; ``None``: it is not our turn, or there is no room."""
+        if self._closed:
+            raise OffloaderClosedError("a staging buffer was asked for after the pool was closed")
+        if self._queue[0] is not ticket or not self._has_room(need):
+            return None
+        block = _best_fit(self._spare, need)
+        if block is not None:
+            self._spare.remove(block)
+        evicted = [] if block else self._evict(need)
+        self._lent_bytes += block.nbytes if block else need
+        return block, evicted
 
     def _has_room(self, need: int) -> bool:
         block = _best_fit(self._spare, need)
@@ -125,9 +134,9 @@ class StagingPool:
         try:
             block = MappedBlock(need)
         except BaseException:
-            with self._changed:
+            with self._lock:
                 self._lent_bytes -= need
-                self._changed.notify_all()
+                self._changed.tell()
             raise
         if self._pin:
             self._register(block)
@@ -143,12 +152,12 @@ class StagingPool:
             )
 
     def _give_back(self, block: MappedBlock) -> None:
-        with self._changed:
+        with self._lock:
             self._lent_bytes -= block.nbytes
             keep = not self._closed and block.nbytes <= self._capacity_bytes
             if keep:
                 self._spare.append(block)
-            self._changed.notify_all()
+            self._changed.tell()
         if not keep:
             self._free([block])
 

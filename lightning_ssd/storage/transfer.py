@@ -14,12 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from queue import SimpleQueue
 from typing import TypeVar
 
-from lightning_ssd.errors import OffloaderClosedError, forget_frames
+from lightning_ssd.errors import OffloaderClosedError, StorageError, forget_frames
 from lightning_ssd.events import Direction, EventLog, TransferEvent
 from lightning_ssd.profiling import span, spanned
 from lightning_ssd.storage.gate import UrgentGate, patience_s
+from lightning_ssd.waiting import Changes, Latch
 
 __all__ = ["Chunk", "Transfer", "TransferQueue"]
 
@@ -27,6 +29,7 @@ Chunk = Callable[[], Callable[[], None] | None]
 """Part of a move. What it returns, if anything, the same worker calls when the part counts as done (and the move, if it
 was the last part): it waits for what still goes on in the device, and must not raise."""
 _T = TypeVar("_T")
+_PATIENCE_S = 60.0
 
 
 class Transfer(ABC):
@@ -47,11 +50,10 @@ class Transfer(ABC):
         self.start_s = 0.0
         self.error: BaseException | None = None
         self._fault: BaseException | None = None
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._queue: TransferQueue | None = None
         self._has_waited = False
-        # The queue's lock guards these four.
-        self._announced = False
+        # The queue's lock guards these three.
         self._chunks: list[Chunk] | None = None
         self._num_unfinished = 0
         self._seq = 0
@@ -95,7 +97,7 @@ class Transfer(ABC):
     @property
     def ended(self) -> bool:
         """Whether :meth:`finish` has run."""
-        return self._ended.is_set()
+        return self._ended.is_open
 
     @spanned("lightning_ssd::stall")
     def wait(self) -> None:
@@ -138,11 +140,14 @@ class TransferQueue:
         # Guards the heap and each transfer's chunk list. Held only for bookkeeping, never during I/O nor while
         # calling into a transfer, so that it can be taken under any lock of the layers above (never the reverse).
         self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
-        self._idle = threading.Condition(self._lock)
+        self._idle = Changes(self._lock)
+        # Wakes workers: one token, or more, for each thing to do. Put there before it, or an interrupt in between would
+        # leave something that nobody does.
+        self._tokens: SimpleQueue[None] = SimpleQueue()
         self._heap: list[tuple[int, int, Transfer]] = []
         self._seq = itertools.count(1)
         self._num_active = 0  # workers that have claimed something; of these, those that wait are not busy
+        self._num_done = 0  # chunks
         self._num_busy = 0
         self._busy_since = 0.0
         self._busy_s = 0.0
@@ -169,21 +174,20 @@ class TransferQueue:
                 raise OffloaderClosedError("a transfer was submitted after the offloader was closed; open it again")
             transfer._queue = self
             transfer._seq = next(self._seq)
+            self._tokens.put(None)
+            self._push(transfer)
             if transfer.urgent:
                 self._announce(transfer)
-            self._push(transfer)
-            self._wake.notify()
 
     def promote(self, transfer: Transfer) -> None:
         """Make a queued move urgent: somebody waits for it."""
         with self._lock:
-            if not transfer.urgent:
+            if not transfer.urgent and not transfer.ended:
+                # A second entry with a better rank; the first one is skipped when it surfaces.
                 transfer.urgent = True
-                if not transfer.ended:
-                    self._announce(transfer)
-                    # A second entry with a better rank; the first one is skipped when it surfaces.
-                    self._push(transfer)
-                    self._wake.notify()
+                self._tokens.put(None)
+                self._push(transfer)
+                self._announce(transfer)
 
     def progress(self) -> tuple[int, float]:
         """Bytes moved so far, and the seconds in which at least one worker was busy."""
@@ -197,10 +201,9 @@ class TransferQueue:
         Raises:
             BaseException: what a move has raised where it must not: somebody may not know of its end.
         """
-        with self._lock:
-            self._idle.wait_for(lambda: not self._num_active and not self._has_work())
-            fault = self._fault
-            self._is_fault_told = fault is not None
+        self._idle.until(lambda: True if not self._num_active and not self._has_work() else None)
+        fault = self._fault
+        self._is_fault_told = fault is not None
         if fault is not None:
             raise fault
 
@@ -209,6 +212,7 @@ class TransferQueue:
 
         Raises:
             BaseException: as :meth:`wait_idle`, once everything is done, unless that has told it.
+            StorageError: a drive has not answered for a minute. Its thread is left to itself.
         """
         with self._lock:
             self._closed = True
@@ -216,34 +220,44 @@ class TransferQueue:
             unbegun = {id(t): t for _, _, t in self._heap if t._chunks is None and not t.ended}
             self._heap = [entry for entry in self._heap if id(entry[2]) not in unbegun]
             heapq.heapify(self._heap)
-            self._wake.notify_all()
-            self._idle.notify_all()
+            self._tokens.put(None)
+            self._idle.tell()
         for transfer in unbegun.values():
             try:
                 transfer.discard()
             except BaseException as error:
                 self._keep_fault(transfer, error)
             self._let_go(transfer)
-        for thread in self._threads:
-            thread.join()
+        self._join()
         with self._lock:
             fault = None if self._is_fault_told else self._fault
             self._is_fault_told = True
         if fault is not None:
             raise fault
 
+    def _join(self) -> None:
+        done = self._num_done
+        for thread in self._threads:
+            thread.join(_PATIENCE_S)
+            while thread.is_alive():
+                if self._num_done == done:
+                    raise StorageError(
+                        f"closing has waited {_PATIENCE_S:.0f} s for {thread.name}, which moves no byte "
+                        f"({self._num_active} moves are under way); it ends when the drive answers. See dmesg"
+                    )
+                done = self._num_done
+                thread.join(_PATIENCE_S)
+
     def _announce(self, transfer: Transfer) -> None:
         if self._announces is not None:
-            transfer._announced = True
-            self._announces.enter()
+            self._announces.enter(transfer)
 
     def _let_go(self, transfer: Transfer) -> None:
         """The move has ended, however: wake who waits. Together with the gate, or a promotion could come between."""
         with self._lock:
-            transfer._ended.set()
-            announced, transfer._announced = transfer._announced, False
-        if announced and self._announces is not None:
-            self._announces.leave()
+            transfer._ended.open()
+            if transfer.urgent and self._announces is not None:
+                self._announces.leave(transfer)
 
     # -- everything below runs in the workers ------------------------------------------------------------------
 
@@ -264,15 +278,18 @@ class TransferQueue:
         """Claim a chunk of the best transfer, or the right to begin it; ``None`` when the queue has closed."""
         gate, yielded = self._yields_to, False
         while True:
+            self._tokens.get()
             with self._lock:
-                while not self._has_work():
+                if not self._has_work():
                     if self._closed:
+                        self._tokens.put(None)  # for the next one
                         return None
-                    self._wake.wait()
                     yielded = False  # what came meanwhile gives way anew
+                    continue
                 if gate is None or gate.num_urgent == 0 or yielded or self._closed:
                     return self._claim()
             # Before anything is claimed, so that waiting is not counted as busy, and what is cancelled meanwhile ends.
+            self._tokens.put(None)
             gate.wait(patience_s(chunk_s))
             yielded = True
 
@@ -315,10 +332,11 @@ class TransferQueue:
 
     def _rest(self) -> None:
         with self._lock:
+            self._num_done += 1
             self._num_active -= 1
             self._count_busy(-1)
             if self._num_active == 0 and not self._has_work():
-                self._idle.notify_all()
+                self._idle.tell()
 
     def _pause(self) -> None:
         with self._lock:
@@ -352,7 +370,8 @@ class TransferQueue:
             transfer._chunks = list(reversed(chunks))
             if len(chunks) > 1:
                 self._push(transfer)
-                self._wake.notify(len(chunks) - 1)
+                for _ in chunks[1:]:
+                    self._tokens.put(None)
             first = transfer._chunks.pop() if chunks else None
         if first is None:
             self._end(transfer, None)

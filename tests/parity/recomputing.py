@@ -81,6 +81,9 @@ class Recomputing(Session):
     def block_inputs(self, nbytes: int) -> None:
         self.nbytes.append(nbytes)
 
+    def block_is_kept(self) -> None:
+        """Somebody else has decided."""
+
     def block_leaves(self) -> None:
         self.depth -= 1
 

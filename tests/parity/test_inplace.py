@@ -23,7 +23,7 @@ from tests.parity.inplace_programs import (
 )
 
 # A first pass under a budget moves everything, under "auto" it keeps everything.
-BUDGETED = Setup(activations="auto", activation_budget=1 << 24)
+BUDGETED = Setup(activations="auto", recompute_modules="blocks", activation_budget=1 << 24)
 SETUPS = (DRAINED, EAGER, MIDDLE, KEEP, SMALL, Setup(verify="full"), PLANNED, BUDGETED)
 
 

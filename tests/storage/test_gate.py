@@ -28,14 +28,14 @@ def test_open_while_nothing_is_urgent() -> None:
 
 def test_waits_for_the_last_and_no_longer_than_asked() -> None:
     gate = UrgentGate()
-    gate.enter()
-    gate.enter()
-    gate.leave()
+    gate.enter(1)
+    gate.enter(2)
+    gate.leave(1)
     start = time.perf_counter()
     gate.wait(0.05)
     assert time.perf_counter() - start >= 0.05
     assert gate.num_urgent == 1
-    threading.Timer(0.05, gate.leave).start()
+    threading.Timer(0.05, gate.leave, args=(2,)).start()
     gate.wait(LONG_S)
     assert 0.09 <= time.perf_counter() - start < LONG_S
     assert gate.num_urgent == 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.events import EventLog, TransferEvent
 from lightning_ssd.storage.gate import UrgentGate
 from lightning_ssd.storage.transfer import Transfer, TransferQueue
@@ -290,18 +290,18 @@ def test_what_comes_later_gives_way_too(events: EventLog, monkeypatch: pytest.Mo
     monkeypatch.setattr("lightning_ssd.storage.transfer.patience_s", lambda chunk_s: PATIENCE_S)
     gate = UrgentGate()
     queue = TransferQueue("write", 1, events, yields_to=gate)
-    gate.enter()
+    gate.enter(1)
     gone, later = Move(lambda: None), Move(lambda: None)
     queue.submit(gone)
     time.sleep(0.02)
-    gone._ended.set()  # as if another worker had carried it out meanwhile
-    gate.leave()
+    gone._ended.open()  # as if another worker had carried it out meanwhile
+    gate.leave(1)
     time.sleep(0.02)
-    gate.enter()
+    gate.enter(2)
     queue.submit(later)
     time.sleep(0.02)
     assert gone.calls == later.calls == []
-    gate.leave()
+    gate.leave(2)
     later.wait()
     queue.close()
 
@@ -383,4 +383,23 @@ def test_a_fault_that_nobody_was_told_is_raised_by_close(where: str, events: Eve
     assert first.ended
     assert second.ended
     assert not any(thread.is_alive() for thread in queue._threads)
+    queue.close()
+
+
+def test_closing_names_what_does_not_end(events: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that does not answer: the thread is left to it, and ends with it."""
+    monkeypatch.setattr("lightning_ssd.storage.transfer._PATIENCE_S", 0.05)
+    queue, answer, asked = TransferQueue("write", 1, events), threading.Event(), threading.Event()
+
+    def run() -> None:
+        asked.set()
+        assert answer.wait(20)
+
+    move = Move(run)
+    queue.submit(move)
+    assert asked.wait(20)
+    with pytest.raises(StorageError, match=r"waited .* for lightning_ssd-ssd-write-0, which moves no byte \(1 moves"):
+        queue.close()
+    answer.set()
+    move.wait()
     queue.close()

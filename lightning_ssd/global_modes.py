@@ -1,0 +1,130 @@
+"""The modes of the whole process that decide what an operation computes, and putting them back.
+
+PyTorch's checkpoint looks after autocast, the default device, the mode of gradients and random numbers by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils import parametrize
+
+__all__ = ["GlobalModes"]
+
+_C: Any = torch._C
+_parametrize: Any = parametrize
+
+
+class _Mode(NamedTuple):
+    """One of them."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _read_deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _write_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+class _Cache(NamedTuple):
+    """What ``torch.nn.utils.parametrize.cached()`` has computed so far, and how many of them are entered."""
+
+    depth: Any
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Cache)
+            and (self.depth, self.keys) == (other.depth, other.keys)
+            and all(one is two for one, two in zip(self.values, other.values, strict=True))
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def _read_cache() -> _Cache:
+    cache = _parametrize._cache
+    return _Cache(_parametrize._cache_enabled, tuple(cache), tuple(cache.values()))
+
+
+def _write_cache(value: _Cache) -> None:
+    _parametrize._cache_enabled = value.depth
+    _parametrize._cache = dict(zip(value.keys, value.values, strict=True))
+
+
+def _known(names: dict[str, str]) -> list[_Mode]:
+    """Pairs of functions of ``torch._C``, as far as this version has both."""
+    return [
+        _Mode(getattr(_C, read), getattr(_C, write))
+        for read, write in names.items()
+        if hasattr(_C, read) and hasattr(_C, write)
+    ]
+
+
+_MODES = (
+    _Mode(torch.get_default_dtype, torch.set_default_dtype),
+    _Mode(_read_deterministic, _write_deterministic),
+    _Mode(_read_cache, _write_cache),
+    *_known(
+        {
+            "_get_flash_sdp_enabled": "_set_sdp_use_flash",
+            "_get_mem_efficient_sdp_enabled": "_set_sdp_use_mem_efficient",
+            "_get_math_sdp_enabled": "_set_sdp_use_math",
+            "_get_cudnn_sdp_enabled": "_set_sdp_use_cudnn",
+            "_get_overrideable_sdp_enabled": "_set_sdp_use_overrideable",
+            "_get_sdp_priority_order": "_set_sdp_priority_order",
+            "_get_math_sdp_allow_fp16_bf16_reduction": "_set_math_sdp_allow_fp16_bf16_reduction",
+            "_get_cudnn_enabled": "_set_cudnn_enabled",
+            "_get_cudnn_benchmark": "_set_cudnn_benchmark",
+            "_get_cudnn_deterministic": "_set_cudnn_deterministic",
+            "_get_mkldnn_enabled": "_set_mkldnn_enabled",
+        }
+    ),
+)
+
+
+def _read_precision() -> str | None:
+    """``None`` where the settings of several precisions contradict each other, which PyTorch does not answer."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+class GlobalModes:
+    """The modes as they are now."""
+
+    def __init__(self) -> None:
+        self._values = [mode.read() for mode in _MODES]
+        self._precision = _read_precision()
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """While it is entered they are as they were when this was made; then as they were when it was entered."""
+        now = GlobalModes()
+        differing = [
+            (mode, before, after)
+            for mode, before, after in zip(_MODES, self._values, now._values, strict=True)
+            if before != after
+        ]
+        is_other_precision = self._precision not in (None, now._precision)
+        try:
+            for mode, before, _ in differing:
+                mode.write(before)
+            if is_other_precision and self._precision is not None:
+                torch.set_float32_matmul_precision(self._precision)
+            yield
+        finally:
+            for mode, _, after in differing:
+                mode.write(after)
+            if is_other_precision and now._precision is not None:
+                torch.set_float32_matmul_precision(now._precision)

@@ -1,0 +1,78 @@
+"""Waiting in a thread where Ctrl-C may come at any moment.
+
+Python looks for signals when a function is entered, when a call into C returns, and while one blocks. ``threading``'s
+``Condition`` and ``Event`` are Python code that takes a lock and gives it back: a ``KeyboardInterrupt`` in between
+leaves the lock taken for ever. What is here blocks in C alone. So do ``with`` blocks of a ``Lock``: Python looks for no
+signal between the end of their ``__enter__`` and the block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["Changes", "Latch"]
+
+T = TypeVar("T")
+
+
+class Latch:
+    """Closed at first. Whoever waits goes on when it opens; it never closes again."""
+
+    __slots__ = ("_lock", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Let everybody go on. Idempotent; not for two threads at once."""
+        if not self.is_open:
+            self.is_open = True
+            self._lock.release()
+
+    def wait(self) -> None:
+        """Block until it is open."""
+        with self._lock:
+            pass
+
+    def wait_for(self, timeout_s: float) -> bool:
+        """Block until it is open, but no longer than this; return whether it is. For one thread at a time."""
+        return self.is_open or self._lock.acquire(timeout=timeout_s)
+
+
+class Changes:
+    """A lock, and waiting for what changes under it.
+
+    Args:
+        lock: to be shared with others; may be held by who waits for nothing else.
+    """
+
+    def __init__(self, lock: threading.Lock | None = None) -> None:
+        self.lock = threading.Lock() if lock is None else lock
+        self._waiting: deque[Latch] = deque()
+
+    def next(self) -> Latch:
+        """Opens with the next change; the caller holds the lock, and waits without it."""
+        latch = Latch()
+        self._waiting.append(latch)
+        return latch
+
+    def tell(self) -> None:
+        """Something has changed; the caller holds the lock."""
+        while self._waiting:
+            self._waiting[0].open()  # before it goes from the list, or an interrupt could leave it closed
+            self._waiting.popleft()
+
+    def until(self, attempt: Callable[[], T | None]) -> T:
+        """Call ``attempt`` under the lock, now and after each change, until it returns something."""
+        while True:
+            with self.lock:
+                result = attempt()
+                if result is not None:
+                    return result
+                latch = self.next()
+            latch.wait()

@@ -1,0 +1,332 @@
+"""Small random trainings with optimizers that are more than a step, played plainly and with offloaded states."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ssd.errors import ConfigError
+from tests import optimizer_pairs
+from tests.contracts.optimizer_kinds import KINDS
+
+SHAPES = ((40, 60),) * 6 + ((7,), (90, 70))
+"""Each of the first ones more than a subgroup holds, a small one, and one that is cut where that is exact."""
+NUM_STEPS = 5
+
+Offload = Callable[[Optimizer], Optimizer]
+
+
+class Training:
+    """One run of a program.
+
+    Args:
+        kind: name of the optimizer.
+        offload: makes an offloaded optimizer of a plain one, or gives it back.
+    """
+
+    def __init__(self, kind: str, offload: Offload) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+        self.optimizer: Any = KINDS[kind](self.parameters, offload)
+        self.generator = torch.Generator().manual_seed(2)
+        self.held: dict[str, Any] = {}
+        self.values: list[Any] = []
+        self.skipped: set[int] = set()
+        self.has_closure = False
+
+    @property
+    def first(self) -> Any:
+        """A parameter that is always trained."""
+        return self.optimizer.param_groups[0]["params"][0]
+
+    def set_gradients(self) -> None:
+        for number, parameter in enumerate(p for group in self.optimizer.param_groups for p in group["params"]):
+            gradient = torch.randn(parameter.shape, generator=self.generator)
+            if number in self.skipped or not parameter.requires_grad:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.copy_(gradient)
+
+    def step(self) -> None:
+        self.set_gradients()
+        closure = (lambda: torch.tensor(3.0)) if self.has_closure else None
+        self.values.append(self.optimizer.step(*(() if closure is None else (closure,))))
+
+    def trace(self) -> list[Any]:
+        """All that training has come to."""
+        groups = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [[p.detach().clone() for p in (*self.parameters, *groups)], copy.copy(self.values)]
+
+    def states(self) -> list[Any]:
+        """The states at the end, as the optimizer saves them."""
+        saved = self.optimizer.state_dict()
+        return [sorted(saved["state"]), *(list(state.items()) for _, state in sorted(saved["state"].items()))]
+
+
+def _state(training: Training) -> Any:
+    return training.optimizer.state[training.first]
+
+
+def _tensor(training: Training) -> tuple[str, torch.Tensor] | None:
+    """The first large tensor of the first parameter's state."""
+    state = _state(training)
+    return next(((k, v) for k, v in state.items() if isinstance(v, torch.Tensor) and v.numel() > 1), None)
+
+
+# -- what may happen between two steps ---------------------------------------------------------------------------------
+
+
+def zero(training: Training) -> None:
+    """As ReLoRA's resets do."""
+    if found := _tensor(training):
+        found[1].zero_()
+
+
+def prune(training: Training) -> None:
+    for state in training.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() == 2:
+                value[::2] = 0
+
+
+def replace(training: Training) -> None:
+    if found := _tensor(training):
+        _state(training)[found[0]] = torch.full_like(found[1], 0.25)
+
+
+def delete(training: Training) -> None:
+    training.optimizer.state.pop(training.first, None)
+
+
+def delete_item(training: Training) -> None:
+    if training.first in training.optimizer.state:
+        del training.optimizer.state[training.first]
+
+
+def clear(training: Training) -> None:
+    training.optimizer.state.clear()
+
+
+def assign(training: Training) -> None:
+    training.optimizer.state = defaultdict(dict)
+
+
+def hold(training: Training) -> None:
+    """For :func:`zero_held`, steps later."""
+    if found := _tensor(training):
+        training.held["tensor"] = found[1]
+
+
+def zero_held(training: Training) -> None:
+    if "tensor" in training.held:
+        training.held["tensor"].mul_(0.5)
+
+
+def let_go(training: Training) -> None:
+    training.held.clear()
+
+
+def read(training: Training) -> None:
+    training.values.append(
+        [float(v.sum()) for s in training.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    )
+
+
+def densify(training: Training) -> None:
+    """Surgery as in Gaussian splatting: a longer parameter in the place of another, and its states with it."""
+    group, optimizer = training.optimizer.param_groups[0], training.optimizer
+    old = group["params"][0]
+    new = nn.Parameter(torch.cat([old.detach(), old.detach()[:3]]))
+    state = optimizer.state.get(old)
+    if state is not None:
+        del optimizer.state[old]
+        optimizer.state[new] = {
+            key: torch.cat([value, torch.zeros_like(value[:3])])
+            if isinstance(value, torch.Tensor) and value.shape == old.shape
+            else value
+            for key, value in state.items()
+        }
+    group["params"][0] = new
+
+
+def share(training: Training) -> None:
+    """One state for two parameters."""
+    one, other = training.optimizer.param_groups[0]["params"][:2]
+    if training.optimizer.state.get(one) and training.optimizer.state.get(other) and one.shape == other.shape:
+        training.optimizer.state[other] = training.optimizer.state[one]
+
+
+def alias(training: Training) -> None:
+    """One tensor under another name."""
+    if found := _tensor(training):
+        _state(training)["again"] = found[1]
+
+
+def edit_alias(training: Training) -> None:
+    if "again" in _state(training):
+        _state(training)["again"].add_(0.125)
+
+
+def add_group(training: Training) -> None:
+    extra = nn.Parameter(torch.ones(40, 60))
+    training.parameters.append(extra)
+    training.optimizer.add_param_group({"params": [extra]})
+
+
+def freeze(training: Training) -> None:
+    training.optimizer.param_groups[0]["params"][2].requires_grad_(False)
+
+
+def schedule(training: Training) -> None:
+    for group in training.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def scheduler(training: Training) -> None:
+    """It sets a step that counts."""
+    training.held["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
+
+
+def skip(training: Training) -> None:
+    training.skipped ^= {1, 3}
+
+
+def use_closure(training: Training) -> None:
+    training.has_closure = not training.has_closure
+
+
+def train_and_eval(training: Training) -> None:
+    if hasattr(training.optimizer, "eval"):
+        training.optimizer.eval()
+        training.values.append([p.detach().sum() for p in training.parameters])
+        training.optimizer.train()
+
+
+def edit_in_hooks(training: Training) -> None:
+    def halve(optimizer: Any, *_: Any) -> None:
+        state = optimizer.state.get(training.first, {})
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() == 2:
+                value.mul_(0.5)
+
+    if hasattr(training.optimizer, "_optimizer_step_pre_hooks"):
+        training.optimizer.register_step_pre_hook(halve)
+        training.optimizer.register_step_post_hook(halve)
+        training.optimizer.register_state_dict_pre_hook(halve)
+
+
+def checkpoint(training: Training) -> None:
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+
+
+def own_step(training: Training) -> None:
+    """A step of the user's on the instance, as a counting or clipping wrapper is."""
+    optimizer = getattr(training.optimizer, "inner", training.optimizer)
+    original = type(optimizer).step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            training.first.mul_(0.5)
+        return original(optimizer, *args, **kwargs)
+
+    optimizer.step = step
+
+
+ACTIONS: dict[str, Callable[[Training], None]] = {
+    action.__name__: action
+    for action in (
+        *(zero, prune, replace, delete, delete_item, clear, assign, hold, zero_held, let_go, read, densify, share),
+        *(alias, edit_alias, add_group, freeze, schedule, scheduler, skip, use_closure, train_and_eval),
+        *(edit_in_hooks, checkpoint, own_step),
+    )
+}
+_ENDING = ("share", "own_step")
+"""These are refused most of the time: they come late."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """An optimizer, and what happens before each of its steps."""
+
+    kind: str
+    actions: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def random(cls, seed: int, *, kind: str | None = None, action: str | None = None) -> Program:
+        """One of many.
+
+        Args:
+            seed: which.
+            kind: of this optimizer.
+            action: with this action in the middle.
+        """
+        chosen = random.Random(seed)
+        steps: list[list[str]] = []
+        for step in range(NUM_STEPS):
+            names = [name for name in ACTIONS if step == NUM_STEPS - 1 or name not in _ENDING]
+            steps.append(chosen.sample(names, chosen.choice((0, 0, 1, 1, 2))))
+        if action is not None:
+            steps[2].append(action)
+        return cls(kind or chosen.choice(list(KINDS)), tuple(map(tuple, steps)))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two traces are the same, bit for bit."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and optimizer_pairs.same(one, other)
+
+
+def play(program: Program, offload: Offload) -> str:
+    """Train twice, side by side.
+
+    Returns:
+        ``"equal"``, ``"refused"`` (with a reason, before the step in question touched anything), or what differed.
+    """
+    plain = Training(program.kind, lambda optimizer: optimizer)
+    try:
+        mine = Training(program.kind, offload)
+    except ConfigError:
+        return "refused"
+    for number, actions in enumerate(program.actions):
+        for name in actions:
+            try:
+                ACTIONS[name](plain)
+            except Exception as error:  # what plain training does not do, nobody has to do
+                return _raised(lambda name=name: ACTIONS[name](mine), error, f"{name} before step {number}")
+            ACTIONS[name](mine)
+        before = plain.trace()
+        try:
+            plain.step()
+        except Exception as error:
+            return _raised(mine.step, error, f"step {number}")
+        try:
+            mine.step()
+        except ConfigError as error:
+            # Its gradients are set, nothing else.
+            return "refused" if same(mine.trace(), before) else f"step {number} was refused too late: {error}"
+        if not same(mine.trace(), plain.trace()):
+            return f"parameters or values differ after step {number}"
+    try:
+        states = plain.states()
+    except Exception as error:
+        return _raised(mine.states, error, "state_dict")
+    return "equal" if same(mine.states(), states) else "states differ"
+
+
+def _raised(mine: Callable[[], None], error: Exception, place: str) -> str:
+    try:
+        mine()
+    except Exception:
+        return "equal"
+    return f"{place} raised plainly only: {error!r}"

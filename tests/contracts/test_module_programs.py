@@ -1,0 +1,231 @@
+"""What a block depends on changes between forward and backward: equal bits, or an error of ours, in every mode."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_ssd.scheduler
+from lightning_ssd.call_state import CallState
+from lightning_ssd.errors import RecomputeError
+from lightning_ssd.fingerprint import Fingerprint
+from lightning_ssd.global_modes import GlobalModes
+from lightning_ssd.planning.planner import make_plan
+from lightning_ssd.planning.recomputation import recomputable
+from lightning_ssd.reach import Reach
+from tests.contracts.module_programs import CHANGES, ModuleProgram
+from tests.helpers import Raised, Session, Setup, assert_identical, open_offloader, outcome
+
+MODES: dict[str, Setup] = {
+    "keep": Setup(activations="keep", drained=False),
+    "offload": Setup(drained=False),
+    "recompute": Setup(activations="recompute", drained=False),
+    "recompute, every byte": Setup(activations="recompute", drained=False, verify="full"),
+    "recompute_offload": Setup(activations="recompute_offload", drained=False),
+    "auto": Setup(activations="auto", activation_budget=1 << 26, drained=False, settled=True),
+    "auto by consent": Setup(
+        activations="auto", activation_budget=1 << 26, drained=False, settled=True, recompute_modules="blocks"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _recomputes_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(trace: Any, machine: Any, goal: Any) -> Any:
+        made = make_plan(trace, machine, replace(goal, recompute=False))
+        return replace(made, recompute=frozenset(recomputable(trace))) if goal.recompute else made
+
+    monkeypatch.setattr(lightning_ssd.scheduler, "make_plan", plan)
+
+
+def run(program: ModuleProgram, mode: str, directory: Path) -> list[int]:
+    """Compare with plain PyTorch. Returns how often each step was refused."""
+    expected = outcome(program, Session())
+    assert not isinstance(expected, Raised), expected
+    setup = MODES[mode]
+    with open_offloader(directory, setup) as offloader:
+        assert_identical(outcome(program, Session.of(offloader, setup)), expected, f"{program.changes}, {mode}")
+    assert program.errors is not None
+    return program.errors
+
+
+@pytest.mark.parametrize("mode", ["recompute", "auto by consent"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_change(name: str, mode: str, tmp_path: Path) -> None:
+    errors = run(ModuleProgram([name], steps=4 if mode != "recompute" else 2), mode, tmp_path)
+    if mode == "recompute":
+        assert bool(errors[0]) == CHANGES[name].refused, "refused instead of put back, or the other way round"
+        assert not any(errors[1:]), "a block that was refused is kept from then on"
+    assert sum(map(bool, errors)) <= 1
+
+
+@pytest.mark.parametrize("name", ["buffer edited", "bias edited"])
+def test_a_plan_keeps_a_block_that_was_seen_to_be_edited(name: str, tmp_path: Path) -> None:
+    assert run(ModuleProgram([name], steps=5), "auto by consent", tmp_path) == [0] * 5
+
+
+@pytest.mark.parametrize("name", [name for name, change in CHANGES.items() if change.refused])
+def test_without_consent_nothing_is_refused(name: str, tmp_path: Path) -> None:
+    assert run(ModuleProgram([name], steps=4), "auto", tmp_path) == [0] * 4
+
+
+def fuzz(seed: int, directory: Path) -> None:
+    """One random program in one random mode."""
+    run(ModuleProgram.of_seed(seed), random.Random(seed).choice(sorted(MODES)), directory)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_random_programs(first: int, tmp_path: Path) -> None:
+    for seed in range(first, first + 10):
+        fuzz(seed, tmp_path)
+
+
+@pytest.mark.slow
+def test_many_random_programs(tmp_path: Path) -> None:
+    for seed in range(1000, 1100):
+        fuzz(seed, tmp_path)
+
+
+# -- it finds what it is there to find -------------------------------------------------------------------------------
+
+
+@contextmanager
+def _only_context(state: Any) -> Any:
+    yield lambda function, *args, **kwargs: function(*args, **kwargs)
+
+
+def _without_reach(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reach, "as_before", lambda reach: nullcontext())
+
+
+def _without_modes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GlobalModes, "as_before", lambda modes: nullcontext())
+
+
+def _without_looking(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CallState, "change", lambda state: None)
+
+
+def _without_context(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CallState, "as_before", _only_context)
+
+
+MENDS: dict[str, Callable[[pytest.MonkeyPatch], None]] = dict.fromkeys(CHANGES, _without_reach) | {
+    "default dtype in forward": _without_modes,
+    "default dtype in backward": _without_modes,
+    "sdpa_kernel in forward": _without_modes,
+    "sdpa_kernel in backward": _without_modes,
+    "parametrize.cached": _without_modes,
+    "context variable in forward": _without_context,
+    "data of a buffer swapped": _without_looking,
+    "data of a parameter swapped": _without_looking,
+    "buffer edited": _without_looking,
+    "bias edited": _without_looking,
+    "data of a buffer edited": _without_looking,
+    "out of reach": _without_looking,
+}
+# PyTorch's checkpoint looks after these by itself, or they change nothing here.
+for _name in CHANGES:
+    if _name == "nothing" or _name.split(" in ")[0] in ("autocast", "default device", "deterministic algorithms"):
+        del MENDS[_name]
+
+
+@pytest.mark.parametrize("name", MENDS)
+def test_a_mend_taken_out_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the guard the fingerprint still refuses; without both, wrong numbers are found by the comparison."""
+    program = ModuleProgram([name], steps=1)
+    MENDS[name](monkeypatch)
+    assert sum(run(program, "recompute", tmp_path)) > 0, "the fingerprint did not notice"
+    monkeypatch.setattr(Fingerprint, "difference", lambda one, other: None)
+    with pytest.raises(AssertionError, match=r"the bits differ|Raised|refused is recomputed"):
+        run(program, "recompute", tmp_path)
+
+
+# -- the fingerprint -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("index", "place", "full", "is_seen"),
+    [(0, 251, False, True), (0, 7, False, False), (1, 7, False, True), (0, 7, True, True), (2, 0, False, True)],
+)
+def test_one_element_of_a_saved_tensor(index: int, place: int, full: bool, is_seen: bool) -> None:
+    """Every 251st of a large one; any one of the last large one and of small ones; any at all where that is asked."""
+    saved = [torch.randn(8, 512, 96), torch.randn(8, 512, 96).transpose(1, 2), torch.tensor([float("nan"), 0.0])]
+    first = Fingerprint(full=full)
+    for tensor in saved:
+        first.add(tensor)
+    first.close()
+    for is_changed in (False, True):
+        again = Fingerprint(full=full, frontier=first.frontier)
+        for number, tensor in enumerate(saved):
+            copy = tensor.clone()
+            if is_changed and number == index:
+                values = copy.flatten()
+                values[place] = 3.0
+                copy = values.view(tensor.shape)
+            again.add(copy)
+        again.close()
+        assert (first.difference(again) is not None) == (is_changed and is_seen)
+
+
+class SavesIntegers(torch.autograd.Function):
+    """Saves what a kernel has reserved and not written, as far as anybody can tell."""
+
+    seeds = iter(range(10**6))
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(torch.tensor(next(SavesIntegers.seeds)), index)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0][ctx.saved_tensors[1].argsort()], None
+
+
+class Shuffles(torch.nn.Module):
+    """In an order that lies out of reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        COUNTS.append(1)
+        y = SavesIntegers.apply(self.linear(x), torch.tensor(ORDERS[-1]))  # type: ignore[no-untyped-call]
+        assert isinstance(y, torch.Tensor)
+        return y
+
+
+COUNTS: list[int] = []
+ORDERS = [[0, 1, 2]]
+
+
+def test_integers_that_nobody_has_written_are_no_difference(tmp_path: Path) -> None:
+    """The block runs once more to find out, the first time; where the output differs, too, it is an error."""
+    torch.manual_seed(1)
+    net = torch.nn.ModuleList([Shuffles(), Shuffles()])
+    with open_offloader(tmp_path, MODES["recompute"]) as offloader:
+        offloader.register_module(net)
+        for num_calls in (6, 4):
+            COUNTS.clear()
+            with offloader.saved_tensors():
+                y = net[1](net[0](torch.ones(3, 4)))
+            y.sum().backward()
+            offloader.end_backward()
+            assert len(COUNTS) == num_calls
+        with offloader.saved_tensors():
+            y = net[1](net[0](torch.randn(3, 4)))
+        ORDERS.append([2, 0, 1])
+        try:
+            with pytest.raises(RecomputeError, match=r"block '1' \(Shuffles\).* integers, differ"):
+                y.sum().backward()
+        finally:
+            ORDERS.pop()

@@ -1,0 +1,188 @@
+"""Random optimizers and edits of their states: the bits of plain training, or a refusal; never another number."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim import Optimizer
+
+from lightning_ssd.live_states import LiveStates
+from lightning_ssd.optimizer import OffloadedOptimizer
+from tests.contracts.optimizer_kinds import KINDS
+from tests.contracts.optimizer_programs import ACTIONS, Program, play
+from tests.optimizer_pairs import opened
+
+pytestmark = pytest.mark.filterwarnings("ignore:this optimizer's states share memory")
+
+
+@pytest.fixture(autouse=True)
+def tiny_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that most of a program's states are on the drive between steps."""
+    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 16 << 10)
+    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
+
+
+@contextmanager
+def player(directory: Path, **kwargs: Any) -> Iterator[Callable[[Program], str]]:
+    """Plays programs with the files of one offloader."""
+    with opened(directory, verify="off", **kwargs) as offloader:
+
+        def verdict(program: Program) -> str:
+            made: list[OffloadedOptimizer] = []
+
+            def offload(optimizer: Optimizer) -> Optimizer:
+                offloaded = offloader.offload_optimizer(optimizer)
+                assert isinstance(offloaded, OffloadedOptimizer)
+                made.append(offloaded)
+                return offloaded
+
+            try:
+                return play(program, offload)
+            finally:
+                for optimizer in made:
+                    optimizer.close()
+
+        yield verdict
+
+
+def assert_never_wrong(programs: list[Program], directory: Path, **kwargs: Any) -> dict[str, int]:
+    counts = {"equal": 0, "refused": 0}
+    with player(directory, **kwargs) as verdict:
+        for program in programs:
+            found = verdict(program)
+            assert found in counts, f"{program}: {found}"
+            counts[found] += 1
+    return counts
+
+
+EXACT = ("adamw", "sgd", "around", "Momentum", "ScheduleFree", "Views", "TwoNames", "LateAlias", "KeepsParameter")
+EXACT += ("KeepsGradient", "FlatBuffer", "HoldsStates", "ReturnsText", "ReturnsNothing", "OwnLoad")
+REFUSED = ("owning", "OwnList", "DecaysAll", "OneForAll", "ReturnsNorm", "Clips")
+
+
+def test_each_optimizer_is_exact_or_refused(spill_dir: Path) -> None:
+    """Without edits. ``EvaluatesTwice`` is one or the other, depending on whether there is a closure."""
+    assert {*EXACT, *REFUSED, "EvaluatesTwice"} == KINDS.keys()
+    with player(spill_dir) as verdict:
+        plain = {kind: verdict(Program(kind, ((),) * 5)) for kind in KINDS}
+        closed = {kind: verdict(Program(kind, ((), ("use_closure",), ()))) for kind in KINDS}
+    assert plain == {kind: "refused" if kind in REFUSED else "equal" for kind in KINDS}
+    assert closed == {kind: "refused" if kind in (*REFUSED, "EvaluatesTwice") else "equal" for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "Momentum"])
+def test_each_action_is_exact_or_refused(kind: str, spill_dir: Path) -> None:
+    with player(spill_dir) as verdict:
+        found = {name: verdict(Program(kind, ((), (), ("hold", name), ("zero_held",), ()))) for name in ACTIONS}
+    assert found == {name: "refused" if name in ("share", "own_step") else "equal" for name in ACTIONS}
+
+
+@pytest.mark.parametrize("host_memory", [0, 64 << 10])
+def test_random_programs_are_exact_or_refused(host_memory: int, spill_dir: Path) -> None:
+    counts = assert_never_wrong(
+        [Program.random(seed) for seed in range(host_memory, host_memory + 25)], spill_dir, host_memory=host_memory
+    )
+    assert counts["equal"] >= 10
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of a refusal."""
+
+
+def _read_only(self: LiveStates, key: Any) -> Any:
+    """A look at a state that is a copy."""
+    return copy.deepcopy(self._states.read(self._states.partition.number_of(key))) if key in self else {}
+
+
+MENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    # What is taken out: by what, and the programs that must find it.
+    "owned optimizers": (
+        {"couplings.refuse_owned": _nothing, "rehearsal.refuse_owned": _nothing, "rehearsal.Rehearsal.play": _nothing},
+        {"kind": "owning"},
+    ),
+    "own parameters": (
+        {
+            "rehearsal.refuse_own_parameters": _nothing,
+            "rehearsal.Rehearsal.play": _nothing,
+            "rehearsal.Watch.check": _nothing,
+        },
+        {"kind": "OwnList"},
+    ),
+    "own parameters, later": (
+        {"rehearsal.refuse_own_parameters": _nothing, "rehearsal.Watch.check": _nothing},
+        {"kind": "DecaysAll"},
+    ),
+    "own step": (
+        {"couplings.refuse_own_step": _nothing, "optimizer.refuse_own_step": _nothing},
+        {"kind": "adamw", "action": "own_step"},
+    ),
+    "train and eval": ({"live_states.LiveStates.__getitem__": lambda *_: {}}, {"kind": "ScheduleFree"}),
+    "edits in place": ({"live_states.LiveStates.__getitem__": _read_only}, {"kind": "adamw", "action": "zero"}),
+    "edits in hooks": (
+        {"live_states.LiveStates.__getitem__": _read_only},
+        {"kind": "adamw", "action": "edit_in_hooks"},
+    ),
+    "new values": ({"live_states.LiveStates.__getitem__": _read_only}, {"kind": "adamw", "action": "replace"}),
+    "deleted states": ({"live_states.LiveStates.__delitem__": _nothing}, {"kind": "adamw", "action": "delete_item"}),
+    "cleared states": ({"live_states.LiveStates.clear": _nothing}, {"kind": "adamw", "action": "clear"}),
+    "surgery": ({"live_states.LiveStates.__setitem__": _nothing}, {"kind": "adamw", "action": "densify"}),
+    "assigned states": (
+        {"optimizer.OffloadedOptimizer._look_for_others": _nothing},
+        {"kind": "adamw", "action": "assign"},
+    ),
+    "one state for two": ({"live_states.LiveStates.check": _nothing}, {"kind": "adamw", "action": "share"}),
+    "one state for all": (
+        {"rehearsal.Rehearsal.play": _nothing, "paged_states.are_apart": bool},
+        {"kind": "OneForAll"},
+    ),
+    "views": ({"paged_states.must_stay": lambda *_: False}, {"kind": "Views"}),
+    "two names": ({"paged_states.must_stay": lambda *_: False}, {"kind": "TwoNames"}),
+    "alias of a parameter": ({"paged_states.must_stay": lambda *_: False}, {"kind": "KeepsParameter"}),
+    "alias of a gradient": ({"paged_states.must_stay": lambda *_: False}, {"kind": "KeepsGradient"}),
+    "held elsewhere": ({"paged_states.must_stay": lambda *_: False}, {"kind": "HoldsStates"}),
+    "held by the user": ({"live_states.is_held": lambda *_: False}, {"kind": "adamw", "action": "zero_held"}),
+    "returned values": ({"inner_step.GroupChanges.result": lambda _, loss: loss}, {"kind": "ReturnsText"}),
+    "hidden norms": ({"rehearsal._differ": lambda *_: False}, {"kind": "Clips"}),
+    "closures": ({"inner_step.GroupChanges.call": lambda _, step, o: step(o)}, {"kind": "EvaluatesTwice"}),
+    "hooks of a base class": (
+        {"inner_step._NestedHooks.values": lambda _: ()},
+        {"kind": "ReturnsText", "action": "edit_in_hooks"},
+    ),
+    "a load of its own": ({"optimizer.OffloadedOptimizer._loads_by_itself": False}, {"kind": "OwnLoad"}),
+}
+
+
+@pytest.mark.parametrize("name", MENDS)
+def test_what_is_not_mended_is_found(name: str, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced, wanted = MENDS[name]
+    program = DIRECTED.get(name) or Program(wanted["kind"], ((), (), (wanted.get("action", "read"),), (), ()))
+    with player(spill_dir) as verdict:
+        assert verdict(program) in ("equal", "refused")
+        for place, other in replaced.items():
+            monkeypatch.setattr(f"lightning_ssd.{place}", other)
+        try:
+            found = verdict(program)
+        except Exception as error:  # as loud as it gets
+            found = repr(error)
+    assert found not in ("equal", "refused")
+
+
+DIRECTED = {
+    "train and eval": Program("ScheduleFree", ((), (), ("train_and_eval",), ())),
+    "held by the user": Program("adamw", ((), ("hold",), (), ("zero_held",), ())),
+    "closures": Program("EvaluatesTwice", (("use_closure",), ())),
+    "returned values": Program("ReturnsText", ((), ())),
+    "a load of its own": Program("OwnLoad", ((), ("checkpoint",), ("checkpoint",), ())),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_memory", [0, 64 << 10])
+def test_many_random_programs_are_exact_or_refused(host_memory: int, spill_dir: Path) -> None:
+    programs = [Program.random(seed) for seed in range(host_memory, host_memory + 1_000)]
+    assert_never_wrong(programs, spill_dir, host_memory=host_memory)

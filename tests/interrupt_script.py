@@ -1,0 +1,283 @@
+"""A child process in which Ctrl-C comes at chosen or random moments of a training. Prints one line of JSON.
+
+Run by ``tests/test_interrupts.py``: a hang or a crash is then seen from outside.
+
+Real signals: a timer's handler raises ``KeyboardInterrupt``, as Python's own handler of SIGINT does. Chosen moments:
+Python looks for signals where a function is entered and where a call into C returns (and where a loop jumps back, which
+is next to one of these in all of our loops). A profiler is called at these very points, and raises once at each point
+of the package's code. A tracer of lines would not do: it is called before the lock of a ``with`` block is given back,
+where Python looks for no signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.checkpoint import StreamedCheckpointIO
+
+PACKAGE = str(Path(__file__).resolve().parent.parent / "lightning_ssd")
+HANG_S = 30.0
+GRACE_S = 5.0
+WIDTH = 64
+KINDS = {
+    "offload": {"activations": "offload"},
+    "budget": {"activations": "auto", "activation_budget": 160 << 10},
+    "states": {"activations": "offload", "optimizer_states": "offload"},
+}
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(3)]
+    return torch.nn.Sequential(*layers)
+
+
+def batch() -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(128, WIDTH)
+
+
+def gradients(model: torch.nn.Module, offloader: Offloader | None) -> list[torch.Tensor]:
+    """One pass; its bits."""
+    model.zero_grad()
+    if offloader is None:
+        model(batch()).square().mean().backward()
+    else:
+        with offloader.saved_tensors():
+            loss = model(batch()).square().mean()
+        loss.backward()
+        offloader.end_backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+class Trial:
+    """One training that is interrupted, and what is left of it."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.directory = directory
+        self.kind = kind
+        self.offloader: Offloader | None = None
+        self.model = make_model()
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters())
+
+    def run(self) -> None:
+        """Everything that a training does, from opening to closing."""
+        hardware = HardwareProfile(paths=[self.directory / "spill"], allow_unsuitable_paths=True, host_memory=0)
+        policy = OffloadPolicy(min_tensor_bytes=1024, **KINDS[self.kind])  # type: ignore[arg-type]
+        self.offloader = Offloader(policy=policy, hardware=hardware)
+        self.offloader.open(self.model)
+        self.optimizer = self.offloader.offload_optimizer(self.optimizer)
+        for _ in range(3):
+            gradients(self.model, self.offloader)
+            self.optimizer.step()
+            self.offloader.drain_metrics()
+        checkpoint = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        StreamedCheckpointIO().save_checkpoint(checkpoint, self.directory / "last.ckpt")
+        del checkpoint
+        self.offloader.close()
+
+    def go_on(self) -> str | None:
+        """After the interrupt: another pass has the bits of plain training, and closing works."""
+        offloader = self.offloader
+        if offloader is not None and offloader.is_open:
+            expected = gradients(self.model, None)
+            got = gradients(self.model, offloader)
+            if not all(map(torch.equal, expected, got)):
+                return "the next pass has other bits"
+            try:
+                self.optimizer.step()
+            except RuntimeError as error:
+                if "an earlier step of this optimizer is incomplete" not in str(error):
+                    raise
+            offloader.close()
+        self.offloader = self.optimizer = None
+        return None
+
+
+def left(directory: Path, before: set[str]) -> list[str]:
+    """Threads, descriptors and files that are there still."""
+    found = [f"thread {t.name}" for t in threading.enumerate() if t is not threading.main_thread()]
+    for number in set(os.listdir("/proc/self/fd")) - before:
+        try:
+            found.append(f"descriptor of {os.readlink(f'/proc/self/fd/{number}')}")
+        except FileNotFoundError:  # that of the listing
+            continue
+    return found + [f"file {path.name}" for path in directory.rglob("*") if path.name not in ("spill", "last.ckpt")]
+
+
+class Report:
+    def __init__(self) -> None:
+        self.counts = {"trials": 0, "interrupted": 0, "obeyed": 0, "slowest_s": 0.0}
+        self.faults: list[str] = []
+        self.run_s = 0.0
+        sys.unraisablehook = lambda told: self.faults.append(f"ignored: {told.exc_value!r} in {told.object!r}")
+
+    def fault(self, where: str, what: str) -> None:
+        self.faults.append(f"{where}: {what}")
+        print(self.faults[-1], file=sys.stderr, flush=True)  # should the next one hang
+
+    def trial(self, directory: Path, kind: str, arm: Callable[[], None], disarm: Callable[[], str | None]) -> bool:
+        """Returns whether the interrupt came."""
+        before = set(os.listdir("/proc/self/fd"))
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        trial, caught, began_s, run_began_s = Trial(directory, kind), None, 0.0, time.perf_counter()
+        try:
+            try:
+                arm()
+                trial.run()
+            finally:
+                where = disarm()
+                self.run_s = time.perf_counter() - run_began_s
+        except KeyboardInterrupt as error:
+            began_s = time.perf_counter() - error.args[0] if error.args else 0.0
+            caught = error
+        except BaseException as error:
+            caught = error
+        where = disarm() if where is None else where
+        self.counts["trials"] += 1
+        if where is not None:
+            where = f"[{kind}] {where}"
+            self.counts["interrupted"] += 1
+            if isinstance(caught, KeyboardInterrupt):
+                self.counts["obeyed"] += 1
+                self.counts["slowest_s"] = max(self.counts["slowest_s"], began_s)
+                if began_s > GRACE_S:
+                    self.fault(where, f"obeyed after {began_s:.1f} s")
+            else:
+                self.fault(where, "swallowed" if caught is None else f"became {caught!r}")
+        elif caught is not None:
+            self.fault("no interrupt", "".join(traceback.format_exception(caught)))
+        if caught is not None:
+            traceback.clear_frames(caught.__traceback__)
+        caught = None
+        try:
+            what = trial.go_on()
+            if what is not None:
+                self.fault(where or "no interrupt", what)
+        except BaseException as error:
+            self.fault(where or "no interrupt", "".join(traceback.format_exception(error)[-6:]))
+            traceback.clear_frames(error.__traceback__)
+        del trial
+        gc.collect()
+        deadline_s = time.monotonic() + GRACE_S
+        while (rest := left(directory, before)) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        if rest:
+            self.fault(where or "no interrupt", f"left {rest}")
+        faulthandler.cancel_dump_traceback_later()
+        return where is not None
+
+
+def by_timer(report: Report, directory: Path, kinds: list[str], num: int, seed: int) -> None:
+    """So many interrupts at random moments."""
+    draw = random.Random(seed)
+    duration_s = {}
+    for kind in kinds:
+        for _ in range(3):
+            report.trial(directory, kind, lambda: None, lambda: None)
+            duration_s[kind] = report.run_s
+    fired: list[str] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        code = None if frame is None else frame.f_code
+        fired.append("" if code is None else f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")  # type: ignore[union-attr]
+        raise KeyboardInterrupt(time.perf_counter())
+
+    signal.signal(signal.SIGALRM, handler)
+
+    def disarm() -> str | None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return fired[-1] if fired else None
+
+    while report.counts["interrupted"] < num and report.counts["trials"] < 3 * num:
+        kind = draw.choice(kinds)
+        fired.clear()
+        delay_s = draw.uniform(1e-5, duration_s[kind])
+        report.trial(directory, kind, lambda: signal.setitimer(signal.ITIMER_REAL, delay_s) and None, disarm)  # noqa: B023
+
+
+class Points:
+    """Raises once at each point of our code at which Python would look for signals, one per trial."""
+
+    def __init__(self, share: tuple[int, int]) -> None:
+        self.seen: set[tuple[Any, ...]] = set()
+        self.share = share
+        self.where: str | None = None
+
+    def start(self) -> None:
+        self.where = None
+        sys.setprofile(self.look)
+
+    def stop(self) -> str | None:
+        sys.setprofile(None)
+        return self.where
+
+    def look(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" or event in ("c_return",):
+            self.at(frame, event)
+
+    def at(self, frame: FrameType, event: str) -> None:
+        code = frame.f_code
+        if self.where is not None or not code.co_filename.startswith(PACKAGE):
+            return
+        point = code.co_filename, code.co_qualname, frame.f_lasti, event
+        if point in self.seen:
+            return
+        self.seen.add(point)
+        if zlib.crc32(f"{code.co_qualname} {frame.f_lasti} {event}".encode()) % self.share[1] != self.share[0]:
+            return
+        self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname} {event}"
+        sys.setprofile(None)
+        raise KeyboardInterrupt(time.perf_counter())
+
+
+def by_tracer(report: Report, directory: Path, kinds: list[str], share: tuple[int, int]) -> None:
+    """At every point once, for each kind of training."""
+    for kind in kinds:
+        report.trial(directory, kind, lambda: None, lambda: None)
+        points = Points(share)
+        while report.trial(directory, kind, points.start, points.stop):
+            pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("how", choices=["timer", "tracer"])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--kinds", default="offload,budget,states")
+    parser.add_argument("--num", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    report, kinds = Report(), args.kinds.split(",")
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        (Path(directory) / "spill").mkdir()
+        if args.how == "timer":
+            by_timer(report, Path(directory), kinds, args.num, args.seed)
+        else:
+            by_tracer(report, Path(directory), kinds, tuple(args.share))
+    print(json.dumps({**report.counts, "faults": report.faults}))
+
+
+if __name__ == "__main__":
+    main()
