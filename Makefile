@@ -26,7 +26,7 @@ NO_PACKAGES := Is there a network, and room on the disk? Then try again. Another
 	Wheels in a directory: make PIP_ARGS='--no-index --find-links DIR' ...
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu lint format bench compat clean
+.PHONY: help demo test exhaustive gpu lint format bench compat clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ demo: $(STAMP) ## train a small GPT with and without the SSD: what is saved, at 
 
 test: $(STAMP) ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+exhaustive: $(STAMP) ## what goes on where the tests have begun: 3,000 interrupts, thousands of random programs (an hour or more)
+	$(BIN)/python -m pytest -n $(WORKERS) -m exhaustive $(ARGS)
 
 # Without .venv, a python3 that has torch, Lightning, xxhash and pytest will do: a machine with a card may have no internet.
 ifneq ($(filter gpu,$(MAKECMDGOALS)),)

@@ -36,6 +36,7 @@ def test_interrupts_at_random_moments_are_obeyed_and_leave_nothing(spill_dir: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3700)
 @pytest.mark.parametrize("seed", range(6))
 def test_three_thousand_of_them(seed: int, spill_dir: Path) -> None:
@@ -50,6 +51,7 @@ def test_interrupts_at_chosen_points(kind: str, spill_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3700)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_interrupts_at_each_point(kind: str, spill_dir: Path) -> None:

@@ -88,6 +88,8 @@ def test_random_programs(first: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3700)
 def test_many_random_programs(tmp_path: Path) -> None:
     for seed in range(1000, 1100):
         fuzz(seed, tmp_path)

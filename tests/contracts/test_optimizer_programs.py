@@ -182,6 +182,8 @@ DIRECTED = {
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3700)
 @pytest.mark.parametrize("host_memory", [0, 64 << 10])
 def test_many_random_programs_are_exact_or_refused(host_memory: int, spill_dir: Path) -> None:
     programs = [Program.random(seed) for seed in range(host_memory, host_memory + 1_000)]
