@@ -6,11 +6,13 @@ one every 251st element, so that no other 251 elements in a row pass, and of the
 passed what the call's result is made of) sums over all bytes as well. ``full`` takes these sums of every large one.
 
 Integers may be memory that nobody has written (seeds of kernels that drop nothing, reserved space): where only they
-differ, the caller has to find out whether it matters, see ``recompute.py``.
+differ, and look like it, the caller has to find out whether it matters, see ``recompute.py``.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Container, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -26,6 +28,9 @@ _SMALL_BYTES = 64 << 10
 _STRIDE = 251
 """A prime: no row length of a model is a multiple of it, so that columns are met in turn."""
 _COLUMNS = 512
+_NUM_UNREAD = 2
+"""So many tensors wait for the next one before they are read: ``rrelu`` fills its noise after it has saved two."""
+_MAX_SEEDS = 2
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint32, torch.uint64})
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -48,6 +53,7 @@ class Fingerprint:
         self._wanted = frontier
         self._last: tuple[int, torch.Tensor, int] | None = None
         self._kinds: list[tuple[Any, ...]] = []
+        self._unread: deque[torch.Tensor] = deque()
         self._prints: list[list[torch.Tensor]] = []
         self._integers: dict[int, torch.Tensor] = {}
         self._joined: dict[torch.device, torch.Tensor] = {}
@@ -62,8 +68,13 @@ class Fingerprint:
 
     def add(self, tensor: torch.Tensor) -> None:
         """One more."""
-        index = len(self._kinds)
         self._kinds.append((type(tensor), tensor.dtype, tuple(tensor.shape), tensor.device))
+        self._unread.append(tensor)
+        if len(self._unread) > _NUM_UNREAD:
+            self._read(self._unread.popleft())
+
+    def _read(self, tensor: torch.Tensor) -> None:
+        index = len(self._prints)
         prints: list[torch.Tensor] = []
         self._prints.append(prints)
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
@@ -84,6 +95,8 @@ class Fingerprint:
 
     def close(self) -> None:
         """The call is over: hold little from now on."""
+        while self._unread:
+            self._read(self._unread.popleft())
         if self._last is not None:
             index, raw, version = self._last
             self._last = None
@@ -122,13 +135,16 @@ class Fingerprint:
                 start += part.numel()
         return "the values of the saved tensors differ"
 
-    def differing_integers(self, other: Fingerprint, without: Container[int]) -> list[int]:
+    def differing_integers(self, other: Fingerprint) -> list[int]:
         """The numbers of the integer tensors that differ."""
-        return [
-            index
-            for index, values in self._integers.items()
-            if index not in without and not torch.equal(values, other._integers[index])
-        ]
+        return [index for index, values in self._integers.items() if not torch.equal(values, other._integers[index])]
+
+    def may_be_unwritten(self, index: int) -> bool:
+        """Whether these integers look like a seed or reserved space. Others are indices, say, on which gradients depend
+        even where the output does not.
+        """
+        _, dtype, shape, _ = self._kinds[index]
+        return dtype is torch.uint8 or math.prod(shape) <= _MAX_SEEDS
 
 
 def _described(kind: tuple[Any, ...]) -> str:

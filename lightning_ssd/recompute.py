@@ -24,15 +24,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lightning_ssd.call_inputs import CallInputs, fill, is_plain
 from lightning_ssd.call_state import CallState
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.fingerprint import Fingerprint
 from lightning_ssd.generators import RandomStates, default_sources
-from lightning_ssd.inplace import VersionProbe
+from lightning_ssd.inplace import Origin, VersionProbe, inplace_error
 
 __all__ = ["Recomputable", "Watched", "device_of", "recompute", "watch", "who_else_decides"]
 
@@ -219,7 +220,7 @@ class _Call:
         if self._first is None:
             return self._run_again(tensors)
         (args, kwargs), self._first = self._first, None
-        with _seen_by(self._saved, []):
+        with _seen_by(self._saved, [], wrap=_Saved):
             result = self._run(*args, **kwargs)
         self._saved.close()
         if self._saved.has_integers:
@@ -257,11 +258,12 @@ class _Call:
     def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> None:
         reason = self._saved.difference(again)
         if reason is None:
-            integers = self._saved.differing_integers(again, self._block.unwritten)
-            if integers and self._has_same_output(tensors, numbers):
-                self._block.unwritten.update(integers)
-            elif integers:
-                reason = f"the values of saved tensor {integers[0]}, integers, differ"
+            integers = self._saved.differing_integers(again)
+            written = [index for index in integers if not self._saved.may_be_unwritten(index)]
+            unknown = [index for index in integers if index not in self._block.unwritten]
+            if written or (unknown and not self._has_same_output(tensors, numbers)):
+                reason = f"the values of saved tensor {(written or unknown)[0]}, integers, differ"
+            self._block.unwritten.update(unknown)
         if reason is not None:
             raise self._block.refuse(
                 self._module,
@@ -277,8 +279,41 @@ class _Call:
         return self._output is not None and self._output.difference(output) is None
 
 
+class _Saved:
+    """What a call has saved, in place of the tensor: to be made again, and looked after as autograd does without hooks.
+
+    A checkpoint does neither: what is edited in place after it was saved would give a gradient where PyTorch raises,
+    and a backward that asks twice for ``ctx.saved_tensors`` would raise where PyTorch gives them.
+    """
+
+    __slots__ = ("_description", "_given", "_origin", "_packed", "_probe")
+
+    def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
+        self._packed = packed
+        self._probe = VersionProbe(tensor) if is_plain(tensor) and not tensor._is_zerotensor() else None
+        self._description = tensor.dtype, tensor.device, tensor.shape
+        self._origin = None if self._probe is None else Origin.of(tensor)
+        self._given: torch.Tensor | None = None
+
+    def unpack(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        probe = self._probe
+        if probe is not None and probe.version != probe.saved:
+            raise inplace_error(self._description, self._origin, version=probe.version, expected=probe.saved)
+        try:
+            tensor = unpack(self._packed)
+        except CheckpointError:
+            if self._given is None:
+                raise
+            return self._given.detach()
+        # Operations of PyTorch ask once; what Python's have been given lives as long as their node.
+        self._given = tensor.detach() if isinstance(torch._C._current_autograd_node(), BackwardCFunction) else None
+        return tensor
+
+
 @contextmanager
-def _seen_by(fingerprint: Fingerprint, stops: list[BaseException]) -> Iterator[None]:
+def _seen_by(
+    fingerprint: Fingerprint, stops: list[BaseException], *, wrap: Callable[[torch.Tensor, Any], Any] | None = None
+) -> Iterator[None]:
     """What is saved meanwhile is told, and then goes where it would have gone. What that raises is noted."""
     hooks = _top_hooks(True)
     if hooks is None:
@@ -288,12 +323,13 @@ def _seen_by(fingerprint: Fingerprint, stops: list[BaseException]) -> Iterator[N
     def tell(tensor: torch.Tensor) -> Any:
         fingerprint.add(tensor)
         try:
-            return pack(tensor)
+            packed = pack(tensor)
         except BaseException as error:
             stops.append(error)
             raise
+        return packed if wrap is None else wrap(tensor, packed)
 
-    with saved_tensors_hooks(tell, unpack):
+    with saved_tensors_hooks(tell, unpack if wrap is None else lambda saved: saved.unpack(unpack)):
         yield
 
 

@@ -1,0 +1,135 @@
+"""What a recomputed block has saved: edited in place, asked for twice, filled late, or other integers than before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import rrelu
+
+from lightning_ssd.errors import RecomputeError
+from tests.helpers import Raised, Session, assert_identical, outcome
+from tests.parity.models import floats
+from tests.parity.recomputing import EVERY, Recomputing
+
+Forward = Callable[["Block", torch.Tensor], torch.Tensor]
+ORDER = {"rows": torch.arange(64)}
+"""Out of reach of every block."""
+
+
+class Block(nn.Module):
+    def __init__(self, function: Forward, size: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(size, size), nn.Linear(size, size)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+def training(
+    function: Forward,
+    x: torch.Tensor,
+    *,
+    before_backward: Callable[[], object] = int,
+) -> Callable[[Session], Any]:
+    def program(session: Session) -> Any:
+        model = nn.Sequential(*(Block(function, x.shape[1]) for _ in range(2)))
+        session.register(model)
+        with session.saved():
+            y = model(x)
+            loss = (y * y.detach().sin()).sum()
+        before_backward()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    return program
+
+
+def edits_result(block: Block, x: torch.Tensor) -> torch.Tensor:
+    y = block.one(x).exp()
+    return y.mul_(2) * y
+
+
+def edits_argument(block: Block, x: torch.Tensor) -> torch.Tensor:
+    y = block.one(x)
+    z = y.sin()
+    y.mul_(2)
+    return z
+
+
+def gives_what_it_saves(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return block.one(x).exp()
+
+
+@pytest.mark.parametrize(
+    ("function", "after"),
+    [(edits_result, torch.sum), (edits_argument, torch.sum), (gives_what_it_saves, torch.Tensor.zero_)],
+)
+def test_an_edit_is_pytorchs_own_error(function: Forward, after: Any) -> None:
+    def program(session: Session) -> Any:
+        model = nn.Sequential(*(Block(function, 8) for _ in range(2)))
+        session.register(model)
+        with session.saved():
+            y = model(floats(0, 4, 8))
+        loss = y.sum()
+        with torch.no_grad():
+            after(y)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for session in (Session(), Recomputing(EVERY)):
+        raised = outcome(program, session)
+        assert isinstance(raised, Raised)
+        assert raised.type == "RuntimeError"
+        assert "modified by an inplace operation: [torch.FloatTensor [4, 8]]" in raised.text
+
+
+class AsksTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x * 2)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * ctx.saved_tensors[0].cos() + ctx.saved_tensors[1]
+
+
+def asks_twice(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return AsksTwice.apply(block.one(x)) + x
+
+
+def rectified_inside(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return block.two(rrelu(block.one(x), training=True))
+
+
+@pytest.mark.parametrize("function", [asks_twice, rectified_inside])
+def test_what_a_plain_checkpoint_cannot_do(function: Forward) -> None:
+    program = training(function, floats(0, 16, 64))
+    expected = outcome(program, Session())
+    assert not isinstance(expected, Raised)
+    session = Recomputing(EVERY)
+    assert_identical(outcome(program, session), expected)
+    assert session.repeated
+
+
+def assert_refused(program: Callable[[Session], Any]) -> None:
+    assert not isinstance(outcome(program, Session()), Raised)
+    refused = outcome(program, Recomputing(EVERY))
+    assert isinstance(refused, Raised)
+    assert refused.type == RecomputeError.__name__
+
+
+@pytest.mark.parametrize("rows", [16, 70000])  # memory that was used before, and new memory, which is all zeros
+def test_noise_that_no_repetition_gets_to_is_refused(rows: int) -> None:
+    assert_refused(training(lambda block, x: rrelu(block.one(x), training=True), floats(0, rows, 128)))
+
+
+def test_other_indices_that_give_the_same_output_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = lambda: monkeypatch.setitem(ORDER, "rows", ORDER["rows"].flip(0))  # noqa: E731
+    assert_refused(training(lambda block, x: block.one(x)[ORDER["rows"]], torch.ones(64, 8), before_backward=turn))
