@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.holders import is_held
+from lightning_ssd.holders import Span, have_elements_in_common, is_held, spans_of
 from lightning_ssd.shards import local_of
 from lightning_ssd.tensors import PLAIN_TYPES
 
-__all__ = ["refuse_coupling", "refuse_own_parameters", "refuse_own_step", "refuse_owned"]
+__all__ = ["OwnMemory", "refuse_coupling", "refuse_own_parameters", "refuse_own_step", "refuse_owned"]
 
 _COUPLING = ("LBFGS", "Prodigy", "DAdapt", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad", "SAM", "KFAC")
 """Optimizers whose update of one parameter depends on others, or that evaluate the model themselves."""
@@ -99,6 +99,30 @@ def refuse_own_parameters(optimizer: Optimizer) -> None:
                 f"param_groups; got {type(optimizer).__name__}, which holds one in {place}, too, and would not see "
                 f"that a call is for some of them. Use {_KEEP}"
             )
+
+
+class OwnMemory:
+    """Refuses parameters that share memory: a plain step updates them at the same time."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[list[Span], tuple[int, ...]]] = []
+
+    def check(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Before a step of several calls. Looks closely only where there is other memory than the last time.
+
+        Raises:
+            ConfigError: two of them share memory.
+        """
+        memory = [(spans_of(p), local_of(p).stride() if p.layout == torch.strided else ()) for p in parameters]
+        if memory == self._known:
+            return
+        if have_elements_in_common(parameters):
+            raise ConfigError(
+                "OffloadPolicy.optimizer_states='offload' expects parameters with memory of their own; got two that "
+                "share memory, which a plain step updates at the same time. Nothing was updated: let modules share "
+                f"one parameter, or use {_KEEP}"
+            )
+        self._known = memory
 
 
 def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -150,7 +151,27 @@ class LiveStates(MutableMapping[Any, Any]):
                 self._states.put({parameter: lent[parameter] for parameter in done})
                 for parameter in done:
                     del lent[parameter]
-        self._num_lent_bytes = sum(map(_nbytes, lent.values()))
+        # What had to stay counts no more, or whoever holds many would have all of them looked at with each one more.
+        self._num_lent_bytes = 0
+
+    @contextmanager
+    def empty_ones_away(self) -> Iterator[None]:
+        """For a step: states that were read before there were any are made on their way down, if nobody holds them."""
+        lent = self._states.lent
+        # Another optimizer may see a difference between an empty state and none.
+        may_leave = self._states.trials.is_elementwise
+        empty = [parameter for parameter in lent if may_leave and self._is_empty(parameter)]
+        for parameter in empty:
+            del lent[parameter]
+        try:
+            yield
+        finally:
+            lent.update((parameter, {}) for parameter in empty if parameter not in self)
+
+    def _is_empty(self, parameter: Any) -> bool:
+        lent = self._states.lent
+        is_plain = isinstance(parameter, torch.Tensor) and type(lent[parameter]) is dict
+        return is_plain and not lent[parameter] and not is_held(lent, parameter) and not self._is_stored(parameter)
 
     def _may_leave(self, parameter: Any) -> bool:
         lent, partition = self._states.lent, self._states.partition

@@ -166,7 +166,7 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             StorageError: states cannot be read. The step is incomplete, and later ones are refused: resume from a
                 checkpoint. States that cannot be *written* stay in memory, with one warning.
-            ConfigError: the optimizer turns out to couple its parameters.
+            ConfigError: the optimizer turns out to couple its parameters, or two of them share memory.
         """
         self._check_usable()
         loss = None
@@ -174,19 +174,20 @@ class OffloadedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
-        visits = self._states.plan_visits(self.param_groups, self._num_steps)
-        begin_s = time.perf_counter()
         byproducts = None if self._states.trials.is_elementwise else Byproducts(self.inner)
         changes = GroupChanges(byproducts, None if closure is None else lambda: loss)
-        try:
-            with self._told_by_scaler():
-                self._states.update(visits, changes)
-                # In a group without gradients there may be something to count all the same.
-                idle = set(range(len(self.param_groups))).difference(*(visit.groups for visit in visits))
-                self._inner_step.run_idle(idle, changes)
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            raise
+        with self._live.empty_ones_away():
+            visits = self._states.plan_visits(self.param_groups, self._num_steps)
+            begin_s = time.perf_counter()
+            try:
+                with self._told_by_scaler():
+                    self._states.update(visits, changes)
+                    # In a group without gradients there may be something to count all the same.
+                    idle = set(range(len(self.param_groups))).difference(*(visit.groups for visit in visits))
+                    self._inner_step.run_idle(idle, changes)
+            except BaseException as error:
+                self._broken = f"{type(error).__name__}: {error}"
+                raise
         changes.apply(self.param_groups)
         self._live.note_order(p for group in self.param_groups for p in group["params"])
         self.inner._opt_called = True  # type: ignore[attr-defined]  # by this schedulers check the order of calls

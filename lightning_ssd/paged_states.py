@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_ssd.couplings import OwnMemory
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.events import EventLog, StallEvent
 from lightning_ssd.holders import are_apart, spans_of
@@ -96,6 +97,7 @@ class PagedStates:
         self._stays: str | None = None
         self._slot_bytes = self.partition.max_bytes
         self._num_cached = 0
+        self._own_memory = OwnMemory()
         self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]
 
     def _subgroup_bytes(self, groups: Groups) -> int:
@@ -166,6 +168,7 @@ class PagedStates:
 
         Raises:
             RuntimeError: a parameter or its gradient is of a kind that cannot be cut any more.
+            ConfigError: parameters share memory, and are not updated at the same time.
         """
         numbers = _group_numbers(groups)
         visits = []
@@ -178,6 +181,9 @@ class PagedStates:
             if active:
                 mine = (numbers[id(self.partition.parameters[part.parameter])] for _, part in active)
                 visits.append(Visit(index, active, tuple(mine)))
+        if len(visits) > 1:
+            active_ones = {part.parameter for visit in visits for _, part in visit.active}
+            self._own_memory.check([self.partition.parameters[number] for number in sorted(active_ones)])
         return visits
 
     def _active(self, index: int, numbers: Mapping[int, int]) -> Iterator[tuple[int, Part]]:

@@ -36,12 +36,15 @@ class Latch:
 
     def wait(self) -> None:
         """Block until it is open."""
-        with self._lock:
-            pass
+        if not self.is_open:  # or an interrupt in wait_for() might have left the lock taken
+            with self._lock:
+                pass
 
     def wait_for(self, timeout_s: float) -> bool:
         """Block until it is open, but no longer than this; return whether it is. For one thread at a time."""
-        return self.is_open or self._lock.acquire(timeout=timeout_s)
+        if not self.is_open and self._lock.acquire(timeout=timeout_s):
+            self._lock.release()
+        return self.is_open
 
 
 class Changes:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
-from tests.optimizer_pairs import assert_same_parameters, assert_same_states, wrapped
+from tests.optimizer_pairs import assert_same_parameters, assert_same_states, used_bytes, wrapped
 
 SHAPES = ((300, 40), (1000,), (64, 64), (7,), (2000, 100), (0, 4), (8, 3, 5, 5), (), *[(128, 150)] * 6)
 """Small ones stay in memory, (2000, 100) is cut, one is empty, one has no dimension."""
@@ -216,10 +216,10 @@ def test_a_state_dict_stays_what_it_was(spill_dir: Path) -> None:
             optimizer.step()
         assert_same_states(held, expected)
         optimizer.flush()
-        used = sum(arena.used_bytes for tier in optimizer._states.store.tiers for arena in tier._arenas)
+        used = used_bytes(optimizer)
         del held
         gc.collect()
-        left = sum(arena.used_bytes for tier in optimizer._states.store.tiers for arena in tier._arenas)
+        left = used_bytes(optimizer)
         assert used == 2 * left
         assert left == pytest.approx(optimizer.stats.state_bytes, rel=0.01)
 

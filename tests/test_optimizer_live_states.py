@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.live_states import LiveStates
 from tests.optimizer_pairs import Pair, adamw, assert_same_states, equal, opened, used_bytes, wrapped
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
@@ -55,6 +56,56 @@ def test_reading_all_states_leaves_none_in_memory_and_writes_none(spill_dir: Pat
         pair.step(optimizer)
         assert not optimizer._states.lent
         pair.check(optimizer)
+
+
+def test_states_that_were_read_before_there_were_any_are_made_on_their_way_down(spill_dir: Path) -> None:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters[:39], "momentum": 0.9}, {"params": parameters[39:]}], lr=1e-2)
+
+    for make in (adamw, sgd):
+        pair = Pair(make, (*[(128, 150)] * 38, (300, 200), (128, 150)))
+        with wrapped(pair.inner, spill_dir) as optimizer:
+            held = optimizer.state[pair.mine[3]], pair.twin.state[pair.plain[3]]
+            for mine, plain in zip(pair.mine, pair.plain, strict=True):
+                assert optimizer.state[mine] == pair.twin.state[plain] == {}
+            pair.step(optimizer, [*range(36), 38, 39])
+            in_memory = {number for number, mine in enumerate(pair.mine) if optimizer._states.lent.get(mine)}
+            assert in_memory == {3}, "by who holds it"
+            assert held[0].keys() == held[1].keys()
+            pair.check(optimizer)
+            pair.step(optimizer)
+            pair.check(optimizer)
+
+
+def test_an_empty_state_in_the_place_of_a_stored_one_stays_empty(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        for state in (optimizer.state[pair.mine[2]], pair.twin.state[pair.plain[2]]):
+            state.clear()
+        del state
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+def test_reading_states_that_all_stay_held_looks_at_each_a_few_times(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(adamw, ((64, 64),) * 300)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        looks = 0
+        may_leave = LiveStates._may_leave
+
+        def counted(states: LiveStates, parameter: Any) -> bool:
+            nonlocal looks
+            looks += 1
+            return may_leave(states, parameter)
+
+        monkeypatch.setattr(LiveStates, "_may_leave", counted)
+        held = [state["exp_avg"] for state in optimizer.state.values()]
+        assert looks < 10 * len(held)
+        del held
 
 
 def test_surgery_leaves_nothing_of_the_old_parameters(spill_dir: Path) -> None:

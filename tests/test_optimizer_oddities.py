@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd import slicing
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.inner_step import InnerStep
-from tests.optimizer_pairs import Nested, Pair, adamw, assert_same_states, equal, offloaded
+from tests.optimizer_pairs import Nested, Pair, adamw, assert_same_states, equal, offloaded, wrapped
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -137,6 +138,33 @@ def test_data_that_is_replaced_is_what_is_updated(spill_dir: Path) -> None:
         pair.mine[0].grad = torch.ones(200, 300)
         with pytest.raises(RuntimeError, match="Make a new optimizer"):
             optimizer.step()
+
+
+def test_parameters_over_the_same_memory_are_refused_before_a_step(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        for parameters in (pair.mine, pair.plain):
+            parameters[7].data = parameters[0].data  # as weights are tied by mistake
+        pair.set_gradients()
+        with pytest.raises(ConfigError, match="share memory"):
+            optimizer.step()
+        pair.step(optimizer, [number for number in range(10) if number != 7])  # one of them is frozen
+        for parameters in (pair.mine, pair.plain):
+            parameters[7].data = parameters[7].data.clone()
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+def test_parameters_that_are_columns_of_one_matrix(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    for parameters in (pair.mine, pair.plain):
+        both = torch.cat([parameters[0].data, parameters[7].data], dim=1)
+        parameters[0].data, parameters[7].data = both[:, :150], both[:, 150:]
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(3):
+            pair.step(optimizer)
+        pair.check(optimizer)
 
 
 def test_gradients_that_stay_and_are_zeroed(spill_dir: Path) -> None:

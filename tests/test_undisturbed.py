@@ -100,3 +100,14 @@ def test_an_interrupted_wait_for_a_change_leaves_the_lock() -> None:
         changes.tell()  # whoever has gone, too
         found.append(1)
     assert changes.until(lambda: found[0]) == 1
+
+
+def test_a_latch_that_was_waited_for_with_a_limit_can_be_waited_for_again() -> None:
+    latch = Latch()
+    assert not latch.wait_for(0.01)
+    threading.Timer(0.05, latch.open).start()
+    assert latch.wait_for(30)
+    waiter = threading.Thread(target=latch.wait, daemon=True)
+    waiter.start()
+    waiter.join(5)
+    assert not waiter.is_alive()
