@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -20,6 +21,10 @@ from lightning_ssd.planning import worth
 
 if TYPE_CHECKING:
     from tests.state_stores import Drive
+
+# A shell lets its background jobs ignore Ctrl-C, and so would every process that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Lightning and W&B set these for the rest of the process; they are taken back after each test without complaint.
 _SET_BY_OTHERS = {
