@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_ssd.accelerators import accelerator_of, device_types, what_is_missing
 from lightning_ssd.allocation import Allocation
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
@@ -67,7 +68,7 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, site: Site) -> Parts:
     """Open what the policy needs; ``stack`` closes it.
 
     Raises:
-        ConfigError: the device is neither a CPU nor CUDA's.
+        ConfigError: nothing can be moved from the device.
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
         BackendUnavailableError: ``hardware.backend`` names one that does not work here.
     """
@@ -151,8 +152,17 @@ def open_state_files(policy: OffloadPolicy, site: Site) -> StateFiles:
 
 
 def _refuse_other_devices(device: torch.device) -> None:
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={str(device)!r}: nothing would be moved from there; allowed: 'cpu', 'cuda'")
+    if (missing := what_is_missing(device)) is not None:
+        allowed = ", ".join(repr(kind) for kind in device_types() if kind != device.type)
+        raise ConfigError(
+            f"device={str(device)!r}: nothing would be moved from there, because {missing}; allowed: {allowed}, or "
+            "optimizer_states='keep' with activations='keep', which counts"
+        )
+
+
+def _locks_host_memory(device: torch.device) -> bool:
+    accelerator = accelerator_of(device)
+    return accelerator is not None and accelerator.locks_host_memory
 
 
 def _tell_of_foreign_malloc(memory_budget: int | str) -> None:
@@ -236,7 +246,7 @@ def _open_mover(
         return HostMover(backend, reload), reload
     if backend.moves_device_memory and policy.verify == "off":
         return DeviceMover(backend, copies), None
-    staging = StagingPool(_STAGING_BYTES, pin=torch.cuda.is_available(), device=site.device)
+    staging = StagingPool(_STAGING_BYTES, pin=_locks_host_memory(site.device), device=site.device)
     stack.callback(staging.close)
     return StagedMover(backend, staging, copies), None
 
@@ -245,7 +255,7 @@ def _open_host(stack: ExitStack, policy: OffloadPolicy, site: Site) -> HostTier 
     purse = site.purse if policy.activations == "auto" else None
     if purse is None or not purse.total_bytes:
         return None
-    host = HostTier(purse, site.copies, pin=site.device.type == "cuda", events=site.events)
+    host = HostTier(purse, site.copies, pin=_locks_host_memory(site.device), events=site.events)
     stack.callback(host.close)
     return host
 
@@ -258,7 +268,7 @@ def _open_cache(stack: ExitStack, site: Site, mover: SlotMover) -> HostTier | No
     def allocate(nbytes: int, device: torch.device) -> tuple[torch.UntypedStorage, Mark | None]:
         return mover.allocate(nbytes, Edges(b"", b""), device)
 
-    pin = site.device.type == "cuda"
+    pin = _locks_host_memory(site.device)
     host = HostTier(site.purse, site.copies, pin=pin, events=site.events, allocate=allocate)
     stack.callback(host.close)
     return host

@@ -1,6 +1,6 @@
-"""When something happened on the device: the host's clock on CPU, events in the stream on CUDA.
+"""When something happened on the device: the host's clock on CPU, events in the stream on a device.
 
-On CUDA the Python thread runs ahead of the device, so that its own clock says nothing of when a tensor was made. A
+There the Python thread runs ahead of the device, so that its own clock says nothing of when a tensor was made. A
 *stamp* is taken where things happen and turned into seconds later, when the device has passed it.
 """
 
@@ -11,7 +11,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
-__all__ = ["Clock", "CudaClock", "HostClock", "Stamp", "clock_of"]
+from lightning_ssd.accelerators import Accelerator, accelerator_of, has_streams
+
+__all__ = ["Clock", "EventClock", "HostClock", "Stamp", "clock_of"]
 
 Stamp = Any
 """What a clock's ``stamp`` returned; only that clock can read it."""
@@ -51,19 +53,18 @@ class HostClock:
         return cast(float, end - start)
 
 
-class CudaClock:
-    """Timing events in the current stream of one CUDA device."""
+class EventClock:
+    """Timing events in the current stream of one device."""
 
     lag = 1
     noise_s = 20e-6  # some microseconds lie between two events with nothing between; a guess, measured on no GPU yet
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
 
     def stamp(self) -> Stamp:
-        constructor: Any = torch.cuda.Event  # PyTorch leaves it without types
-        event = constructor(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._accelerator.timing_event()
+        event.record(self._accelerator.current_stream())
         return event
 
     @staticmethod
@@ -79,4 +80,5 @@ class CudaClock:
 
 def clock_of(device: torch.device) -> Clock:
     """The clock that tells when work on ``device`` is done."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    accelerator = accelerator_of(device)
+    return HostClock() if accelerator is None or not has_streams(device) else EventClock(accelerator)

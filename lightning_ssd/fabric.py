@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ssd.accelerators import device_types
 from lightning_ssd.around_forward import AroundForward
 from lightning_ssd.checkpoint import StreamedCheckpointIO
 from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
@@ -70,7 +71,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     Args:
         policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is.
         hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the current directory.
-        accelerator: set by Fabric; CPU and CUDA are supported.
+        accelerator: set by Fabric; CPU and CUDA are supported, others where Lightning provides them.
         parallel_devices: set by Fabric.
         cluster_environment: how processes find each other; default: detected.
         checkpoint_io: writes and reads checkpoints, which are ordinary ones; default: Lightning's.
@@ -223,9 +224,10 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         name, devices = type(self).__name__, self.parallel_devices or [torch.device("cpu")]
-        if devices[0].type not in ("cpu", "cuda"):
+        if devices[0].type not in device_types():  # to try what it can would start it before a launch
+            allowed = ", ".join(map(repr, device_types()))
             raise ConfigError(
-                f"{name} got a device of type {devices[0].type!r}; allowed: 'cpu', 'cuda'. "
+                f"{name} got a device of type {devices[0].type!r}; allowed: {allowed}. "
                 "Pass accelerator='cpu' or another strategy to Fabric"
             )
         if self.policy.optimizer_states == "offload" and self._checkpoint_io is None:

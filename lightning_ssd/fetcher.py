@@ -8,6 +8,7 @@ from collections import deque
 
 import torch
 
+from lightning_ssd.accelerators import accelerator_of
 from lightning_ssd.clock import Clock, Stamp
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.events import EventLog
@@ -178,8 +179,8 @@ class Fetcher:
             room = self._ledger.admit(1, resident_bytes)
             if room is not None or self._ledger.counters.resident_bytes < resident_bytes:
                 return [] if room is None else room
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            if (accelerator := accelerator_of(self._device)) is not None:
+                accelerator.empty_cache()
             record.start_read(self._device, urgent=True)
         return None
 

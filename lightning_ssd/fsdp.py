@@ -58,7 +58,7 @@ class SSDOffloadFSDPStrategy(Offloading, ModelParallelStrategy):
         save_distributed_checkpoint: each process writes its shards into a directory. ``False``: rank zero collects the
             full weights, which have to fit into its memory, and the full states, which go to its drives one by one, and
             writes one file.
-        accelerator: set by the Trainer; CPU and CUDA are supported.
+        accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other; default: detected.
         checkpoint_io: writes full checkpoints; default: Lightning's.

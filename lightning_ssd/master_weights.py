@@ -44,7 +44,7 @@ def lift(piece: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         master = now.float()
     else:
         is_changed = master.to(now.dtype) != now
-        if master.is_cuda or is_changed.any():  # to ask a CUDA device takes longer than to copy
+        if master.device.type != "cpu" or is_changed.any():  # to ask a device takes longer than to copy
             master.copy_(torch.where(is_changed, now.float(), master))
     master.grad = None if piece.grad is None else piece.grad.float()
     return master, mine

@@ -1,7 +1,7 @@
 """How much memory there is, and how much is used.
 
 Host numbers come from ``/proc`` and the cgroup files; where the system has none (macOS), they are ``None``. Device
-numbers come from PyTorch's CUDA allocator; asking never initialises CUDA and never resets a peak that others read.
+numbers come from PyTorch's allocator there; asking never starts a device and never resets a peak that others read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from lightning_ssd.accelerators import accelerator_of
 
 __all__ = [
     "MemoryReadings",
@@ -45,9 +47,9 @@ class MemoryReadings:
     host_peak_bytes: int | None = None
     """Its peak since the process started or since :func:`reset_host_peak`."""
     device_bytes: int | None = None
-    """What PyTorch's CUDA allocator has handed out."""
+    """What PyTorch's allocator has handed out there."""
     device_peak_bytes: int | None = None
-    """Its peak since the process started or since anybody's ``torch.cuda.reset_peak_memory_stats``."""
+    """Its peak since the process started or since anybody's ``reset_peak_memory_stats``."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -63,7 +65,7 @@ def read_memory(device: torch.device | str | None = None) -> MemoryReadings:
     """Read what this process uses now and at most.
 
     Args:
-        device: a CUDA device to include; anything else, or CUDA not in use yet, leaves its numbers at ``None``.
+        device: to include, if it is an accelerator; while it is not in use, its numbers are ``None``.
     """
     status = _read_kib_table(Path("/proc/self/status"))
     host, peak = status.get("VmRSS"), status.get("VmHWM")
@@ -81,8 +83,9 @@ def read_memory(device: torch.device | str | None = None) -> MemoryReadings:
 
 
 def _allocator_stats(device: torch.device) -> dict[str, int]:
-    """Empty for other devices, and while CUDA is not in use: PyTorch returns {} then, without initialising it."""
-    return dict(torch.cuda.memory_stats(device)) if device.type == "cuda" else {}
+    """Empty for a CPU, and while the device is not in use: PyTorch returns {} then, without starting it."""
+    accelerator = accelerator_of(device)
+    return {} if accelerator is None else dict(accelerator.memory_stats())
 
 
 def reset_host_peak() -> bool:
@@ -99,20 +102,18 @@ def reset_host_peak() -> bool:
 
 
 def reset_device_peak(device: torch.device | str) -> bool:
-    """Let the CUDA allocator's peaks begin anew, for every reader of this process; ``False`` where CUDA is not used."""
-    device = torch.device(device)
-    if not _allocator_stats(device):
+    """Let the allocator's peaks begin anew, for every reader of this process; ``False`` where none are kept."""
+    accelerator = accelerator_of(torch.device(device))
+    if accelerator is None or not accelerator.memory_stats():
         return False
-    torch.cuda.reset_peak_memory_stats(device)
+    accelerator.reset_peak()
     return True
 
 
 def level_bytes(device: torch.device) -> int:
-    """Memory in use now: of the device's allocator on CUDA, else the resident set of this process; 0 if unknown."""
-    if device.type == "cuda":
-        # Nested, because flattening it costs many times more, and a pass that is traced asks with each pack.
-        stats = torch.cuda.memory_stats_as_nested_dict(device)
-        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
+    """Memory in use now: of an accelerator's allocator, else the resident set of this process; 0 if unknown."""
+    if (accelerator := accelerator_of(device)) is not None:
+        return accelerator.allocated_bytes()
     try:  # by plain system calls: passes on a CPU ask hundreds of times, and file objects take longer than the kernel
         fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -124,12 +125,11 @@ def level_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory of the device that could still be allocated; ``None`` if unknown. Initialises CUDA if it is meant."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        stats = _allocator_stats(device)
+    """Memory of the device that could still be allocated; ``None`` if unknown. Starts the device."""
+    if (accelerator := accelerator_of(device)) is not None:
+        free, stats = accelerator.free_bytes(), accelerator.memory_stats()
         cached = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
-        return int(free) + cached
+        return None if free is None else free + cached
     return host_available_bytes()
 
 

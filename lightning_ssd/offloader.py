@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd import metrics
+from lightning_ssd.accelerators import accelerator_of, has_streams, with_index
 from lightning_ssd.assembly import NOTHING, Parts, assemble, open_state_files, open_wear_meter
 from lightning_ssd.blocks import Blocks, find_blocks
 from lightning_ssd.config import HardwareProfile, OffloadPolicy, expect, names_mistakes, typed
@@ -29,7 +30,7 @@ from lightning_ssd.scheduler import Agree
 from lightning_ssd.site import HostMemory, Site
 from lightning_ssd.stats import OffloadStats, OptimizerStats
 from lightning_ssd.storage.backend import Backend
-from lightning_ssd.storage.streams import Copies, CudaCopies
+from lightning_ssd.storage.streams import Copies, StreamCopies
 from lightning_ssd.tensor_cache import TensorCache
 from lightning_ssd.unclosed import close_in_any_case
 from lightning_ssd.undisturbed import undisturbed
@@ -122,7 +123,7 @@ class Offloader:
 
         Raises:
             StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
-            ConfigError: two of ``hardware.paths`` are one directory, or the device is neither a CPU nor CUDA's.
+            ConfigError: two of ``hardware.paths`` are one directory, or nothing can be moved from the device.
             BackendUnavailableError: ``hardware.backend`` names one that does not work here.
         """
         if not self.is_open:
@@ -140,8 +141,7 @@ class Offloader:
         return self
 
     def _open(self, stack: ExitStack, device: torch.device) -> None:
-        if str(device) == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = with_index(device)
         settle_first_calls()
         self._host_memory = HostMemory(self.hardware, self._num_local)
         site = self._site(device, self._copies)
@@ -166,10 +166,13 @@ class Offloader:
         self._has_trained = self._has_failed = False
 
     def _site(self, device: torch.device, copies: Copies | None) -> Site:
+        accelerator = accelerator_of(device)
+        if copies is None and accelerator is not None and has_streams(device):
+            copies = StreamCopies(accelerator)
         return Site(
             hardware=self.hardware,
             device=device,
-            copies=copies or (CudaCopies(device) if device.type == "cuda" else None),
+            copies=copies,
             events=self._events,
             default_directory=self._default_directory,
             subdirectory=self._subdirectory,
@@ -248,7 +251,7 @@ class Offloader:
                 GPU, and the offloader was opened for the CPU.
         """
         cache, resources = self._opened(), self._resources
-        if device_of([module]).type == "cuda" and cache.device.type == "cpu":
+        if accelerator_of(device_of([module])) is not None and cache.device.type == "cpu":
             raise ConfigError(
                 f"{type(module).__name__} is on a GPU, and this Offloader was opened for the CPU, so that nothing "
                 "would move; allowed: Offloader(device=next(model.parameters()).device), or open(model)"

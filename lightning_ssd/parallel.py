@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ssd.accelerators import device_types
 from lightning_ssd.ddp_options import StartMethod, check_start_method
 from lightning_ssd.errors import ConfigError
 
@@ -92,7 +93,7 @@ class OneOrManyDevices(WithModule):
     """Data parallel training with as little machinery as the number of processes needs.
 
     Args:
-        accelerator: set by the Trainer; CPU and CUDA are supported.
+        accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other.
         checkpoint_io: writes and reads checkpoints.
@@ -190,9 +191,10 @@ class OneOrManyDevices(WithModule):
     @override
     def _configure_launcher(self) -> None:
         name = type(self).__name__
-        if self.root_device.type not in ("cpu", "cuda"):
+        if self.root_device.type not in device_types():  # to try what it can would start it before a launch
+            allowed = ", ".join(map(repr, device_types()))
             raise ConfigError(
-                f"{name} got a device of type {self.root_device.type!r}; allowed: 'cpu', 'cuda'. "
+                f"{name} got a device of type {self.root_device.type!r}; allowed: {allowed}. "
                 "Pass accelerator='cpu' or another strategy to the Trainer"
             )
         if not self.is_distributed or self.cluster_environment is None:
@@ -246,12 +248,10 @@ class OneOrManyDevices(WithModule):
         if not self._fitting:
             _sync_module_states(model)
             return model
-        on_cuda = self.root_device.type == "cuda"
         # On the current stream: DDP makes the nodes that accumulate gradients, and these remember the stream they were
         # made on. On another one than backward's, each gradient costs a wait across streams (and PyTorch warns).
-        wrapped = DistributedDataParallel(
-            model, device_ids=[self.root_device.index] if on_cuda else None, **self._ddp_arguments
-        )
+        device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
+        wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._ddp_arguments)
         _register_ddp_comm_hook(wrapped, self._hook.state, self._hook.hook, self._hook.wrapper)
         return wrapped
 

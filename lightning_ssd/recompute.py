@@ -28,6 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from lightning_ssd.accelerators import is_capturing
 from lightning_ssd.call_inputs import CallInputs, fill, is_plain
 from lightning_ssd.call_state import CallState
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
@@ -39,7 +40,6 @@ __all__ = ["Recomputable", "Watched", "device_of", "recompute", "watch", "who_el
 
 # Whoever installed saved-tensor hooks last, and the innermost transform of torch.func. Neither has a public name.
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
-_uses_cuda: Callable[[], bool] = torch.cuda.is_initialized
 _innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
 
 
@@ -50,8 +50,8 @@ def who_else_decides() -> str | None:
     """
     if _innermost_transform() is not None:
         return "it runs under a transform of torch.func"
-    if _uses_cuda() and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is captured, in which nothing can be compared"
+    if is_capturing():
+        return "a graph of the device is captured, in which nothing can be compared"
     hooks = _top_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__:
         return "the model checkpoints it by itself"

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_ssd.accelerators import device_types
+
 __all__ = ["signature_of"]
 
 _MAX_DEPTH = 16
@@ -26,7 +28,7 @@ def signature_of(arguments: Any, module: torch.nn.Module) -> Hashable:
     """
     return (
         _shape(arguments, _MAX_DEPTH),
-        torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
+        any(torch.is_autocast_enabled(kind) for kind in device_types()),
         _modes(module),
     )
 

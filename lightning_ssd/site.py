@@ -23,7 +23,7 @@ __all__ = ["PATHS_VARIABLE", "HostMemory", "Site"]
 
 PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
 _HOST_SHARE = 4
-"""One part in so many of the host's available memory is for the host tier of a CUDA device."""
+"""One part in so many of the host's available memory is for the host tier of a device."""
 
 
 class HostMemory:

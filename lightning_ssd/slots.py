@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_ssd.accelerators import accelerator_of
 from lightning_ssd.storage.mapped import PAGE_BYTES, MappedBlock
 from lightning_ssd.storage.movers import Edges, Loaded, Mover, Piece, storage_bytes
 from lightning_ssd.storage.streams import Mark
@@ -59,9 +60,9 @@ class Slots:
 
     def used_here(self, storage: torch.UntypedStorage) -> None:
         """The current stream uses the memory, which a worker may have allocated on another one."""
-        if self._device.type == "cuda":
+        if (accelerator := accelerator_of(self._device)) is not None:
             whole = storage_bytes(storage, 0, storage.nbytes())
-            whole.record_stream(torch.cuda.current_stream(self._device))
+            whole.record_stream(accelerator.current_stream())
 
     def give_back(self, storage: torch.UntypedStorage) -> None:
         """End of use: nobody reads or writes it any more."""

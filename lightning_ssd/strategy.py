@@ -40,7 +40,7 @@ class SSDOffloadStrategy(Offloading, OneOrManyDevices):
     Args:
         policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is.
         hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
-        accelerator: set by the Trainer; CPU and CUDA are supported.
+        accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other; default: detected.
         checkpoint_io: writes and reads checkpoints, which are ordinary ones; default: Lightning's.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_ssd.accelerators import accelerator_of
 from lightning_ssd.errors import StorageError
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.rates import RateEstimate
@@ -23,15 +24,17 @@ _MAX_AGE_S = 0.05
 
 
 def measure_copies(device: torch.device, *, nbytes: int = 64 << 20) -> Rates:
-    """How fast bytes get from the device's memory to the host's (locked, on CUDA) and back."""
+    """How fast bytes get from the device's memory to the host's (locked, where we can) and back."""
+    accelerator = accelerator_of(device)
+    pin = accelerator is not None and accelerator.locks_host_memory
     on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    on_host = torch.ones(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    on_host = torch.ones(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
 
     def timed(target: torch.Tensor, source: torch.Tensor) -> float:
         begin_s = time.perf_counter()
         target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if accelerator is not None:
+            accelerator.synchronize()
         return nbytes / (time.perf_counter() - begin_s)
 
     timed(on_host, on_device)  # what the first copy sets up is not part of the rate

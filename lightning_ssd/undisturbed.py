@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import torch
-
+from lightning_ssd.accelerators import current_device, set_current_device
 from lightning_ssd.waiting import Latch
 
 __all__ = ["Task", "undisturbed"]
@@ -96,14 +95,14 @@ class _Once(Generic[T]):
     def __init__(self, work: Callable[[], T], undo: Callable[[T], object]) -> None:
         self._work, self._undo = work, undo
         # Each thread has a current device of its own, which is the first one at the beginning.
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._device = current_device()
         self._lock = threading.Lock()
         self._is_lost = False
         self.values: list[T] = []
 
     def __call__(self) -> T:
         if self._device is not None:
-            torch.cuda.set_device(self._device)
+            set_current_device(self._device)
         result = self._work()
         with self._lock:
             self.values.append(result)

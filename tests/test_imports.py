@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_ssd.__file__).parent
 # A module may import what stands above it here, and from its own line where that line is a directory.
 # A new module is a new word here; a new edge upwards is a design change.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "accelerators"),
     (
         *("config", "events", "shards", "stats", "tensors", "memory", "malloc"),
         *("first_calls", "wording", "stand_in", "unclosed", "generators", "profiling", "waiting"),

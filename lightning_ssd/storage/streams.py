@@ -20,14 +20,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from lightning_ssd.accelerators import Accelerator
 from lightning_ssd.profiling import spanned
 
-__all__ = ["Copies", "CudaCopies", "Mark"]
-
-
-# PyTorch leaves these two constructors without types.
-_STREAM: Any = torch.cuda.Stream
-_EVENT: Any = torch.cuda.Event
+__all__ = ["Copies", "Mark", "StreamCopies"]
 
 
 class Mark(Protocol):
@@ -62,36 +58,36 @@ class Copies(Protocol):
         """The current stream uses ``tensor``: when it is freed, its memory may be reused only behind that use."""
 
 
-class _CudaMark:
+class _EventMark:
     """An event, with its device: a worker that waits for it while its own device is 0 may set up a context there."""
 
-    __slots__ = ("_device", "event")
+    __slots__ = ("_accelerator", "event")
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._device = device
-        self.event: torch.cuda.Event = _EVENT(blocking=True)  # or workers that wait would each keep a core busy
+    def __init__(self, accelerator: Accelerator, stream: Any) -> None:
+        self._accelerator = accelerator
+        self.event = accelerator.event()
         self.event.record(stream)
 
     @spanned("lightning_ssd::device")
     def synchronize(self) -> None:
-        with torch.cuda.device(self._device):
+        with self._accelerator.as_current():
             self.event.synchronize()
 
     def query(self) -> bool:
-        with torch.cuda.device(self._device):
-            return bool(cast(Any, self.event).query())
+        with self._accelerator.as_current():
+            return bool(self.event.query())
 
 
-class CudaCopies:
-    """The real thing: two streams of our own on one CUDA device."""
+class StreamCopies:
+    """The real thing: two streams of our own on one device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out: torch.cuda.Stream = _STREAM(device)
-        self._in: torch.cuda.Stream = _STREAM(device)
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._out = accelerator.new_stream()
+        self._in = accelerator.new_stream()
 
     def mark(self) -> Mark:
-        return _CudaMark(self._device, torch.cuda.current_stream(self._device))
+        return _EventMark(self._accelerator, self._accelerator.current_stream())
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: Mark) -> Mark:
         return self._copy(self._out, host, device, after)
@@ -100,20 +96,19 @@ class CudaCopies:
         return self._copy(self._in, device, host, after)
 
     def wait_on_current_stream(self, mark: Mark) -> None:
-        torch.cuda.current_stream(self._device).wait_event(cast(_CudaMark, mark).event)
+        self._accelerator.current_stream().wait_event(cast(_EventMark, mark).event)
 
     @spanned("lightning_ssd::copy")
-    def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Mark) -> Mark:
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, after: Mark) -> Mark:
         # A worker's device is 0 at first. Leaving the stream alone would go back there, and so set up a context on a
         # device that another process trains on; leaving the device does not.
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            stream.wait_event(cast(_CudaMark, after).event)
+        with self._accelerator.as_current(), self._accelerator.using(stream):
+            stream.wait_event(cast(_EventMark, after).event)
             target.copy_(source, non_blocking=True)
-            return _CudaMark(self._device, stream)
+            return _EventMark(self._accelerator, stream)
 
     def is_capturing(self) -> bool:
-        with torch.cuda.device(self._device):
-            return torch.cuda.is_current_stream_capturing()
+        return self._accelerator.is_capturing()
 
     def protect(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self._device))
+        tensor.record_stream(self._accelerator.current_stream())

@@ -11,11 +11,12 @@ from functools import partial
 import pytest
 import torch
 
+from lightning_ssd.accelerators import CudaAccelerator, GenericAccelerator
 from lightning_ssd.errors import StorageError
 from lightning_ssd.events import EventLog, TransferEvent
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.movers import host_bytes
-from lightning_ssd.storage.streams import CudaCopies
+from lightning_ssd.storage.streams import StreamCopies
 from tests.patience import PATIENCE_S
 from tests.storage.host_traffic import CPU, KIB, MIB, MakeTier, stored, wait_until
 from tests.storage.late import HeldCopies, late_copies
@@ -228,10 +229,12 @@ class TestNumbers:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnCuda:
-    def test_exact_behind_a_busy_stream(self) -> None:
+    @pytest.mark.parametrize("kind", [CudaAccelerator, GenericAccelerator])
+    def test_exact_behind_a_busy_stream(self, kind: type[CudaAccelerator | GenericAccelerator]) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        copies = CudaCopies(device)
-        tier = HostTier(512 * MIB, copies, pin=True, events=EventLog())
+        accelerator = kind(device)
+        copies = StreamCopies(accelerator)
+        tier = HostTier(512 * MIB, copies, pin=accelerator.locks_host_memory, events=EventLog())
         owners = []
         for seed in range(8):
             torch.cuda._sleep(20_000_000)  # the producer is late
@@ -256,7 +259,7 @@ class TestOnCuda:
 
     def test_memory_is_pinned(self) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        tier = HostTier(64 * MIB, CudaCopies(device), pin=True, events=EventLog())
+        tier = HostTier(64 * MIB, StreamCopies(CudaAccelerator(device)), pin=True, events=EventLog())
         owner = Owner(torch.ones(MIB, dtype=torch.uint8, device=device).untyped_storage())
         assert tier.write(owner, MIB, None, label="")
         owner.wait()

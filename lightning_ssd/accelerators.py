@@ -1,0 +1,330 @@
+"""Devices whose work is queued on streams: CUDA in its own words, the others in generic ones.
+
+CUDA (and ROCm, which PyTorch presents as CUDA) has events on which a waiting thread sleeps, graphs, and page locking.
+Other accelerators are asked through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``. Some of these calls
+are younger than the oldest supported PyTorch, and an accelerator need not have all: what it lacks is found by trying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+
+__all__ = [
+    "Accelerator",
+    "CudaAccelerator",
+    "GenericAccelerator",
+    "accelerator_of",
+    "current_device",
+    "device_types",
+    "has_streams",
+    "is_capturing",
+    "set_current_device",
+    "what_is_missing",
+    "with_index",
+]
+
+# PyTorch leaves some of these without types, and some versions do not have all of them.
+_CUDA: Any = torch.cuda
+_GENERIC: Any = torch.accelerator
+_TRIAL_NBYTES = 64 << 10
+_proved: set[torch.device] = set()
+
+
+class Accelerator(Protocol):
+    """What we ask of one device. Streams and events are PyTorch's: those of CUDA have the generic ones' methods."""
+
+    locks_host_memory: bool
+    """Whether memory that was mapped by us can be locked for its copies."""
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        """The calling thread's current device."""
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """The calling thread's current stream; within :meth:`as_current`."""
+
+    def new_stream(self) -> Any:
+        """A stream of our own."""
+
+    def current_stream(self) -> Any:
+        """The calling thread's."""
+
+    def event(self) -> Any:
+        """An event to wait for."""
+
+    def timing_event(self) -> Any:
+        """An event that knows when it was passed."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph instead of working."""
+
+    def synchronize(self) -> None:
+        """Wait for what the current stream has to do."""
+
+    def empty_cache(self) -> None:
+        """Give back to the device what PyTorch's allocator holds unused."""
+
+    def memory_stats(self) -> Mapping[str, int]:
+        """Of PyTorch's allocator, in CUDA's names; empty where it keeps none, and while the device is not in use."""
+
+    def reset_peak(self) -> None:
+        """Let the allocator's peaks begin anew."""
+
+    def allocated_bytes(self) -> int:
+        """What the allocator has handed out; 0 where it does not tell."""
+
+    def free_bytes(self) -> int | None:
+        """What nobody has allocated on the device; ``None`` where it does not tell."""
+
+
+class CudaAccelerator:
+    """One CUDA device."""
+
+    __slots__ = ("_device",)
+    locks_host_memory = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device)
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def new_stream(self) -> Any:
+        return _CUDA.Stream(self._device)
+
+    def current_stream(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
+    def event(self) -> Any:
+        return _CUDA.Event(blocking=True)  # or workers that wait would each keep a core busy
+
+    def timing_event(self) -> Any:
+        return _CUDA.Event(enable_timing=True)
+
+    def is_capturing(self) -> bool:
+        with self.as_current():
+            return torch.cuda.is_current_stream_capturing()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def memory_stats(self) -> Mapping[str, int]:
+        return torch.cuda.memory_stats(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def allocated_bytes(self) -> int:
+        # Nested, because flattening it costs many times more, and a pass that is traced asks with each pack.
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
+
+    def free_bytes(self) -> int | None:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+
+class GenericAccelerator:
+    """One device of any kind that ``torch.accelerator`` knows. Not run on any of them yet."""
+
+    __slots__ = ("_device",)
+    locks_host_memory = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        return cast(AbstractContextManager[Any], _GENERIC.device_index(self._device.index))
+
+    @contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        before = self.current_stream()
+        _GENERIC.set_stream(stream)
+        try:
+            yield
+        finally:
+            _GENERIC.set_stream(before)
+
+    def new_stream(self) -> Any:
+        return torch.Stream(self._device)
+
+    def current_stream(self) -> Any:
+        return _GENERIC.current_stream(self._device)
+
+    def event(self) -> Any:
+        return torch.Event(self._device)  # PyTorch ignores blocking=True here: a thread that waits may spin
+
+    def timing_event(self) -> Any:
+        return torch.Event(self._device, enable_timing=True)
+
+    def is_capturing(self) -> bool:
+        stream = self.current_stream()
+        if hasattr(stream, "is_capturing"):
+            return bool(stream.is_capturing())
+        # Of an older PyTorch: a device has graphs only if its module can say so.
+        ask = getattr(torch.get_device_module(self._device), "is_current_stream_capturing", None)
+        if ask is None:
+            return False
+        with self.as_current():
+            return bool(ask())
+
+    def synchronize(self) -> None:
+        event = self.event()  # not every device can wait for all of its streams
+        event.record(self.current_stream())
+        event.synchronize()
+
+    def empty_cache(self) -> None:
+        self._ask("empty_cache", None, of_device=False)
+
+    def memory_stats(self) -> Mapping[str, int]:
+        return cast(Mapping[str, int], self._ask("memory_stats", {}))
+
+    def reset_peak(self) -> None:
+        self._ask("reset_peak_memory_stats", None)
+
+    def allocated_bytes(self) -> int:
+        return int(self._ask("memory_allocated", 0))
+
+    def free_bytes(self) -> int | None:
+        info = self._ask("get_memory_info", None)
+        if info is None:  # asked in the way of before
+            ask = getattr(torch.get_device_module(self._device), "mem_get_info", None)
+            info = None if ask is None else ask(self._device)
+        return None if info is None else int(info[0])
+
+    def _ask(self, name: str, unknown: object, *, of_device: bool = True) -> Any:
+        """The answer of ``torch.accelerator``; ``unknown`` where this PyTorch or this device's allocator has none."""
+        question: Callable[..., Any] | None = getattr(_GENERIC, name, None)
+        if question is None:
+            return unknown
+        try:
+            return question(self._device) if of_device else question()
+        except RuntimeError as error:  # PyTorch has no way to ask beforehand
+            if isinstance(error, NotImplementedError) or "is not a DeviceAllocator" in str(error):
+                return unknown
+            raise
+
+
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """How to ask ``device``, whatever it can; ``None``: ``torch.accelerator`` does not know it. Starts no device."""
+    if device.type == "cuda":
+        return CudaAccelerator(device)
+    return GenericAccelerator(device) if device.type == _generic_type() else None
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work is queued there on streams that can be waited for; see :func:`what_is_missing`."""
+    return device.type != "cpu" and what_is_missing(device) is None
+
+
+def what_is_missing(device: torch.device) -> str | None:
+    """What keeps tensors there from being moved, as a clause; ``None``: nothing. CPUs lack nothing, and CUDA neither.
+
+    Another device is tried, which starts it, until it has passed once in this process.
+    """
+    if device.type in ("cpu", "cuda") or device in _proved:
+        return None
+    accelerator = accelerator_of(device)
+    if accelerator is None:
+        return "torch.accelerator knows no such device here"
+    missing = _try_out(accelerator, device)
+    if missing is None:
+        _proved.add(device)
+    return missing
+
+
+def device_types() -> tuple[str, ...]:
+    """Whose tensors are computed with and moved: a CPU's, CUDA's, and those of the accelerator of this PyTorch."""
+    generic = _generic_type()
+    return ("cpu", "cuda") if generic is None else ("cpu", "cuda", generic)
+
+
+def current_device() -> torch.device | None:
+    """The calling thread's; ``None`` while no device is in use. Starts none."""
+    if _CUDA.is_initialized():
+        return torch.device("cuda", _CUDA.current_device())
+    kind = _generic_type()
+    is_initialized = None if kind is None else getattr(torch.get_device_module(kind), "is_initialized", None)
+    if kind is None or is_initialized is None or not is_initialized():
+        return None
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def set_current_device(device: torch.device) -> None:
+    """Make it the calling thread's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.accelerator.set_device_index(device)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """``device``, with the number of the calling thread's current one if it has none."""
+    if cast(Any, device).index is not None or accelerator_of(device) is None:
+        return device
+    current = _CUDA.current_device() if device.type == "cuda" else torch.accelerator.current_device_index()
+    return torch.device(device.type, current)
+
+
+def is_capturing() -> bool:
+    """Whether the calling thread's current stream records a graph. Starts no device."""
+    if _CUDA.is_initialized():
+        return torch.cuda.is_current_stream_capturing()
+    device = current_device()
+    accelerator = None if device is None else accelerator_of(device)
+    return accelerator is not None and accelerator.is_capturing()
+
+
+def _generic_type() -> str | None:
+    """Of the accelerator that this PyTorch was built with, or that was loaded into it; ``None``: none, or CUDA."""
+    known = torch.accelerator.current_accelerator()
+    return None if known is None or known.type == "cuda" else known.type
+
+
+def _try_out(accelerator: Accelerator, device: torch.device) -> str | None:
+    """Move bytes there and back as training does; return what failed, as a clause."""
+    numbers = torch.arange(_TRIAL_NBYTES, device="cpu").remainder(251).to(torch.uint8)
+    back = torch.zeros_like(numbers)
+    tried = "device_index"
+    try:
+        with accelerator.as_current():
+            tried = "streams (torch.Stream, torch.accelerator.current_stream)"
+            here, side = accelerator.current_stream(), accelerator.new_stream()
+            tried = "timing events (torch.Event(enable_timing=True))"
+            begin, end, ready = accelerator.timing_event(), accelerator.timing_event(), accelerator.event()
+            begin.record(here)
+            tried = "memory"
+            source = torch.empty(_TRIAL_NBYTES, dtype=torch.uint8, device=device).copy_(numbers)
+            there = torch.empty(0, dtype=torch.uint8, device=device).set_(source.untyped_storage())
+            tried = "Tensor.record_stream"
+            there.record_stream(side)
+            tried = "copies on a stream of their own"
+            ready.record(here)
+            with accelerator.using(side):
+                side.wait_event(ready)
+                back.copy_(there, non_blocking=True)
+                ready = accelerator.event()
+                ready.record(side)
+            ready.synchronize()
+            tried = "timing events (torch.Event.elapsed_time)"
+            end.record(here)
+            end.synchronize()
+            begin.elapsed_time(end)
+            tried = "graph capture (torch.Stream.is_capturing)"
+            accelerator.is_capturing()
+            tried = "random generators (default_generators of its module)"
+            cast(Any, torch.get_device_module(device)).default_generators[device.index or 0].get_state()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AttributeError, IndexError, ValueError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        return f"PyTorch's {tried} do not work for it ({reason})"
+    return None if torch.equal(back, numbers) else "bytes came back from it other than they were"
