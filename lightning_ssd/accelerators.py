@@ -293,12 +293,12 @@ def _try_out(accelerator: Accelerator, device: torch.device) -> str | None:
     """Move bytes there and back as training does; return what failed, as a clause."""
     numbers = torch.arange(_TRIAL_NBYTES, device="cpu").remainder(251).to(torch.uint8)
     back = torch.zeros_like(numbers)
-    tried = "device_index"
+    tried = "torch.accelerator.device_index"
     try:
         with accelerator.as_current():
-            tried = "streams (torch.Stream, torch.accelerator.current_stream)"
+            tried = "streams"
             here, side = accelerator.current_stream(), accelerator.new_stream()
-            tried = "timing events (torch.Event(enable_timing=True))"
+            tried = "events"
             begin, end, ready = accelerator.timing_event(), accelerator.timing_event(), accelerator.event()
             begin.record(here)
             tried = "memory"
@@ -314,17 +314,17 @@ def _try_out(accelerator: Accelerator, device: torch.device) -> str | None:
                 ready = accelerator.event()
                 ready.record(side)
             ready.synchronize()
-            tried = "timing events (torch.Event.elapsed_time)"
+            tried = "events that tell the time"
             end.record(here)
             end.synchronize()
             begin.elapsed_time(end)
-            tried = "graph capture (torch.Stream.is_capturing)"
+            tried = "Stream.is_capturing"
             accelerator.is_capturing()
-            tried = "random generators (default_generators of its module)"
+            tried = "default_generators in its module"
             cast(Any, torch.get_device_module(device)).default_generators[device.index or 0].get_state()
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError, IndexError, ValueError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
-        return f"PyTorch's {tried} do not work for it ({reason})"
+        return f"PyTorch lacks {tried} for it ({reason})"
     return None if torch.equal(back, numbers) else "bytes came back from it other than they were"
