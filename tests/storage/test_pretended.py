@@ -1,0 +1,239 @@
+"""The pretended device itself: a race is a fault, and each guard of the package, once removed, is missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_ssd.assembly
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import StorageError
+from lightning_ssd.events import EventLog
+from lightning_ssd.storage import host_tier, tiers
+from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.movers import StagedMover
+from lightning_ssd.tensor_cache import TensorCache
+from tests.helpers import assert_identical
+from tests.storage.owners import Owner, random_storage
+from tests.storage.pretended import PretendedDevice
+from tests.storage.pretended_training import on, pretended_device
+
+FEW_STAGING_BYTES = 256 << 10  # few buffers, so that they are reused soon
+LAG_S = 0.05  # each copy is this late unless somebody waits
+
+
+@pytest.fixture(autouse=True)
+def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lightning_ssd.assembly, "_STAGING_BYTES", FEW_STAGING_BYTES)
+
+
+@pytest.fixture
+def device() -> Iterator[PretendedDevice]:
+    with pretended_device(lag_s=LAG_S) as made:
+        yield made
+
+
+def offloader(directory: Path, device: PretendedDevice, **policy: Any) -> Offloader:
+    return Offloader(
+        policy=OffloadPolicy(**{"activations": "offload", "min_tensor_bytes": 0, **policy}),
+        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=0),
+        **on(device),
+    )
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+def perceptron(opened: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
+    """Everything goes to the drive before it is wanted back."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(320, 320), nn.GELU()) for _ in range(4)))
+    batch, gradients = torch.randn(64, 320), []
+    for _ in range(2):
+        if opened is None:
+            loss = module(batch).square().mean()
+        else:
+            with opened.saved_tensors():
+                loss = module(batch).square().mean()
+            opened.flush()
+        loss.backward()
+        if opened is not None:
+            opened.end_backward()
+        gradients += [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    return gradients
+
+
+def states(opened: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
+    """An optimizer whose states wait on the drive."""
+    generator = torch.Generator().manual_seed(1)
+    parameters = [nn.Parameter(torch.randn(128, 150, generator=generator)) for _ in range(6)]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    if opened is not None:
+        optimizer = opened.offload_optimizer(optimizer)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def two_streams(opened: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
+    """What one stream has made another one saves; what that one has brought up the first one uses."""
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(2), requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        y = (x * 2).exp()
+        with device.stream("side"):
+            device.wait_stream("main")
+            z = (y * y).sin().sin()
+        device.wait_stream("side")
+        return (z * z).cos().sum()
+
+    if opened is None:
+        forward().backward()
+    else:
+        with opened.saved_tensors():
+            loss = forward()
+        opened.flush()
+        loss.backward()
+    assert x.grad is not None
+    return [x.grad]
+
+
+Program = Callable[[Offloader | None, PretendedDevice], list[torch.Tensor]]
+STATES = {"activations": "keep", "optimizer_states": "offload"}
+
+
+def run(program: Program, directory: Path, device: PretendedDevice, **policy: Any) -> list[torch.Tensor]:
+    with offloader(directory, device, **policy) as opened:
+        return program(opened, device)
+
+
+PROGRAMS: dict[str, tuple[Program, dict[str, Any]]] = {
+    "activations": (perceptron, {}),
+    "verified": (perceptron, {"verify": "full"}),
+    "states": (states, STATES),
+    "streams": (two_streams, {}),
+}
+
+
+@pytest.mark.usefixtures("small_subgroups")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_races(name: str, spill_dir: Path, device: PretendedDevice) -> None:
+    program, policy = PROGRAMS[name]
+    expected = program(None, device)
+    got = run(program, spill_dir, device, **policy)
+    device.close()
+    assert device.faults == []
+    assert device.num_copies > 0
+    assert_identical(got, expected)
+
+
+# -- guards ------------------------------------------------------------------------------------------------------------
+
+
+class Passed:
+    """A mark for which nobody waits: it says that it has passed, and the streams still know where it is."""
+
+    def __init__(self, mark: Any) -> None:
+        self.clock, self._mark = mark.clock, mark
+
+    @property
+    def passed(self) -> bool:
+        return bool(self._mark.passed)
+
+    def synchronize(self) -> None:
+        """Not at all."""
+
+    def query(self) -> bool:
+        return False
+
+
+Remove = Callable[[pytest.MonkeyPatch, PretendedDevice], None]
+
+
+def without_producers_mark(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """A copy out begins whenever it likes."""
+    first = device.mark()
+    patch.setattr(TensorCache, "_mark", lambda self: first)
+
+
+def without_states_mark(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """A write of states begins before the update is over."""
+    first = device.mark()
+    patch.setattr(device, "mark", lambda: first)
+
+
+def without_wait_for_copy_out(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """A worker writes its buffer, and lets go of it and of the tensor, when the copy is only queued."""
+    copy_out = device.copy_out
+    patch.setattr(device, "copy_out", lambda *args: Passed(copy_out(*args)))
+
+
+def without_consumers_mark(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """A copy in begins while kernels of the memory's former owner are queued."""
+    first, allocate = device.mark(), StagedMover.allocate
+    patch.setattr(StagedMover, "allocate", lambda *args: (allocate(*args)[0], first))
+
+
+def without_consumers_wait(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """A kernel reads what has not been copied in yet."""
+    patch.setattr(device, "wait_on_current_stream", lambda mark: None)
+
+
+def without_hold_of_copy_in(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """A worker lets go of its buffer when the copy is only queued."""
+    copy_in = device.copy_in
+    patch.setattr(device, "copy_in", lambda *args: Passed(copy_in(*args)))
+
+
+def without_protection(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """Nobody is told which streams use memory."""
+    patch.setattr(device, "protect", lambda tensor: None)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What the package does, and what the device says without it."""
+
+    remove: Remove
+    fault: str
+    program: str = "activations"
+
+
+GUARDS = {
+    "copy-out waits for the producer": Guard(without_producers_mark, "out uses memory before main has written it"),
+    "write of states waits for the update": Guard(without_states_mark, "before main has written it", "states"),
+    "file waits for copy-out": Guard(without_wait_for_copy_out, "the file got a buffer while a copy uses"),
+    "checksum waits for copy-out": Guard(without_wait_for_copy_out, "a checksum was computed while", "verified"),
+    "staging is held until copy-out": Guard(without_wait_for_copy_out, "a staging buffer was given back while"),
+    "tensor is held until copy-out": Guard(without_wait_for_copy_out, "freed before its copy out had passed"),
+    "slot is held until copy-out": Guard(without_wait_for_copy_out, "a slot was given back while", "states"),
+    "copy-in waits for the allocation": Guard(without_consumers_mark, "in uses memory before main has written it"),
+    "consumer waits for copy-in": Guard(without_consumers_wait, "main uses memory before in has written it"),
+    "staging is held until copy-in": Guard(without_hold_of_copy_in, "a staging buffer was given back while"),
+    "users are recorded": Guard(without_protection, "memory could be lent again", "streams"),
+}
+
+
+@pytest.mark.usefixtures("small_subgroups")
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_that_is_removed_is_missed(
+    name: str, spill_dir: Path, device: PretendedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = GUARDS[name]
+    program, policy = PROGRAMS[guard.program]
+    guard.remove(monkeypatch, device)
+    try:
+        run(program, spill_dir, device, **policy)
+    except StorageError:  # wrong checksums
+        assert guard.program in ("verified", "states")
+    device.close()
+    assert any(guard.fault in fault for fault in device.faults), set(device.faults)
