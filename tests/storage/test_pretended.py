@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,17 @@ import lightning_ssd.assembly
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import StorageError
 from lightning_ssd.events import EventLog
-from lightning_ssd.storage import host_tier, tiers
 from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import StagedMover
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.storage.staging import StagingPool
+from lightning_ssd.storage.streams import Mark
+from lightning_ssd.storage.tiers import SsdTier, StoredBytes, Tier
 from lightning_ssd.tensor_cache import TensorCache
+from lightning_ssd.tensors import Region
 from tests.helpers import assert_identical
+from tests.patience import PATIENCE_S
 from tests.storage.owners import Owner, random_storage
 from tests.storage.pretended import PretendedDevice
 from tests.storage.pretended_training import on, pretended_device
@@ -237,3 +243,112 @@ def test_a_guard_that_is_removed_is_missed(
         assert guard.program in ("verified", "states")
     device.close()
     assert any(guard.fault in fault for fault in device.faults), set(device.faults)
+
+
+# -- guards of the tiers, whose owners let go at once ------------------------------------------------------------------
+
+
+class HastyOwner(Owner):
+    """Drops what it has got as soon as it has been told, as a graph that dies meanwhile."""
+
+    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
+        self.storage = None
+        super().write_ended(stored, error)
+
+    def read_ended(self, storage: torch.UntypedStorage | None, mark: Mark | None, error: BaseException | None) -> None:
+        assert error is None
+        super().read_ended(None, None, None)
+
+
+@contextmanager
+def opened_tier(name: str, directory: Path, device: PretendedDevice) -> Iterator[Tier]:
+    if name == "host":
+        host = HostTier(8 << 20, device, pin=False, events=EventLog())
+        yield host
+        host.close()
+        return
+    backend = PosixBackend([directory], direct=False)
+    staging = StagingPool(1 << 20)
+    mover = StagedMover(backend, staging, device)
+    ssd = SsdTier(backend, mover, [directory], events=EventLog(), sampler=Sampler("off"))
+    yield ssd
+    ssd.close()
+    staging.close()
+    backend.close()
+
+
+def there_and_back(name: str, directory: Path, device: PretendedDevice) -> None:
+    with opened_tier(name, directory, device) as tier:
+        for seed in range(3):
+            owner = HastyOwner(random_storage(256 << 10, seed))
+            assert tier.write(owner, 256 << 10, device.mark(), label=f"storage {seed}")
+            owner.wait()
+            place = owner.place
+            tier.read(owner, place, torch.device("cpu"), urgent=False)
+            owner.wait()
+            tier.free(place)
+    device.close()
+
+
+@pytest.mark.parametrize("name", ["ssd", "host"])
+def test_no_tier_races_with_a_hasty_owner(name: str, tmp_path: Path, device: PretendedDevice) -> None:
+    there_and_back(name, tmp_path, device)
+    assert device.faults == []
+    assert device.num_copies == 6
+
+
+TIER_GUARDS = {
+    "ssd: tensor is held until copy-out": ("ssd", without_wait_for_copy_out, "freed before its copy out"),
+    "ssd: tensor is held until copy-in": ("ssd", without_hold_of_copy_in, "freed before its copy in"),
+    "host: tensor is held until copy-out": ("host", without_wait_for_copy_out, "freed before its copy out"),
+    "host: tensor is held until copy-in": ("host", without_hold_of_copy_in, "freed before its copy in"),
+    "host: memory is held until copy-in": ("host", without_hold_of_copy_in, "host memory was given back while"),
+}
+
+
+@pytest.mark.parametrize("name", TIER_GUARDS)
+def test_a_guard_of_a_tier_that_is_removed_is_missed(
+    name: str, tmp_path: Path, device: PretendedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, remove, expected = TIER_GUARDS[name]
+    remove(monkeypatch, device)
+    there_and_back(tier, tmp_path, device)
+    assert any(expected in fault for fault in device.faults), set(device.faults)
+
+
+# -- the device itself -------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_touches_memory_of_the_device_is_seen(device: PretendedDevice) -> None:
+    x = torch.ones(4096) + 1
+    device.host_used(Region.of(x.untyped_storage()), what="a checksum was computed", is_write=False)
+    assert [fault.split(" (")[0] for fault in device.faults] == ["a checksum was computed: this is memory of the device"]
+
+
+def test_streams_get_on_in_another_order_with_another_seed() -> None:
+    """Each does its own work in order, and nobody knows whose turn is next."""
+    orders = {order_of(seed) for seed in range(8)}
+    assert len(orders) > 1
+    for order in orders:
+        for stream in ("one", "two", "three"):
+            assert [number for name, number in order if name == stream] == list(range(4))
+
+
+def order_of(seed: int) -> tuple[tuple[str, int], ...]:
+    device = PretendedDevice(seed=seed, lag_s=PATIENCE_S)
+    marks = {}
+    for number in range(4):
+        for name in ("one", "two", "three"):
+            with device.stream(name):
+                marks[name, number] = device.mark()
+    order: list[tuple[str, int]] = []
+    found = {id(mark): name for name, mark in marks.items()}
+    passed = device._do
+
+    def note(item: Any) -> None:
+        order.append(found[id(item.mark)])
+        passed(item)
+
+    device._do = note  # type: ignore[method-assign]
+    device.close()
+    return tuple(order)
