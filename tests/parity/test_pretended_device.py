@@ -31,8 +31,8 @@ from tests.parity import models
 from tests.parity.test_cuda import Task, place_of, run
 from tests.parity.test_models import TRAININGS
 from tests.storage.faults import FaultyBackend, eio, on_calls
-from tests.storage.pretended import PretendedDevice, WatchedBackend
-from tests.storage.pretended_training import on, pretended_device
+from tests.storage.pretended import PretendedDevice
+from tests.storage.pretended_training import WatchedBackend, on, poisoned_memory, pretended_device
 
 VERIFIED = Setup(verify="full", drained=False)
 SLOW = pytest.mark.slow
@@ -87,17 +87,17 @@ def test_training_is_exact_in_any_order(seed: int, spill_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_subgroups")
-@pytest.mark.parametrize("host_memory", ["none", "some"])
 @pytest.mark.parametrize(
-    "task",
+    ("task", "activations", "host_memory"),
     [
-        Task(steps=3),
-        pytest.param(Task(adamw="fused", master_weights=True), marks=SLOW),
-        pytest.param(Task(steps=3, micro_batches=2, autocast=True), marks=SLOW),
+        (Task(steps=3), "offload", "some"),
+        (Task(steps=3), "auto", "none"),
+        pytest.param(Task(adamw="fused", master_weights=True, steps=3), "offload", "none", marks=SLOW),
+        pytest.param(Task(adamw="fused", master_weights=True, steps=3), "auto", "some", marks=SLOW),
+        pytest.param(Task(steps=2, micro_batches=2, autocast=True), "offload", "none", marks=SLOW),
     ],
-    ids=["float32", "master_weights", "accumulation"],
+    ids=["offload", "auto", "master_weights", "master_weights-auto", "accumulation"],
 )
-@pytest.mark.parametrize("activations", ["offload", "auto"])
 def test_states_and_activations(task: Task, activations: str, host_memory: str, spill_dir: Path) -> None:
     place = place_of("cpu")
     make_deterministic(place.device)
@@ -156,18 +156,28 @@ def test_a_read_that_fails_is_raised_where_backward_was_called(spill_dir: Path) 
     broken = [True]
     with pretended_device() as device:
         expected = outcome(small(), Session())
-        failing = faulty(device, fail_read=lambda index: eio() if broken[0] else None)
-        with (
-            pytest.raises(StorageError, match="injected"),
-            open_offloader(spill_dir, DRAINED, **failing) as offloader,
-        ):
-            assert outcome(small(), Session.of(offloader, DRAINED)).type == "StorageError"
-            broken[0] = False
-            offloader.end_backward()
-            got = outcome(small(), Session.of(offloader, DRAINED))
-            assert_released(offloader)
+        offloader = Offloader(
+            policy=OffloadPolicy(activations="offload", min_tensor_bytes=0),
+            hardware=HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True),
+            **faulty(device, fail_read=lambda index: eio() if broken[0] else None),
+        ).open()
+        assert outcome(small(), Session(offloader, drained=True)).type == "StorageError"
+        broken[0] = False
+        offloader.end_backward()
+        got = outcome(small(), Session(offloader, drained=True))
+        assert_released(offloader)
+        with pytest.raises(StorageError, match="injected"):
+            offloader.close()
         assert_identical(got, expected)
     assert device.faults == []
+
+
+def test_training_in_poisoned_host_memory_is_exact(spill_dir: Path) -> None:
+    """Without streams: reloads on a CPU go to memory of a pool."""
+    with poisoned_memory() as poisoned:
+        assert_parity(checkpointed(), spill_dir, setups=[DRAINED, EAGER])
+        assert_parity(TRAININGS["convolutions-channels-last"](), spill_dir, setups=[DRAINED])
+    assert poisoned, "no memory came back"
 
 
 def test_backward_has_a_thread_of_its_own(spill_dir: Path) -> None:

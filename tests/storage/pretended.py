@@ -14,14 +14,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from lightning_ssd.storage.arena import Arena
-from lightning_ssd.storage.backend import Backend, WrappedBackend
 from lightning_ssd.tensors import Region, StorageKey
 from tests.patience import PATIENCE_S
 
@@ -74,7 +69,7 @@ class _Item:
     storage: StorageKey | None = None
     """Held weakly: the device does not keep memory alive for a copy."""
     offset: int = 0
-    host: Region = Region(0, 0)
+    host: Region | None = None
     is_out: bool = False
     is_valid: bool = True
 
@@ -117,7 +112,7 @@ class PretendedDevice:
         self._under_way: list[tuple[str, _Item]] = []
         self._memories: dict[int, _Memory] = {}
         self._local = threading.local()
-        self._num_waiting = 0
+        self._awaited: list[PretendedMark] = []
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="pretended-device", daemon=True)
         self._thread.start()
@@ -197,7 +192,7 @@ class PretendedDevice:
         with self._changed:
             self._under_way = [(s, item) for s, item in self._under_way if self._host.get(s, 0) < item.position(s)]
             for _, item in self._under_way:
-                if (is_write or item.is_out) and _overlap(item.host, region):
+                if item.host is not None and (is_write or item.is_out) and _overlap(item.host, region):
                     self._fault(f"{what} while a copy uses the buffer")
                     item.is_valid = item.is_valid and not is_end
             if not is_end and any(m.key.alive() and _overlap(m.region, region) for m in self._memories.values()):
@@ -227,6 +222,7 @@ class PretendedDevice:
             _join(self._seen, mark.clock)
 
     def is_slow_to_tell(self) -> bool:
+        """Every other time."""
         with self._changed:
             return self._random.random() < 0.5
 
@@ -241,12 +237,12 @@ class PretendedDevice:
     def reach(self, mark: PretendedMark) -> None:
         """Hurry until the mark has passed."""
         with self._changed:
-            self._num_waiting += 1
+            self._awaited.append(mark)
             self._changed.notify_all()
             try:
                 assert self._changed.wait_for(lambda: mark.passed, PATIENCE_S), "a stream waits for ever"
             finally:
-                self._num_waiting -= 1
+                self._awaited.remove(mark)
 
     def _fault(self, text: str) -> None:
         self.faults.append(f"{text} (in {threading.current_thread().name})")
@@ -320,19 +316,20 @@ class PretendedDevice:
 
     def _next(self) -> _Item | None:
         with self._changed:
-            if not self._num_waiting and not self._is_closed:
-                self._changed.wait_for(lambda: self._num_waiting or self._is_closed, self._lag_s)
-            while not (ready := self._ready()):
-                if self._is_closed and not any(self._queues.values()):
-                    return None
-                self._changed.wait()
-            return self._queues[self._random.choice(ready)].popleft()
+            self._changed.wait_for(lambda: self._ready() or (self._is_closed and not any(self._queues.values())))
+            if self._ready():
+                self._changed.wait_for(self._is_in_a_hurry, self._lag_s)
+            ready = self._ready()
+            return self._queues[self._random.choice(ready)].popleft() if ready else None
+
+    def _is_in_a_hurry(self) -> bool:
+        return self._is_closed or any(not mark.passed for mark in self._awaited)
 
     def _ready(self) -> list[str]:
         return [name for name, q in self._queues.items() if q and (q[0].after is None or q[0].after.passed)]
 
     def _do(self, item: _Item) -> None:
-        if item.storage is None:
+        if item.storage is None or item.host is None:
             return
         storage = item.storage.resolve()
         if storage is None:
@@ -342,61 +339,3 @@ class PretendedDevice:
         address = storage.data_ptr() + item.offset
         target, source = (item.host.address, address) if item.is_out else (address, item.host.address)
         ctypes.memmove(target, source, item.host.nbytes)
-
-
-class Launches(TorchDispatchMode):
-    """Tells the device of each operation that this thread runs."""
-
-    def __init__(self, device: PretendedDevice) -> None:
-        super().__init__()
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not func.is_view and func.overloadpacket not in _TOUCH_NOTHING:
-            inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-            written = [_tensors(value) for value in _written(func, args, kwargs)]
-            known = {tensor.untyped_storage()._cdata for tensor in inputs}
-            fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
-            self._device.launched(inputs, [*fresh, *(tensor for tensors in written for tensor in tensors)])
-        return result
-
-
-_TOUCH_NOTHING = {
-    torch.ops.aten.set_,
-    torch.ops.aten.detach,
-    torch.ops.aten.alias,
-    torch.ops.aten.resize_,
-    torch.ops.aten.record_stream,
-}
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [
-        leaf
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.nbytes
-    ]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[number] if number < len(args) else kwargs.get(argument.name)
-
-
-class WatchedBackend(WrappedBackend):
-    """Whoever moves bytes between a file and memory uses host memory that no copy is using."""
-
-    def __init__(self, inner: Backend, device: PretendedDevice) -> None:
-        super().__init__(inner)
-        self._device = device
-
-    def write(self, arena: Arena, region: Region, offset: int) -> None:
-        self._device.host_used(region, what="the file got a buffer", is_write=False)
-        self.inner.write(arena, region, offset)
-
-    def read(self, arena: Arena, region: Region, offset: int) -> None:
-        self._device.host_used(region, what="a read filled a buffer", is_write=True)
-        self.inner.read(arena, region, offset)

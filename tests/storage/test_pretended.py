@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from tests.storage.pretended import PretendedDevice
 from tests.storage.pretended_training import on, pretended_device
 
 FEW_STAGING_BYTES = 256 << 10  # few buffers, so that they are reused soon
-LAG_S = 0.05  # each copy is this late unless somebody waits
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +41,8 @@ def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def device() -> Iterator[PretendedDevice]:
-    with pretended_device(lag_s=LAG_S) as made:
+    """Whose streams get on only while somebody waits."""
+    with pretended_device(lag_s=PATIENCE_S) as made:
         yield made
 
 
@@ -113,6 +113,23 @@ def two_streams(opened: Offloader | None, device: PretendedDevice) -> list[torch
     return [x.grad]
 
 
+def two_backwards(opened: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
+    """What one stream has read ahead another one uses."""
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    with nullcontext() if opened is None else opened.saved_tensors():
+        y = (x * 2).exp().sin().sin().sin()
+        loss = (y * y).cos().sum()
+    if opened is not None:
+        opened.flush()
+    with device.stream("side"):
+        device.wait_stream("main")
+        (gradient,) = torch.autograd.grad(loss, y, retain_graph=True)
+    device.wait_stream("side")
+    y.backward(gradient)
+    assert x.grad is not None
+    return [x.grad]
+
+
 Program = Callable[[Offloader | None, PretendedDevice], list[torch.Tensor]]
 STATES = {"activations": "keep", "optimizer_states": "offload"}
 
@@ -127,6 +144,7 @@ PROGRAMS: dict[str, tuple[Program, dict[str, Any]]] = {
     "verified": (perceptron, {"verify": "full"}),
     "states": (states, STATES),
     "streams": (two_streams, {}),
+    "backwards": (two_backwards, {}),
 }
 
 
@@ -205,6 +223,17 @@ def without_protection(patch: pytest.MonkeyPatch, device: PretendedDevice) -> No
     patch.setattr(device, "protect", lambda tensor: None)
 
 
+def without_protection_of_reloads(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """Nobody is told which streams use what has come back."""
+    protect = device.protect
+
+    def of_saved(tensor: torch.Tensor) -> None:
+        if device._memory(tensor.untyped_storage()).written[0] != "in":
+            protect(tensor)
+
+    patch.setattr(device, "protect", of_saved)
+
+
 @dataclass(frozen=True)
 class Guard:
     """What the package does, and what the device says without it."""
@@ -226,6 +255,7 @@ GUARDS = {
     "consumer waits for copy-in": Guard(without_consumers_wait, "main uses memory before in has written it"),
     "staging is held until copy-in": Guard(without_hold_of_copy_in, "a staging buffer was given back while"),
     "users are recorded": Guard(without_protection, "memory could be lent again", "streams"),
+    "users of reloads are recorded": Guard(without_protection_of_reloads, "memory could be lent again", "backwards"),
 }
 
 
@@ -322,7 +352,9 @@ def test_a_guard_of_a_tier_that_is_removed_is_missed(
 def test_a_host_that_touches_memory_of_the_device_is_seen(device: PretendedDevice) -> None:
     x = torch.ones(4096) + 1
     device.host_used(Region.of(x.untyped_storage()), what="a checksum was computed", is_write=False)
-    assert [fault.split(" (")[0] for fault in device.faults] == ["a checksum was computed: this is memory of the device"]
+    assert [fault.split(" (")[0] for fault in device.faults] == [
+        "a checksum was computed: this is memory of the device"
+    ]
 
 
 def test_streams_get_on_in_another_order_with_another_seed() -> None:
