@@ -1,0 +1,72 @@
+"""The current device of every thread, with two devices that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.storage.streams import Copies
+from tests.helpers import Session, Training, assert_identical, outcome
+from tests.parity import models
+from tests.storage.pretended_cuda import PretendedCuda, pretended_cuda
+
+TRAINING = Training(models.Perceptrons, lambda step: {"x": models.floats(step, 16, 40)}, models.mean_square)
+
+
+@pytest.fixture
+def cuda() -> Iterator[PretendedCuda]:
+    with pretended_cuda() as made:
+        yield made
+
+
+def copies_on(device: torch.device) -> Copies:
+    """Those that an offloader makes for itself on a device like this."""
+    copies = Offloader()._site(device, None).copies
+    assert copies is not None
+    return copies
+
+
+def train_on(index: int, directory: Path, cuda: PretendedCuda) -> None:
+    """Device ``index`` is current where the user trains, and nowhere else."""
+    device = torch.device("cuda", index)
+    expected = outcome(TRAINING, Session())
+    with cuda.entered(device):
+        opened = Offloader(
+            policy=OffloadPolicy(activations="offload", min_tensor_bytes=0),
+            hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=0),
+            _copies=copies_on(device),
+        )
+        with opened:
+            assert_identical(outcome(TRAINING, Session(opened, drained=True)), expected)
+            assert opened.stats.bytes_read > 0
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_workers_use_the_device_that_is_trained_on(index: int, spill_dir: Path, cuda: PretendedCuda) -> None:
+    train_on(index, spill_dir, cuda)
+    assert cuda.faults == []
+    assert len(cuda.threads) > 1, "no worker has used the device"
+    assert all(devices == {index} for devices in cuda.threads.values()), cuda.threads
+
+
+def test_two_offloaders_use_their_own_devices(spill_dir: Path, cuda: PretendedCuda) -> None:
+    for index in (0, 1):
+        (spill_dir / str(index)).mkdir(parents=True)
+        train_on(index, spill_dir / str(index), cuda)
+    assert cuda.faults == []
+    assert set().union(*cuda.threads.values()) == {0, 1}
+
+
+def test_a_worker_that_stays_on_its_own_device_is_seen(
+    spill_dir: Path, cuda: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first device nobody would notice; on the second one a context is set up where another process trains."""
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    train_on(1, spill_dir, cuda)
+    assert any("a stream was made current of device 1 while 0 was current" in fault for fault in cuda.faults)
+    assert any("an event was waited for of device 1 while 0 was current" in fault for fault in cuda.faults)
