@@ -207,6 +207,7 @@ class Offloader:
 
     def _close(self, resources: ExitStack, cache: TensorCache) -> tuple[BaseException | None, bool]:
         """Returns a read's failure, and whether an optimizer was bypassed."""
+        is_bypassed = any(optimizer.is_bypassed for optimizer in self._optimizers)  # closing writes lent states back
         try:
             failure = cache.close()
         finally:
@@ -217,7 +218,6 @@ class Offloader:
                 self._finalizer.detach()
                 resources.close()
                 self._last_optimizer_stats = self.optimizer_stats
-                is_bypassed = any(optimizer.is_bypassed for optimizer in self._optimizers)
                 self._optimizers, self.description = [], "closed"
         return failure, is_bypassed
 

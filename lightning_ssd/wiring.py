@@ -167,6 +167,8 @@ class Offloading(WithModule):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         offloader = self._offloader
         if offloader is None or not self._is_set_up:
+            if self.lightning_module is None:
+                raise RuntimeError(f"{type(self).__name__}.training_step before setup; call Trainer.fit")
             return super().training_step(*args, **kwargs)  # a loop called again after fit: nothing is offloaded
         num_borders = self._num_borders
         saving = offloader.saved_tensors(signature=signature_of((args, kwargs), self.module))
