@@ -133,7 +133,8 @@ class Scheduler:
         self._is_following = False
         self._num_borders = 0
         self._others = Others()  # of the kind that was traced last
-        self._planning = threading.Lock()  # one plan at a time
+        # One plan at a time. A leaf lock: a plan is made of numbers alone.
+        self._planning = threading.Lock()
         self._is_closed = False
         self._tasks: deque[Task[Plan]] = deque(maxlen=_MAX_KINDS)
 
@@ -278,7 +279,8 @@ class Scheduler:
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         kind.asked = traced, goal, machine
         task = Task(partial(self._make_plan, traced.trace, machine, goal), "lightning_ssd-plan")
-        self._tasks.append(task)
+        # Those that have ended hold a plan, and nobody waits for them at the end.
+        self._tasks = deque([*(one for one in self._tasks if not one.is_done), task], _MAX_KINDS)
         task.start()
         kind.task = task
 

@@ -96,6 +96,7 @@ class _Once(Generic[T]):
         self._work, self._undo = work, undo
         # Each thread has a current device of its own, which is the first one at the beginning.
         self._device = current_device()
+        # A leaf lock: guards what is lost, and by whom it is undone.
         self._lock = threading.Lock()
         self._is_lost = False
         self.values: list[T] = []

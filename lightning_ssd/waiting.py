@@ -25,6 +25,7 @@ class Latch:
 
     def __init__(self) -> None:
         self.is_open = False
+        # A leaf lock: taken until it opens, and then by each waiter for a moment.
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -55,6 +56,7 @@ class Changes:
     """
 
     def __init__(self, lock: threading.Lock | None = None) -> None:
+        # Its order is its owner's; latches are opened under it.
         self.lock = threading.Lock() if lock is None else lock
         self._waiting: deque[Latch] = deque()
 

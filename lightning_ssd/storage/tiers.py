@@ -359,7 +359,8 @@ class _Read(Transfer):
         self._storage: torch.UntypedStorage | None = storage
         self._after = after
         self._mark: Mark | None = None  # of the copy that was queued last
-        self._order = threading.Lock()  # guards it and the order of the copies. A leaf: under it one copy is queued
+        # Guards the mark and the order of the copies. A leaf lock: under it one copy is queued.
+        self._order = threading.Lock()
 
     def begin(self) -> Sequence[Chunk] | None:
         stored, storage = self._stored, self._storage
