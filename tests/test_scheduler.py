@@ -169,7 +169,10 @@ def test_training_does_not_wait_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> N
         go_on.set()
         made.wait()
         assert run_pass(made, make_trace())[0].followed is not None
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
+    # The work has ended when close returns, and its thread in the next moment.
+    for thread in [one for one in threading.enumerate() if one.name.startswith("lightning_ssd")]:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
 
 
 def test_a_plan_that_recomputes_is_traced_again() -> None:
