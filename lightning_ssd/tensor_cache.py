@@ -305,7 +305,7 @@ class TensorCache:
             if storage._cdata in self._parameter_keys:
                 self._counters.num_kept_parameters += 1
                 return keep(tensor, tensor._is_view())
-            if self._is_ours(tensor):
+            if self._is_ours(tensor, storage, nbytes):
                 if not self.parameters.recognise(tensor, storage):
                     return self._pack_storage(current, tensor, storage, nbytes)
                 self._counters.num_kept_parameters += 1
@@ -313,8 +313,7 @@ class TensorCache:
         self._counters.num_kept_foreign += 1
         return keep(tensor, tensor._is_view())
 
-    def _is_ours(self, tensor: torch.Tensor) -> bool:
-        storage_nbytes = tensor.untyped_storage().nbytes()
+    def _is_ours(self, tensor: torch.Tensor, storage: torch.UntypedStorage, storage_nbytes: int) -> bool:
         if tensor.nbytes < storage_nbytes and not tensor._is_view():
             # A part with a version counter of its own (``unsafe_chunk``): its siblings may be edited, unseen by it,
             # while the storage that they share is written.
@@ -332,7 +331,7 @@ class TensorCache:
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             # Forward-mode differentiation has tensors with a size and no memory, which nobody may read.
             and not tensor._is_zerotensor()
-            and not self._graph_memory.holds(tensor.untyped_storage().data_ptr())
+            and not self._graph_memory.holds(storage.data_ptr())
         )
 
     def _pack_storage(
