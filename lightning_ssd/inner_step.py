@@ -21,7 +21,7 @@ from lightning_ssd.byproducts import Byproducts, untouched
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.own_attributes import INCOMPLETE, same
 
-__all__ = ["GroupChanges", "InnerStep", "State"]
+__all__ = ["GroupChanges", "InnerStep", "State", "own_copy"]
 
 State = dict[Hashable, Any]
 """What an optimizer remembers of one parameter."""
@@ -160,7 +160,8 @@ class InnerStep:
         originals = self._optimizer.param_groups
         # Copies of tensors, because an optimizer may count in place.
         options = {
-            index: {k: _own(v) for k, v in originals[index].items() if k != "params"} for index in dict.fromkeys(groups)
+            index: {k: own_copy(v) for k, v in originals[index].items() if k != "params"}
+            for index in dict.fromkeys(groups)
         }
         mine = {
             index: {**own, "params": [t for t, g in zip(tensors, groups, strict=True) if g == index]}
@@ -233,7 +234,8 @@ class _NestedHooks(OrderedDict[int, Any]):
         )
 
 
-def _own(value: Any) -> Any:
+def own_copy(value: Any) -> Any:
+    """Return a copy that a call may change: tensors are cloned, containers copied one level deep."""
     return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 

@@ -9,7 +9,6 @@ Note: what a rehearsal shows
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightning_ssd.byproducts import Byproducts, untouched
 from lightning_ssd.couplings import refuse_own_parameters, refuse_owned
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.holders import are_apart, spans_of, tensors_in
-from lightning_ssd.inner_step import GroupChanges, InnerStep, State
+from lightning_ssd.inner_step import GroupChanges, InnerStep, State, own_copy
 from lightning_ssd.own_attributes import INCOMPLETE
 from lightning_ssd.shards import is_shard, local_of
 from lightning_ssd.tensors import PLAIN_TYPES
@@ -169,15 +168,11 @@ def _twin(tensor: torch.Tensor, *, is_other: bool) -> torch.Tensor:
     """A copy, or one with another gradient."""
     twin = torch.nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
     # Optimizers may be told by marks on a parameter what to do with it, or keep a gradient there.
-    vars(twin).update({name: _own(value) for name, value in vars(tensor).items()})
+    vars(twin).update({name: own_copy(value) for name, value in vars(tensor).items()})
     if tensor.grad is not None:
         gradient = tensor.grad.detach()
         twin.grad = gradient * -2 if is_other and gradient.is_floating_point() else gradient.clone()
     return twin
-
-
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def _differ(one: Any, other: Any) -> bool:
