@@ -19,7 +19,7 @@ _parametrize: Any = parametrize
 
 
 class _Mode(NamedTuple):
-    """One of them."""
+    """One of them; what cannot be read is ``None``, and is not put back."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -61,6 +61,19 @@ def _write_cache(value: _Cache) -> None:
     _parametrize._cache = dict(zip(value.keys, value.values, strict=True))
 
 
+def _read_precision() -> str | None:
+    """``None`` where the settings of several precisions contradict each other, which PyTorch does not answer."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _write_precision(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
 def _known(names: dict[str, str]) -> list[_Mode]:
     """Pairs of functions of ``torch._C``, as far as this version has both."""
     return [
@@ -74,6 +87,7 @@ _MODES = (
     _Mode(torch.get_default_dtype, torch.set_default_dtype),
     _Mode(_read_deterministic, _write_deterministic),
     _Mode(_read_cache, _write_cache),
+    _Mode(_read_precision, _write_precision),
     *_known(
         {
             "_get_flash_sdp_enabled": "_set_sdp_use_flash",
@@ -92,20 +106,11 @@ _MODES = (
 )
 
 
-def _read_precision() -> str | None:
-    """``None`` where the settings of several precisions contradict each other, which PyTorch does not answer."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
 class GlobalModes:
     """The modes as they are now."""
 
     def __init__(self) -> None:
         self._values = [mode.read() for mode in _MODES]
-        self._precision = _read_precision()
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
@@ -114,17 +119,12 @@ class GlobalModes:
         differing = [
             (mode, before, after)
             for mode, before, after in zip(_MODES, self._values, now._values, strict=True)
-            if before != after
+            if before is not None and before != after
         ]
-        is_other_precision = self._precision not in (None, now._precision)
         try:
             for mode, before, _ in differing:
                 mode.write(before)
-            if is_other_precision and self._precision is not None:
-                torch.set_float32_matmul_precision(self._precision)
             yield
         finally:
             for mode, _, after in differing:
                 mode.write(after)
-            if is_other_precision and now._precision is not None:
-                torch.set_float32_matmul_precision(now._precision)
