@@ -95,9 +95,11 @@ def _is_within(part: _Part, known: list[_Part]) -> bool:
 
 
 class DeferredWrites:
-    """Storages that are to move and of which a part alone has been saved yet. The ledger's lock guards them.
+    """Storages that are to move, and of which a part alone has been saved yet, or that an operation may fill after it
+    has saved them. The ledger's lock guards them.
 
-    Such a one is sent when all of it has been saved, when nobody else holds it any more, or when the forward is over.
+    Such a one is sent when the operation is over, and all of it has been saved or nobody else holds it any more; or
+    when the forward is over.
     """
 
     def __init__(self) -> None:
@@ -120,7 +122,7 @@ class DeferredWrites:
 
     def send_all(self) -> None:
         """No more is saved, or memory is short."""
-        while self._waiting:
+        for _ in range(len(self._waiting)):
             self._send_first()
 
     def drop(self) -> None:
@@ -128,6 +130,8 @@ class DeferredWrites:
         self._waiting.clear()
 
     def _send_first(self) -> None:
-        record, send = self._waiting.popleft()
-        if record.can_be_evicted:  # nobody has freed it, sent it or begun to use it since
+        record, send = waiting = self._waiting.popleft()
+        if not record.is_filled():
+            self._waiting.append(waiting)
+        elif record.can_be_evicted:  # nobody has freed it, sent it or begun to use it since
             send()

@@ -31,6 +31,7 @@ import torch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.inplace import Origin, VersionProbe
 from lightning_ssd.ledger import Ledger
+from lightning_ssd.operation import Operation
 from lightning_ssd.saved_parts import SavedParts
 from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import StoredBytes, Tier
@@ -72,6 +73,7 @@ class SavedStorage:
         "nbytes",
         "num_tensors",
         "num_unpacked",
+        "operation",
         "packed_s",
         "parts",
         "probe",
@@ -102,6 +104,7 @@ class SavedStorage:
         self.probe = probe
         self.parts = parts
         self.produced: Mark | None = None  # the packed bytes are there once this has passed
+        self.operation: Operation | None = None  # that may fill it after having saved it
         self.index = index
         self.state = State.READY
         self.tier: Tier | None = None  # where it goes; None: it stays
@@ -163,7 +166,19 @@ class SavedStorage:
     def can_be_evicted(self) -> bool:
         """Whether it was to stay, has never been sent anywhere, and nobody is about to unpack it once more."""
         in_use = 0 < self.num_unpacked < self.num_tensors
-        return self.state is State.READY and self.tier is None and self.storage is not None and not in_use
+        may_go = self.state is State.READY and self.tier is None and self.storage is not None and not in_use
+        return may_go and self.is_filled()
+
+    def is_filled(self) -> bool:
+        """Whether its bytes will be there when ``produced`` has passed; see the note in ``operation.py``."""
+        if self.operation is None:
+            return True
+        if self.operation.may_run and self.home is not None and not self.home.is_over:
+            return False
+        self.operation = None
+        if self.produced is not None:
+            self.produced = self.produced.again()
+        return True
 
     def queue_write(self, tier: Tier, after: Mark | None) -> bool:
         """READY -> QUEUED. Returns False, with nothing changed, when the tier has no room."""

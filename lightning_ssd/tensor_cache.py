@@ -28,6 +28,7 @@ from lightning_ssd.kept_tensor import Kept, give_back, keep
 from lightning_ssd.ledger import Ledger
 from lightning_ssd.live_passes import LivePasses
 from lightning_ssd.memory import available_bytes, level_bytes
+from lightning_ssd.operation import Operation
 from lightning_ssd.parameters import ParameterStorages
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.run_ahead import RunAhead
@@ -346,7 +347,7 @@ class TensorCache:
                 lease = self._find(tensor, storage, nbytes, probe)
                 room = self._admit(current, nbytes) if lease is None else None
                 if room is None:
-                    lease = lease or self._open(current, storage, SavedParts(nbytes, tensor), probe)
+                    lease = lease or self._open(current, tensor, storage, probe)
                     lease.record.num_tensors += 1
                     self._deferred.look()
                     break
@@ -367,13 +368,17 @@ class TensorCache:
         is_same = record.is_same_value(probe.saved, tensor) and record.shows(tensor, self._mark)
         return lease if is_same else None
 
-    def _open(self, current: SavedPass, storage: torch.UntypedStorage, parts: SavedParts, probe: VersionProbe) -> Lease:
+    def _open(
+        self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, probe: VersionProbe
+    ) -> Lease:
         """A storage seen for the first time in this version: keep it, or have it written."""
         nbytes = storage.nbytes()
+        parts = SavedParts(nbytes, tensor)
         record = SavedStorage(self.ledger, storage, nbytes, probe, parts, index=len(current.records))
         lease = Lease(record, storage)
         self._by_storage[record.key.cdata] = record
         record.home = current
+        record.operation = None if tensor.requires_grad else Operation.current()
         placement, reason = self._place(current, nbytes)
         current.add(record)
         self.ledger.opened(record)
@@ -381,7 +386,7 @@ class TensorCache:
         record.produced = self._mark()
         if record.produced is not None:
             self._run_ahead.add(record.produced, nbytes, self.ledger.counters.saved_peak_bytes)
-        if placement is Placement.KEEP or parts.is_whole:
+        if placement is Placement.KEEP or (parts.is_whole and record.operation is None):
             self._send(record, placement, reason)
         else:
             self._deferred.add(record, partial(self._send, record, placement, reason))

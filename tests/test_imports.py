@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "accelerators"),
     (
         *("config", "events", "shards", "stats", "tensors", "memory", "malloc"),
-        *("first_calls", "wording", "stand_in", "unclosed", "generators", "profiling", "waiting"),
+        *("first_calls", "wording", "stand_in", "unclosed", "generators", "profiling", "waiting", "operation"),
     ),
     ("undisturbed",),
     (

@@ -14,7 +14,9 @@ import torch
 from lightning_ssd.events import EventLog
 from lightning_ssd.inplace import VersionProbe
 from lightning_ssd.ledger import Ledger
+from lightning_ssd.operation import Operation
 from lightning_ssd.saved_parts import SavedParts
+from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.saved_storage import Lease, SavedStorage, State
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
@@ -24,6 +26,7 @@ from lightning_ssd.storage.staging import ReloadPool
 from lightning_ssd.storage.tiers import SsdTier
 from lightning_ssd.tensors import StorageKey
 from tests.patience import PATIENCE_S
+from tests.threads import at_once
 
 
 class _Mark:
@@ -236,3 +239,20 @@ def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: Ssd
             assert record.storage.data_ptr() == tensor.data_ptr()
             record.free()
         assert ledger.num_writes == 0
+
+
+def test_what_an_operation_may_still_fill_does_not_leave() -> None:
+    record = record_of(torch.arange(16.0))
+    record.home = SavedPass(lambda _: None, lambda: None, lambda *_: None, lambda _: None)
+    with record.home:
+        record.operation = Operation.current()
+        at_once(lambda: (torch.ones(1, requires_grad=True) * 2, check(not record.can_be_evicted)))
+        assert not record.can_be_evicted
+        torch.ones(1, requires_grad=True) * 2
+        assert record.can_be_evicted
+        record.operation = Operation.current()
+    assert record.can_be_evicted
+
+
+def check(is_so: bool) -> None:
+    assert is_so

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd import tensor_cache as module_under_test
@@ -144,3 +145,33 @@ def test_a_graph_that_is_captured_asks_no_device(
         streams.is_recording = False
         with pytest.raises(AssertionError, match="asked"), opened.saved_tensors():
             pass
+
+
+def test_what_an_operation_fills_after_saving_it(spill_dir: Path, streams: SeveralStreams) -> None:
+    """The next operation, before which it may not leave, is on another stream, which has not waited for it."""
+    noise = torch.zeros(NUM_ELEMENTS)
+
+    def draw() -> None:
+        time.sleep(LATE_S)
+        noise.data.fill_(2.0)
+
+    class Fills(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "rrelu_with_noise" not in str(func):
+                return func(*args, **(kwargs or {}))
+            opened.flush()
+            streams.work(draw)
+            return args[0] * 1
+
+    x, y = (torch.full((NUM_ELEMENTS,), -1.0, requires_grad=True) for _ in "xy")
+    with offloader(spill_dir, streams) as opened:
+        with opened.saved_tensors():
+            with Fills():
+                first = torch._C._nn.rrelu_with_noise(x, noise, 0.1, 0.3, True)
+            streams.current = "other"
+            second = y.exp()
+            opened.flush()
+        (first + second).sum().backward()
+        assert opened.stats.bytes_written >= 2 * NBYTES
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))

@@ -35,6 +35,9 @@ class Mark(Protocol):
     def query(self) -> bool:
         """Whether the stream has passed this point."""
 
+    def again(self) -> Mark:
+        """The present end of the same stream."""
+
 
 class Copies(Protocol):
     """Asynchronous copies of one device. Tests put adversarially slow ones in its place."""
@@ -61,10 +64,11 @@ class Copies(Protocol):
 class _EventMark:
     """An event, with its device: a worker that waits for it while its own device is 0 may set up a context there."""
 
-    __slots__ = ("_accelerator", "event")
+    __slots__ = ("_accelerator", "_stream", "event")
 
     def __init__(self, accelerator: Accelerator, stream: Any) -> None:
         self._accelerator = accelerator
+        self._stream = stream
         self.event = accelerator.event()
         self.event.record(stream)
 
@@ -76,6 +80,10 @@ class _EventMark:
     def query(self) -> bool:
         with self._accelerator.as_current():
             return bool(self.event.query())
+
+    def again(self) -> Mark:
+        with self._accelerator.as_current():
+            return _EventMark(self._accelerator, self._stream)
 
 
 class StreamCopies:

@@ -55,6 +55,18 @@ def checkpointed() -> Training:
     return Training(model, lambda step: {"x": models.floats(step, 16, 40)}, models.mean_square)
 
 
+def rectified() -> Training:
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        layers = (torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.RReLU()) for _ in range(4))
+        return torch.nn.Sequential(*layers)
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"]).square().mean()
+
+    return Training(model, lambda step: {"x": models.floats(step, 16, 40)}, loss)
+
+
 def assert_exact(training: Training, directory: Path, setup: Setup, **settings: Any) -> None:
     """The bits of plain PyTorch, and no race on the way to them."""
     with pretended_device(**settings) as device:
@@ -65,7 +77,9 @@ def assert_exact(training: Training, directory: Path, setup: Setup, **settings: 
 
 
 @pytest.mark.parametrize("setup", [DRAINED, EAGER, VERIFIED], ids=["drained", "eager", "verified"])
-@pytest.mark.parametrize("training", [small(), checkpointed()], ids=["perceptrons", "checkpointed"])
+@pytest.mark.parametrize(
+    "training", [small(), checkpointed(), rectified()], ids=["perceptrons", "checkpointed", "rectified"]
+)
 def test_training_is_exact(training: Training, setup: Setup, spill_dir: Path) -> None:
     assert_exact(training, spill_dir, setup)
 

@@ -18,8 +18,9 @@ from tests.patience import PATIENCE_S
 class LateMark:
     """Passed when the stream gets there; ``honest=False`` claims to have passed at once."""
 
-    def __init__(self, *, honest: bool) -> None:
+    def __init__(self, *, honest: bool, again: Callable[[], LateMark] | None = None) -> None:
         self.passed = threading.Event()
+        self.again = again or (lambda: self)
         self._honest = honest
 
     def synchronize(self) -> None:
@@ -58,7 +59,7 @@ class LateCopies:
             work.put(None)
 
     def _queue(self, stream: str, action: Callable[[], None]) -> LateMark:
-        mark = LateMark(honest=self._honest)
+        mark = LateMark(honest=self._honest, again=lambda: self._queue(stream, lambda: None))
 
         def run() -> None:
             action()
@@ -120,6 +121,9 @@ class HeldMark:
 
     def query(self) -> bool:
         return self.passed.is_set()
+
+    def again(self) -> HeldMark:
+        return self
 
 
 class HeldCopies:
@@ -206,13 +210,13 @@ class SeveralStreams:
         self._streams: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
 
     def work(self, action: Callable[[], None], stream: str | None = None) -> LateMark:
-        mark = LateMark(honest=True)
+        name = stream or self.current
+        mark = LateMark(honest=True, again=lambda: self.work(lambda: None, name))
 
         def run() -> None:
             action()
             mark.passed.set()
 
-        name = stream or self.current
         if name not in self._streams:
             self._streams[name] = _stream(name)
         self._streams[name].put(run)

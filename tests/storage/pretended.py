@@ -45,6 +45,7 @@ class PretendedMark:
     def __init__(self, device: PretendedDevice, clock: Clock) -> None:
         self._device = device
         self.clock = clock
+        self.stream = ""
         self.passed = False
 
     def synchronize(self) -> None:
@@ -58,6 +59,10 @@ class PretendedMark:
             return False
         self._device.known_to_host(self)
         return True
+
+    def again(self) -> PretendedMark:
+        """The stream's present end."""
+        return self._device.mark(self.stream)
 
 
 @dataclass(eq=False)
@@ -130,9 +135,9 @@ class PretendedDevice:
 
     # -- as the package sees it ------------------------------------------------------------------------------------
 
-    def mark(self) -> PretendedMark:
+    def mark(self, stream: str | None = None) -> PretendedMark:
         with self._changed:
-            return self._queue(self.current, _Item(PretendedMark(self, {})))
+            return self._queue(stream or self.current, _Item(PretendedMark(self, {})))
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: PretendedMark) -> PretendedMark:
         return self._copy("out", host, device, after)
@@ -282,6 +287,7 @@ class PretendedDevice:
             _join(clock, item.after.clock)
         clock[stream] += 1
         item.mark.clock = dict(clock)
+        item.mark.stream = stream
         self._queues.setdefault(stream, deque()).append(item)
         self._changed.notify_all()
         return item.mark
