@@ -303,13 +303,13 @@ def play(program: Program, offload: Offload) -> str:
             try:
                 ACTIONS[name](plain)
             except Exception as error:  # what plain training does not do, nobody has to do
-                return _raised(lambda name=name: ACTIONS[name](mine), error, f"{name} before step {number}")
+                return _raised(mine, ACTIONS[name], error, f"{name} before step {number}")
             ACTIONS[name](mine)
         before = plain.trace()
         try:
             plain.step()
         except Exception as error:
-            return _raised(mine.step, error, f"step {number}")
+            return _raised(mine, Training.step, error, f"step {number}")
         try:
             mine.step()
         except ConfigError as error:
@@ -320,13 +320,19 @@ def play(program: Program, offload: Offload) -> str:
     try:
         states = plain.states()
     except Exception as error:
-        return _raised(mine.states, error, "state_dict")
+        return _raised(mine, Training.states, error, "state_dict")
     return "equal" if same(mine.states(), states) else "states differ"
 
 
-def _raised(mine: Callable[[], None], error: Exception, place: str) -> str:
+def _raised(mine: Training, call: Callable[[Training], object], error: Exception, place: str) -> str:
+    """What plain training raised has to come here, too, unless it is refused before it touches anything."""
+    before = mine.trace()
     try:
-        mine()
-    except Exception:
-        return "equal"
+        call(mine)
+    except ConfigError as refusal:
+        return "refused" if same(mine.trace(), before) else f"{place} was refused too late: {refusal}"
+    except Exception as mine_error:
+        if type(mine_error) is type(error):
+            return "equal"
+        return f"{place} raised {mine_error!r} instead of {error!r}"
     return f"{place} raised plainly only: {error!r}"

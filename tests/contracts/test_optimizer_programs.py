@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.optim import Optimizer
 
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.live_states import LiveStates
 from lightning_ssd.optimizer import OffloadedOptimizer
 from tests.contracts.optimizer_kinds import KINDS
@@ -62,6 +63,8 @@ def assert_never_wrong(programs: list[Program], directory: Path, **kwargs: Any) 
 
 EXACT = ("adamw", "sgd", "around", "Momentum", "ScheduleFree", "Views", "TwoNames", "LateAlias", "KeepsParameter")
 EXACT += ("KeepsGradient", "FlatBuffer", "HoldsStates", "ReturnsText", "ReturnsNothing", "OwnLoad")
+LACKS_A_KEY = Program("around", ((), ("add_group",), ()))
+"""Its second step raises a KeyError."""
 REFUSED = ("owning", "OwnList", "DecaysAll", "OneForAll", "ReturnsNorm", "Clips")
 
 
@@ -92,6 +95,22 @@ def test_random_programs_are_exact_or_refused(host_memory: int, spill_dir: Path)
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """In the place of a refusal."""
+
+
+_step = OffloadedOptimizer.step
+
+
+def _unknown(self: OffloadedOptimizer, closure: Any = None) -> Any:
+    if any("lookahead_step" not in group for group in self.param_groups):
+        raise IndexError("lookahead_step")
+    return _step(self, closure)
+
+
+def _refused_late(self: OffloadedOptimizer, closure: Any = None) -> Any:
+    loss = _step(self, closure)
+    if any("lookahead_step" not in group for group in self.param_groups):
+        raise ConfigError("not so")
+    return loss
 
 
 def _read_only(self: LiveStates, key: Any) -> Any:
@@ -154,6 +173,8 @@ MENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"kind": "ReturnsText", "action": "edit_in_hooks"},
     ),
     "a load of its own": ({"optimizer.OffloadedOptimizer._loads_by_itself": False}, {"kind": "OwnLoad"}),
+    "another error": ({"optimizer.OffloadedOptimizer.step": _unknown}, {"kind": "around"}),
+    "a late refusal": ({"optimizer.OffloadedOptimizer.step": _refused_late}, {"kind": "around"}),
 }
 
 
@@ -173,6 +194,8 @@ def test_what_is_not_mended_is_found(name: str, spill_dir: Path, monkeypatch: py
 
 
 DIRECTED = {
+    "another error": LACKS_A_KEY,
+    "a late refusal": LACKS_A_KEY,
     "train and eval": Program("ScheduleFree", ((), (), ("train_and_eval",), ())),
     "held by the user": Program("adamw", ((), ("hold",), (), ("zero_held",), ())),
     "closures": Program("EvaluatesTwice", (("use_closure",), ())),
