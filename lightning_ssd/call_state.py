@@ -57,9 +57,11 @@ class CallState:
         self._parts.clear()
         return edited
 
-    def change(self) -> str | None:
-        """What has been done since that :meth:`as_before` cannot undo; ``None``: nothing that can be seen."""
-        return self._reach.change()
+    @contextmanager
+    def claimed(self) -> Iterator[str | None]:
+        """Around all that :meth:`as_before` is for. Gives what that cannot undo; ``None``: nothing that can be seen."""
+        with self._modes.claimed() as reason:
+            yield reason or self._reach.change()
 
     def probes(self) -> list[tuple[str, weakref.ref[torch.Tensor], int]]:
         """See :meth:`Reach.probes`."""

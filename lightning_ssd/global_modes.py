@@ -1,10 +1,15 @@
 """The modes of the whole process that decide what an operation computes, and putting them back.
 
 PyTorch's checkpoint looks after autocast, the default device, the mode of gradients and random numbers by itself.
+
+Note: Other threads
+    What is put back for one thread every other one sees. So it is not where others train, too; and while it is, no
+    thread begins to. Threads that use PyTorch without us cannot be known.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils import parametrize
 
-__all__ = ["GlobalModes"]
+__all__ = ["GlobalModes", "note_thread"]
 
 _C: Any = torch._C
 _parametrize: Any = parametrize
@@ -106,21 +111,49 @@ _MODES = (
 )
 
 
+_training: dict[int, threading.Thread] = {}
+_lock = threading.RLock()
+
+
+def note_thread() -> None:
+    """This thread trains."""
+    thread = threading.current_thread()
+    if _training.get(threading.get_ident()) is not thread:
+        with _lock:
+            _training[threading.get_ident()] = thread
+
+
 class GlobalModes:
-    """The modes as they are now."""
+    """The modes as they are now, in the thread whose forward it is."""
 
     def __init__(self) -> None:
         self._values = [mode.read() for mode in _MODES]
+        self._thread = threading.current_thread()
+
+    def _differing(self) -> list[tuple[_Mode, Any, Any]]:
+        now = [mode.read() for mode in _MODES]
+        changes = zip(_MODES, self._values, now, strict=True)
+        return [(mode, before, after) for mode, before, after in changes if before is not None and before != after]
+
+    @contextmanager
+    def claimed(self) -> Iterator[str | None]:
+        """While it is entered, no other thread begins to train if modes differ. Gives why they cannot be put back."""
+        if not self._differing():
+            yield None
+            return
+        with _lock:
+            others = [thread for thread in _training.values() if thread is not self._thread and thread.is_alive()]
+            yield (
+                "modes of the process (sdpa_kernel, a precision, a default dtype ...) have changed since, and another "
+                f"thread trains ({others[0].name}), which would see them change"
+                if others
+                else None
+            )
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """While it is entered they are as they were when this was made; then as they were when it was entered."""
-        now = GlobalModes()
-        differing = [
-            (mode, before, after)
-            for mode, before, after in zip(_MODES, self._values, now._values, strict=True)
-            if before is not None and before != after
-        ]
+        differing = self._differing()
         try:
             for mode, before, _ in differing:
                 mode.write(before)

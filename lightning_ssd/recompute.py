@@ -218,7 +218,8 @@ class _Call:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._first is None:
-            return self._run_again(tensors)
+            self._run_again(tensors)
+            return None
         (args, kwargs), self._first = self._first, None
         with _seen_by(self._saved, [], wrap=_Saved):
             result = self._run(*args, **kwargs)
@@ -231,10 +232,13 @@ class _Call:
         self._versions.clear()
         return result
 
-    def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        reason = self._state.change()
-        if reason is not None:
-            raise self._block.refuse(self._module, reason)
+    def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        with self._state.claimed() as reason:
+            if reason is not None:
+                raise self._block.refuse(self._module, reason)
+            self._repeat(tensors)
+
+    def _repeat(self, tensors: tuple[torch.Tensor, ...]) -> None:
         args, kwargs = fill(self._pattern, tensors)
         numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
         again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
@@ -244,7 +248,9 @@ class _Call:
                 run_in_context(self._run, *args, **kwargs)
         except Exception as error:
             # Most often that of the checkpoint, which needs no more.
-            if not _is_ours(error) and error not in stops:
+            if error not in stops:
+                if _is_ours(error):
+                    raise
                 reason = f"its forward raised {type(error).__name__}: {error}"
                 raise self._block.refuse(self._module, reason) from error
             again.close()

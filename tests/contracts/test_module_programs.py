@@ -112,7 +112,7 @@ def _without_modes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_looking(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CallState, "change", lambda state: None)
+    patch.setattr(Reach, "change", lambda reach: None)
 
 
 def _without_context(patch: pytest.MonkeyPatch) -> None:

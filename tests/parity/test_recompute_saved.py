@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import rrelu
 
-from lightning_ssd.errors import RecomputeError
+from lightning_ssd.errors import OffloadError, RecomputeError
 from tests.helpers import Raised, Session, assert_identical, outcome
 from tests.parity.models import floats
 from tests.parity.recomputing import EVERY, Recomputing
@@ -128,6 +128,18 @@ def assert_refused(program: Callable[[Session], Any]) -> None:
 @pytest.mark.parametrize("rows", [16, 70000])  # memory that was used before, and new memory, which is all zeros
 def test_noise_that_no_repetition_gets_to_is_refused(rows: int) -> None:
     assert_refused(training(lambda block, x: rrelu(block.one(x), training=True), floats(0, rows, 128)))
+
+
+@pytest.mark.parametrize("error", [MemoryError("out of memory"), OffloadError("a drive is lost")])
+def test_what_says_nothing_of_the_block_is_raised_as_it_is(error: Exception) -> None:
+    def fails_in_backward(block: Block, x: torch.Tensor) -> torch.Tensor:
+        y = block.one(x).sin()
+        if torch._C._current_autograd_node() is not None:
+            raise error
+        return block.two(y).sin()
+
+    program = training(fails_in_backward, floats(0, 16, 64))
+    assert outcome(program, Recomputing(EVERY)) == Raised(type(error).__name__, str(error))
 
 
 def test_other_indices_that_give_the_same_output_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
