@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.holders import Span, have_elements_in_common, is_held, spans_of
-from lightning_ssd.shards import local_of
-from lightning_ssd.tensors import PLAIN_TYPES
+from lightning_ssd.shards import address_of, local_of
 
 __all__ = ["OwnMemory", "refuse_coupling", "refuse_own_parameters", "refuse_own_step", "refuse_owned"]
 
@@ -91,9 +90,9 @@ def refuse_own_parameters(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: it does.
     """
-    addresses = {_address(p) for group in optimizer.param_groups for p in group["params"]} - {0}
+    addresses = {address_of(p) for group in optimizer.param_groups for p in group["params"]} - {0}
     for place, value in _held(optimizer):
-        if isinstance(value, torch.Tensor) and _address(value) in addresses:
+        if isinstance(value, torch.Tensor) and address_of(value) in addresses:
             raise ConfigError(
                 f"OffloadPolicy.optimizer_states='offload' expects an optimizer that finds its parameters in "
                 f"param_groups; got {type(optimizer).__name__}, which holds one in {place}, too, and would not see "
@@ -171,9 +170,3 @@ def _is_optimizer(value: Any) -> bool:
         return True
     is_object = not isinstance(value, type | torch.Tensor | nn.Module | Mapping)
     return is_object and hasattr(value, "param_groups") and callable(getattr(value, "step", None))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    local = local_of(tensor)
-    is_plain = type(local) in PLAIN_TYPES and local.layout == torch.strided and local.numel() > 0
-    return local.untyped_storage().data_ptr() if is_plain else 0

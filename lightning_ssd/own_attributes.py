@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.shards import address_of
 from lightning_ssd.tensors import PLAIN_TYPES
 
 __all__ = ["INCOMPLETE", "Attributes", "same"]
@@ -57,7 +58,9 @@ class Attributes:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         mine = {name: value for name, value in vars(optimizer).items() if _is_own(name)}
-        self._addresses = _addresses(optimizer) if any(map(_may_have_tensors, mine.values())) else frozenset()
+        # Where parameters are. An attribute may be a view of all of them.
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._addresses = set(map(address_of, parameters if any(map(_may_have_tensors, mine.values())) else ())) - {0}
         self._values = {name: self._kept(value, 0) for name, value in mine.items()}
 
     def changed(self, later: Attributes) -> list[str]:
@@ -99,7 +102,7 @@ class Attributes:
             return _Opaque(value)  # a parameter: it is to change
         if type(value) not in PLAIN_TYPES:
             return _LargeTensor(value)
-        if value.numel() > 0 and value.untyped_storage().data_ptr() in self._addresses:
+        if address_of(value) in self._addresses:
             return _Opaque(value)
         return _LargeTensor(value) if value.numel() > _MAX_NUMEL else _SmallTensor(value)
 
@@ -230,14 +233,3 @@ def _is_own(name: str) -> bool:
 
 def _may_have_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor | list | tuple | deque | dict)
-
-
-def _addresses(optimizer: Optimizer) -> frozenset[int]:
-    """Where parameters are. An attribute may be a view of all of them."""
-    return frozenset(
-        p.untyped_storage().data_ptr() for group in optimizer.param_groups for p in group["params"] if _is_plain(p)
-    )
-
-
-def _is_plain(parameter: torch.Tensor) -> bool:
-    return type(parameter) in PLAIN_TYPES and parameter.layout == torch.strided and parameter.numel() > 0

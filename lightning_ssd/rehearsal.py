@@ -23,7 +23,7 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.holders import are_apart, spans_of, tensors_in
 from lightning_ssd.inner_step import GroupChanges, InnerStep, State, own_copy
 from lightning_ssd.own_attributes import INCOMPLETE
-from lightning_ssd.shards import is_shard, local_of
+from lightning_ssd.shards import address_of, is_shard, local_of
 from lightning_ssd.tensors import PLAIN_TYPES
 
 __all__ = ["Rehearsal", "Watch"]
@@ -121,11 +121,11 @@ class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.place = ""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._addresses = {_address(t) for p in parameters for t in (p, p.grad) if t is not None} - {0}
+        self._addresses = {address_of(t) for p in parameters for t in (p, p.grad) if t is not None} - {0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and _address(value) in self._addresses:
+            if isinstance(value, torch.Tensor) and address_of(value) in self._addresses:
                 self.place = f"by {func}, a tensor of shape {tuple(value.shape)}"
                 raise ConfigError(f"touched {self.place}")
         return func(*args, **(kwargs or {}))
@@ -154,14 +154,6 @@ class Watch:
                 if id(parameter) not in mine:
                     raise ConfigError(f"this optimizer changes parameters that its step was not given. {INCOMPLETE}")
                 self._versions[number] = parameter._version
-
-
-def _address(tensor: torch.Tensor) -> int:
-    local = local_of(tensor)
-    try:
-        return local.untyped_storage().data_ptr() if local.layout == torch.strided and local.numel() > 0 else 0
-    except (RuntimeError, NotImplementedError):
-        return 0  # a subclass without a storage
 
 
 def _twin(tensor: torch.Tensor, *, is_other: bool) -> torch.Tensor:

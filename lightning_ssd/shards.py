@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Gathered", "as_piece", "even_numel", "gathered_of", "is_shard", "local_of", "spec_of", "wrap"]
+__all__ = ["Gathered", "address_of", "as_piece", "even_numel", "gathered_of", "is_shard", "local_of", "spec_of", "wrap"]
 
 
 def _module() -> Any:
@@ -41,6 +41,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     # The result of a collective may still be under way.
     part: torch.Tensor = local.wait() if hasattr(local, "wait") else local
     return part
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the storage of what this process has begins; 0: it has no memory that can be told."""
+    local = local_of(tensor)
+    try:
+        return local.untyped_storage().data_ptr() if local.layout == torch.strided and local.numel() > 0 else 0
+    except (RuntimeError, NotImplementedError):
+        return 0  # a subclass without a storage
 
 
 def spec_of(tensor: torch.Tensor) -> Any:

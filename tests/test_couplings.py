@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.byproducts import random_states
+from lightning_ssd.couplings import refuse_own_parameters
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.inner_step import InnerStep
 from lightning_ssd.own_attributes import Attributes
@@ -373,3 +374,14 @@ def test_a_rehearsal_does_not_touch_what_is_marked_on_a_parameter(spill_dir: Pat
         pair.step(optimizer)
         pair.check()
         assert all(torch.equal(a.main_grad, b.main_grad) for a, b in zip(pair.mine, pair.plain, strict=True))
+
+
+def test_a_parameter_of_a_subclass_is_found_in_another_place() -> None:
+    class Marked(torch.Tensor):
+        """With a storage of its own, as any tensor."""
+
+    parameter = torch.nn.Parameter(torch.ones(4).as_subclass(Marked))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.mine = [parameter]  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="holds one in mine"):
+        refuse_own_parameters(optimizer)
