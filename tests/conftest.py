@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,13 @@ _SET_BY_OTHERS = {
 _THREAD_PREFIX = "lightning_ssd"
 _THREADS_GONE_WITHIN_S = 60.0
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+_IMPORTED_FOR_FORKS = (
+    *("recipes.bench_worker", "recipes.optimizer_worker", "recipes.train"),
+    *("tests.ddp_script", "tests.fsdp_script", "tests.interrupt_script"),
+)
+_IMPORTED_WITH_TRANSFORMERS = (
+    *("recipes.deepspeed_worker", "recipes.own_loop", "recipes.runner", "transformers.models.gpt2.modeling_gpt2"),
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -185,7 +193,8 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """The command before ``-m WORKER`` or ``-c CODE`` of processes that need no seconds of imports each."""
     from tests.forked import forks_of
 
-    with forks_of(tmp_path_factory.mktemp("forks"), "recipes.bench_worker", "recipes.optimizer_worker") as command:
+    modules = _IMPORTED_FOR_FORKS + (_IMPORTED_WITH_TRANSFORMERS if find_spec("transformers") else ())
+    with forks_of(tmp_path_factory.mktemp("forks"), *modules) as command:
         yield command
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.patience import PATIENCE_S
@@ -14,10 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = ("MASTER_", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_", "LT_")
 
 
-def run_script(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    module: str, *arguments: str, begin: Sequence[str] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
     """Run a module that has to succeed; a process that waits for another for ever fails the test."""
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [*begin, "-m", module, *arguments],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

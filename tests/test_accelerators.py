@@ -7,7 +7,6 @@ of its own; the generic words are spoken to the CPU as far as it understands the
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +44,10 @@ def test_words_are_chosen_by_the_type_of_the_device() -> None:
     assert not has_streams(torch.device("meta"))
 
 
-def test_an_accelerator_of_pytorch_that_lacks_something_is_refused_by_what_it_lacks(spill_dir: Path) -> None:
-    command = [sys.executable, "-m", "tests.accelerator_script", str(spill_dir)]
+def test_an_accelerator_of_pytorch_that_lacks_something_is_refused_by_what_it_lacks(
+    spill_dir: Path, forks: list[str]
+) -> None:
+    command = [*forks, "-m", "tests.accelerator_script", str(spill_dir)]
     child = subprocess.run(
         command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )

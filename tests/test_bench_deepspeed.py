@@ -17,6 +17,7 @@ def row(mode: str, loss: float, weights: str | None) -> dict[str, Any]:
     return {"mode": mode, **seconds, "peak_bytes": 1 << 30, "losses": [loss], "weights": [weights]}
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_ours_and_torch_at_a_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     arguments = [

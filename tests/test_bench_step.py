@@ -248,12 +248,9 @@ def test_the_shapes_of_a_card_are_its_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")  # those of test_largest_batch begin with the interpreter, as with users
 @pytest.mark.parametrize("profile", ["cpu", "h200"])
-def test_a_toy_run_of_the_real_thing(
-    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
-) -> None:
-    if profile == "h200":  # the workers of the other one begin with the interpreter, as those of users do
-        request.getfixturevalue("forked_workers")
+def test_a_toy_run_of_the_real_thing(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     modes = "keep,keep_again,ssd" if profile == "h200" else "keep,ssd,recompute+mmap,naive"
     arguments = ["--tiny", "--profile", profile, "--modes", modes, "--rounds", "1", "--steps", "2", "--width", "128"]
     file = tmp_path / "result.json"

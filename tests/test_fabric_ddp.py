@@ -13,8 +13,8 @@ pytestmark = [
 ]
 
 
-def run_fabric(directory: Path, *arguments: str) -> str:
-    done = run_script("tests.fabric_script", str(directory), *arguments)
+def run_fabric(directory: Path, *arguments: str, **begin: list[str]) -> str:
+    done = run_script("tests.fabric_script", str(directory), *arguments, **begin)
     # The script ends without closing anything.
     assert "Error" not in done.stderr, done.stderr
     assert list(directory.glob("spill/*")) == []
@@ -28,5 +28,5 @@ def test_two_processes_train_bitwise_like_fabrics_ddp(tmp_path):
             assert f"rank {rank}: {name} ok" in output
 
 
-def test_forked_processes_train_alike_and_leave_nothing(tmp_path):
-    assert "fork ok" in run_fabric(tmp_path, "fork")
+def test_forked_processes_train_alike_and_leave_nothing(tmp_path, forks):
+    assert "fork ok" in run_fabric(tmp_path, "fork", begin=forks)

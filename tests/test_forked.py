@@ -39,6 +39,12 @@ def test_it_has_the_streams_the_place_and_the_environment_of_its_caller(fork: li
         ("raise SystemExit(3)", 3, ""),
         ("raise SystemExit('told')", 1, "told\n"),
         ("1 / 0", 1, "ZeroDivisionError"),
+        (
+            "import sys\nclass A:\n def __del__(self): sys.stderr.write('late ')\na = A()\nsys.stderr.write('end ')",
+            0,
+            "end late ",
+        ),
+        ("import atexit, sys; atexit.register(lambda: print('at exit', file=sys.stderr))", 0, "at exit\n"),
         ("import os; os.kill(os.getpid(), 9)", -9, ""),
     ],
 )
@@ -53,6 +59,36 @@ def test_each_begins_anew(fork: list[str]) -> None:
         done = run(*fork, "-c", "import sys; print(hasattr(sys, 'been')); sys.been = True")
         assert done.stdout == "False\n"
     assert json.loads(run(*fork, "-m", "json.tool", input='{"a": 1}').stdout) == {"a": 1}
+
+
+def test_processes_that_it_starts_are_forks_too(fork: list[str]) -> None:
+    """But for those with options of the interpreter."""
+    code = "import sys; print('json.tool' in sys.modules)"
+    start = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True)"
+    assert run(*fork, "-c", start, "-c", code).stdout == "True\n"
+    assert run(*fork, "-c", start, "-W", "error", "-c", code).stdout == "False\n"
+
+
+WAITS = """
+import subprocess, sys, time
+others = [subprocess.Popen([sys.executable, "-c", sys.argv.pop()])] if sys.argv[1:] else []
+try:
+    print("waits", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("told", flush=True)
+for other in others:
+    other.wait()
+"""
+
+
+def test_an_interrupt_reaches_it_and_what_it_has_started(fork: list[str]) -> None:
+    caller = subprocess.Popen([*fork, "-c", WAITS, WAITS], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    assert [caller.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
+    caller.send_signal(signal.SIGINT)
+    assert caller.communicate(timeout=PATIENCE_S)[0] == "told\n" * 2
+    assert caller.returncode == 0
 
 
 def test_it_is_killed_with_its_caller(fork: list[str]) -> None:

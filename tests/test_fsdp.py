@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenarios", [SCENARIOS[:4], SCENARIOS[4:]], ids=" ".join)
-def test_two_processes(tmp_path, scenarios):
-    output = run_script("tests.fsdp_script", str(tmp_path), *scenarios).stdout
+def test_two_processes(tmp_path, scenarios, forks):
+    output = run_script("tests.fsdp_script", str(tmp_path), *scenarios, begin=forks).stdout
     for scenario in scenarios:
         for rank in (0, 1):
             assert f"rank {rank}: {scenario} ok" in output

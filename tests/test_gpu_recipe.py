@@ -69,10 +69,11 @@ def test_the_scan_finds_what_is_known() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_scan_finds_what_pytest_collects() -> None:
+def test_the_scan_finds_what_pytest_collects(forks: list[str]) -> None:
     """Of all files with the word, without which there is no marker."""
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "gpu" in path.read_text(encoding="utf-8")]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    options = ["-p", "no:cacheprovider", "-W", "ignore:Module already imported"]  # by the forks' server
+    command = [*forks, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", *options, *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=230)
     assert done.returncode == 0, done.stdout + done.stderr
     collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}

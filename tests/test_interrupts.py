@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -20,48 +20,59 @@ _SOON_S = 20.0
 """5 on a machine that does nothing else."""
 
 
-def interrupted(how: str, directory: Path, *options: object, timeout_s: float = 400) -> dict[str, Any]:
-    """What the child tells; a hang is a failure of the child's own watch."""
-    command = [sys.executable, "-m", "tests.interrupt_script", how, str(directory), *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, done.stderr[-8000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert found["faults"] == [], "\n".join(found["faults"])
-    assert found["obeyed"] == found["interrupted"]
-    return found
+class Interrupted(Protocol):
+    """Runs the child, and gives what it tells; a hang is a failure of the child's own watch."""
+
+    def __call__(self, how: str, *options: object, timeout_s: float = 400) -> dict[str, Any]: ...
 
 
-def test_interrupts_at_random_moments_are_obeyed_and_leave_nothing(spill_dir: Path) -> None:
-    assert interrupted("timer", spill_dir, "--num", 60, "--seed", 1)["interrupted"] == 60
+@pytest.fixture
+def interrupted(spill_dir: Path, forks: list[str]) -> Interrupted:
+    def run(how: str, *options: object, timeout_s: float = 400) -> dict[str, Any]:
+        command = [*forks, "-m", "tests.interrupt_script", how, str(spill_dir), *map(str, options)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        assert done.returncode == 0, done.stderr[-8000:]
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        assert found["faults"] == [], "\n".join(found["faults"])
+        assert found["obeyed"] == found["interrupted"]
+        return found
+
+    return run
+
+
+def test_interrupts_at_random_moments_are_obeyed_and_leave_nothing(interrupted: Interrupted) -> None:
+    assert interrupted("timer", "--num", 60, "--seed", 1)["interrupted"] == 60
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3700)
 @pytest.mark.parametrize("seed", range(6))
-def test_three_thousand_of_them(seed: int, spill_dir: Path) -> None:
-    found = interrupted("timer", spill_dir, "--num", 500, "--seed", 100 + seed, timeout_s=3600)
+def test_three_thousand_of_them(seed: int, interrupted: Interrupted) -> None:
+    found = interrupted("timer", "--num", 500, "--seed", 100 + seed, timeout_s=3600)
     assert found["interrupted"] == 500
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_interrupts_at_chosen_points(kind: str, spill_dir: Path) -> None:
+def test_interrupts_at_chosen_points(kind: str, interrupted: Interrupted) -> None:
     """One in thirty of the points at which Python looks for signals in our code."""
-    assert interrupted("tracer", spill_dir, "--kinds", kind, "--share", 0, 30)["interrupted"] > 5
+    assert interrupted("tracer", "--kinds", kind, "--share", 0, 30)["interrupted"] > 5
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3700)
 @pytest.mark.parametrize("kind", _KINDS)
-def test_interrupts_at_each_point(kind: str, spill_dir: Path) -> None:
-    assert interrupted("tracer", spill_dir, "--kinds", kind, timeout_s=3600)["interrupted"] > 400
+def test_interrupts_at_each_point(kind: str, interrupted: Interrupted) -> None:
+    assert interrupted("tracer", "--kinds", kind, timeout_s=3600)["interrupted"] > 400
 
 
 @pytest.mark.parametrize("how", ["trainer", "fabric", "ddp"])
-def test_a_loop_of_lightning_ends_soon(how: str, spill_dir: Path) -> None:
+def test_a_loop_of_lightning_ends_soon(how: str, spill_dir: Path, forks: list[str]) -> None:
     """The signal goes to all processes of the run, as from a terminal."""
-    command = [sys.executable, "-m", "tests.interrupted_loops", how, str(spill_dir)]
+    # Lightning kills the other process at once, which as a fork would hear of the signal a moment too late to clean up.
+    begin = [sys.executable] if how == "ddp" else forks
+    command = [*begin, "-m", "tests.interrupted_loops", how, str(spill_dir)]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert run.stdout is not None

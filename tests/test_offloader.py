@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -211,15 +212,18 @@ with offloader.saved_tensors():
     assert not [path for path in spill_dir.rglob("*") if path.is_file()]
 
 
-def run_child(program: str) -> str:
-    child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert child.returncode == 0, child.stderr
-    return child.stdout
+@pytest.fixture
+def run_child(forks: list[str]) -> Callable[[str], str]:
+    def run(program: str) -> str:
+        command = [*forks, "-c", program]
+        child = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        assert child.returncode == 0, child.stderr
+        return child.stdout
+
+    return run
 
 
-def test_dropped_unclosed_under_the_ledgers_lock(spill_dir: Path) -> None:
+def test_dropped_unclosed_under_the_ledgers_lock(spill_dir: Path, run_child: Callable[[str], str]) -> None:
     """The garbage collector may find a forgotten offloader while we hold a lock that its workers wait for."""
     out = run_child(f"""
 import faulthandler, gc, torch, lightning_ssd as s
@@ -247,7 +251,7 @@ print("ended")
     assert out == "ended\n"
 
 
-def test_fork_says_so_instead_of_waiting(spill_dir: Path) -> None:
+def test_fork_says_so_instead_of_waiting(spill_dir: Path, run_child: Callable[[str], str]) -> None:
     """A child has no workers: it must neither hang nor touch the parent's files."""
     out = run_child(f"""
 import faulthandler, os, torch, lightning_ssd as s

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -242,9 +242,11 @@ def test_help_of_train_is_short(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def run_module(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_module(
+    name: str, *arguments: str, cwd: Path, begin: Sequence[str] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", name, *arguments],
+        [*begin, "-m", name, *arguments],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -254,9 +256,9 @@ def run_module(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
-def test_a_sweep_from_the_command_line(spill_dir: Path) -> None:
+def test_a_sweep_from_the_command_line(spill_dir: Path, forks: list[str]) -> None:
     sweep = ["-m", "offload=keep,ssd", "model=gpt,t5", *TINY, "logger=none"]
-    done = run_module("recipes.train", *sweep, "hydra.sweep.dir=swept", cwd=spill_dir)
+    done = run_module("recipes.train", *sweep, "hydra.sweep.dir=swept", cwd=spill_dir, begin=forks)
     assert done.returncode == 0, done.stderr
     summaries = [RunSummary.read(path) for path in spill_dir.glob("swept/*/summary.json")]
     by_name = {(summary.model, summary.offload): summary for summary in summaries}
@@ -269,7 +271,7 @@ def test_a_sweep_from_the_command_line(spill_dir: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spill_dir: Path) -> None:
+def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spill_dir: Path, forks: list[str]) -> None:
     """Beyond the first epoch too: Lightning would draw another order of the data where there is a process group."""
     more = ["data.num_batches=2", "data.batch_size=2", "trainer.max_steps=5", "logger=none", "callbacks=none"]
     plain = train("offload=none", *more)
@@ -277,9 +279,8 @@ def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spi
     for loop in (plain_loop, fabric_loop):
         own = loop.main([*TINY, "offload=none", *more, f"output_dir={spill_dir / loop.__name__}"])
         assert own.losses == plain.losses, loop.__name__
-    done = run_module(
-        "recipes.train", *TINY, "offload=fsdp", *more, f"hydra.run.dir={spill_dir / 'fsdp'}", cwd=spill_dir
-    )
+    where = f"hydra.run.dir={spill_dir / 'fsdp'}"
+    done = run_module("recipes.train", *TINY, "offload=fsdp", *more, where, cwd=spill_dir, begin=forks)
     assert done.returncode == 0, done.stderr
     sharded = RunSummary.read(spill_dir / "fsdp" / "summary.json")
     assert sharded.losses == plain.losses
@@ -288,7 +289,7 @@ def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spi
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-def test_two_processes_train_one_sharded_model(spill_dir: Path) -> None:
+def test_two_processes_train_one_sharded_model(spill_dir: Path, forks: list[str]) -> None:
     """As Lightning's own strategy does, bit for bit."""
     lightnings = [
         "trainer.strategy._target_=lightning.pytorch.strategies.ModelParallelStrategy",
@@ -299,7 +300,8 @@ def test_two_processes_train_one_sharded_model(spill_dir: Path) -> None:
     found = []
     for name, more in (("plain", lightnings), ("ours", ours)):
         where = [f"output_dir={spill_dir / name}", f"hydra.run.dir={spill_dir / name}", "logger=none"]
-        done = run_module("recipes.train", *TINY, "offload=fsdp", "trainer.devices=2", *where, *more, cwd=spill_dir)
+        words = [*TINY, "offload=fsdp", "trainer.devices=2", *where, *more]
+        done = run_module("recipes.train", *words, cwd=spill_dir, begin=forks)
         assert done.returncode == 0, done.stderr
         found.append(RunSummary.read(spill_dir / name / "summary.json"))
     plain, offloaded = found
@@ -340,9 +342,9 @@ def test_a_mistake_ends_the_command_with_a_short_message(arguments: list[str], m
 
 
 @pytest.mark.slow
-def test_the_demo_from_the_command_line(spill_dir: Path) -> None:
+def test_the_demo_from_the_command_line(spill_dir: Path, forks: list[str]) -> None:
     tiny = (*TINY, "logger=none", "trainer.max_steps=8")
-    done = run_module("recipes.demo", "--output-dir", str(spill_dir), *tiny, cwd=spill_dir)
+    done = run_module("recipes.demo", "--output-dir", str(spill_dir), *tiny, cwd=spill_dir, begin=forks)
     assert done.returncode == 0, done.stderr
     assert "Verdict: Losses and weights are bit for bit those of plain Lightning." in done.stdout
     assert json.loads((spill_dir / "ssd" / "summary.json").read_text())["written_bytes_per_step"] > 0
@@ -361,12 +363,11 @@ def test_documents_name_recipes_that_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["recipes.train", "recipes.plain_loop"])
-def test_unsuitable_directory_is_one_clear_line(module: str) -> None:
+def test_unsuitable_directory_is_one_clear_line(module: str, forks: list[str]) -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm here to be refused")
-    command = [sys.executable, "-m", module, "experiment=smoke", "offload=ssd", "hardware.paths=[/dev/shm]"]
-    root = Path(__file__).resolve().parent.parent
-    child = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    words = ["experiment=smoke", "offload=ssd", "hardware.paths=[/dev/shm]"]
+    child = run_module(module, *words, cwd=ROOT, begin=forks)
     assert child.returncode == 1
     assert "tmpfs" in child.stderr
     assert "Traceback" not in child.stderr

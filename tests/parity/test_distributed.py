@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import DRAINED, EAGER, Session, assert_identical, assert_released, moved, open_offloader
 from tests.parity.models import Perceptrons, floats
+from tests.processes import run_script
 
 NUM_PROCESSES = 2
 
@@ -60,5 +62,9 @@ def worker(rank: int, directory: str) -> None:
     dist.destroy_process_group()
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(worker, args=(str(tmp_path),), nprocs=NUM_PROCESSES)
+def test_two_processes(tmp_path: Path, forks: list[str]) -> None:
+    run_script("tests.parity.test_distributed", str(tmp_path), begin=forks)
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(worker, (sys.argv[1],), NUM_PROCESSES, start_method="fork")

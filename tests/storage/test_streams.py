@@ -69,10 +69,10 @@ def test_exact_with_late_copies(spill_dir: Path, verify: str, drained: bool) -> 
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_a_missing_wait_would_be_seen(spill_dir: Path) -> None:
+def test_a_missing_wait_would_be_seen(spill_dir: Path, forks: list[str]) -> None:
     """The test above can fail: with marks that lie, buffers are written before they are filled, or used when freed."""
     child = subprocess.run(
-        [sys.executable, "-m", "tests.storage.test_streams", str(spill_dir)],
+        [*forks, "-m", "tests.storage.test_streams", str(spill_dir)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
