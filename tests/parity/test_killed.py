@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.processes import ROOT
-
 CHILD = """
-import sys, torch
-sys.path.insert(0, {repository!r})
+import os, sys, torch
 from pathlib import Path
 from tests.helpers import open_offloader
 from tests.parity.models import gpt2, causal_batch, hugging_face_loss
@@ -28,7 +24,7 @@ with open_offloader(Path({directory!r})) as offloader:
             big = [torch.rand(1 << 20, requires_grad=True).sin().exp() for _ in range(8)]
         if step == 1:
             offloader.flush()
-            print("mid step", offloader.stats.bytes_written, flush=True)
+            print("mid step", offloader.stats.bytes_written, os.getpid(), flush=True)
             sys.stdin.read()
         (loss + sum(t.sum() for t in big)).backward()
         offloader.end_backward()
@@ -39,40 +35,38 @@ def entries(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if not path.is_dir()]
 
 
-def kill_in_mid_step(directory: Path) -> tuple[int, int]:
+def kill_in_mid_step(directory: Path, forks: list[str]) -> tuple[int, int]:
     """Kill a training process that has bytes on disk; returns these and what its open files took."""
-    code = textwrap.dedent(CHILD).format(repository=str(ROOT), directory=str(directory))
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as child:
+    code = textwrap.dedent(CHILD).format(directory=str(directory))
+    with subprocess.Popen([*forks, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         line = child.stdout.readline().split()
         assert line[:2] == ["mid", "step"], line
-        taken = 0
-        for name in os.listdir(f"/proc/{child.pid}/fd"):
-            target = os.readlink(f"/proc/{child.pid}/fd/{name}")
+        taken, pid = 0, int(line[3])
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
             if str(directory) in target:
                 assert "(deleted)" in target, f"{target} has a name: it would stay after a kill"
-                taken += os.stat(f"/proc/{child.pid}/fd/{name}").st_blocks * 512
+                taken += os.stat(f"/proc/{pid}/fd/{name}").st_blocks * 512
         assert entries(directory) == []
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        os.kill(pid, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
     return int(line[2]), taken
 
 
-def test_nothing_stays_after_kill_9(tmp_path: Path) -> None:
-    written, taken = kill_in_mid_step(tmp_path)
+def test_nothing_stays_after_kill_9(tmp_path: Path, forks: list[str]) -> None:
+    written, taken = kill_in_mid_step(tmp_path, forks)
     assert written > 32 << 20
     assert taken >= 32 << 20, "the spill file was expected to hold the written bytes"
     assert entries(tmp_path) == []
 
 
-def test_file_system_is_as_empty_as_before_after_kill_9(small_disk: Callable[[int], Path]) -> None:
+def test_file_system_is_as_empty_as_before_after_kill_9(small_disk: Callable[[int], Path], forks: list[str]) -> None:
     """The same on a file system that nobody else uses, by its own count of free blocks."""
     mount = small_disk(512)
     os.sync()
     free_before = os.statvfs(mount).f_bfree
-    written, taken = kill_in_mid_step(mount)
+    written, taken = kill_in_mid_step(mount, forks)
     os.sync()
     directory_block = 1  # our directory itself stays; it holds no data of a run
     assert os.statvfs(mount).f_bfree >= free_before - directory_block
