@@ -48,7 +48,7 @@ _THREADS_GONE_WITHIN_S = 60.0
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _IMPORTED_FOR_FORKS = (
     *("recipes.bench_worker", "recipes.optimizer_worker", "recipes.train"),
-    *("tests.ddp_script", "tests.fsdp_script", "tests.interrupt_script"),
+    *("tests.ddp_script", "tests.fsdp_script", "tests.interrupt_script", "tests.pretended_backend_script"),
 )
 _IMPORTED_WITH_TRANSFORMERS = (
     *("recipes.deepspeed_worker", "recipes.own_loop", "recipes.runner", "transformers.models.gpt2.modeling_gpt2"),

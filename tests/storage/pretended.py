@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -28,6 +29,10 @@ Clock = dict[str, int]
 def poison(region: Region) -> None:
     """Nobody may read this any more."""
     ctypes.memset(region.address, POISON, region.nbytes)
+
+
+def _where_it_is(address: int) -> int:
+    return address
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -47,6 +52,7 @@ class PretendedMark:
         self.clock = clock
         self.stream = ""
         self.passed = False
+        self.passed_s = 0.0
 
     def synchronize(self) -> None:
         """The host waits, and so knows."""
@@ -103,11 +109,15 @@ class PretendedDevice:
     Args:
         seed: of the order in which the streams get on.
         lag_s: how long each piece of work is late when nobody waits.
+        real: where the bytes at an address can be reached, if not there.
     """
 
-    def __init__(self, *, seed: int = 0, lag_s: float = 0.002) -> None:
+    def __init__(self, *, seed: int = 0, lag_s: float = 0.002, real: Callable[[int], int] = _where_it_is) -> None:
         self.faults: list[str] = []
         self.num_copies = self.num_backwards = 0
+        self.copy_streams = {"in", "out"}
+        """Whoever copies holds the memory himself."""
+        self._real = real
         self._lag_s = lag_s
         self._random = random.Random(seed)
         self._changed = threading.Condition()
@@ -123,8 +133,10 @@ class PretendedDevice:
         self._thread.start()
 
     def close(self) -> None:
-        """Do what is left."""
+        """Do what is left. Idempotent."""
         with self._changed:
+            if self._is_closed:
+                return
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(PATIENCE_S)
@@ -140,22 +152,33 @@ class PretendedDevice:
             return self._queue(stream or self.current, _Item(PretendedMark(self, {})))
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: PretendedMark) -> PretendedMark:
-        return self._copy("out", host, device, after)
+        return self.copy("out", host, device, after, is_out=True)
 
     def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: PretendedMark) -> PretendedMark:
-        return self._copy("in", host, device, after)
+        return self.copy("in", host, device, after, is_out=False)
 
     def wait_on_current_stream(self, mark: PretendedMark) -> None:
-        with self._changed:
-            _join(self._clock(self.current), mark.clock)
-        self.reach(mark)  # operations run at once; the host must not rely on it
+        self.wait_for(mark, self.current)
 
     def is_capturing(self) -> bool:
         return False
 
     def protect(self, tensor: torch.Tensor) -> None:
+        self.protect_on(self.current, tensor)
+
+    # -- the same of any stream ------------------------------------------------------------------------------------
+
+    def wait_for(self, mark: PretendedMark, stream: str) -> None:
         with self._changed:
-            self._memory(tensor.untyped_storage()).protected.add(self.current)
+            if stream in self.copy_streams:
+                self._queue(stream, _Item(PretendedMark(self, {}), mark))
+                return
+            _join(self._clock(stream), mark.clock)
+        self.reach(mark)  # operations run at once; the host must not rely on it
+
+    def protect_on(self, stream: str, tensor: torch.Tensor) -> None:
+        with self._changed:
+            self._memory(tensor.untyped_storage()).protected.add(stream)
 
     # -- as the user sees it ---------------------------------------------------------------------------------------
 
@@ -167,11 +190,16 @@ class PretendedDevice:
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
         """Another one is current."""
-        before, self._local.stream = self.current, name
+        before = self.current
+        self.set_stream(name)
         try:
             yield
         finally:
-            self._local.stream = before
+            self.set_stream(before)
+
+    def set_stream(self, name: str) -> None:
+        """Make it the current one of this thread."""
+        self._local.stream = name
 
     def wait_stream(self, name: str) -> None:
         """The current stream waits for all that has been queued on another one."""
@@ -216,7 +244,10 @@ class PretendedDevice:
                 if not is_over and item.storage is not None and item.storage.cdata == storage._cdata:
                     self._fault("a slot was given back while a copy uses it")
                     item.is_valid = False
-        poison(Region.of(storage))
+        self._poison(Region.of(storage))
+
+    def _poison(self, region: Region) -> None:
+        poison(Region(self._real(region.address), region.nbytes))
 
     # -- everything below is called with the lock held, but for what the device's thread does -------------------------
 
@@ -269,7 +300,7 @@ class PretendedDevice:
         writer, position = memory.written
         if clock.get(writer, 0) < position:
             self._fault(f"{stream} uses memory before {writer} has written it")
-        if stream not in ("in", "out"):
+        if stream not in self.copy_streams:
             memory.users.add(stream)
         if is_write:
             for reader, read in memory.reads.items():
@@ -292,11 +323,13 @@ class PretendedDevice:
         self._changed.notify_all()
         return item.mark
 
-    def _copy(self, stream: str, host: torch.Tensor, device: torch.Tensor, after: PretendedMark) -> PretendedMark:
+    def copy(
+        self, stream: str, host: torch.Tensor, device: torch.Tensor, after: PretendedMark | None, *, is_out: bool
+    ) -> PretendedMark:
+        """Queue one, of bytes that lie side by side."""
         storage = device.untyped_storage()
         region = Region(host.data_ptr(), host.nbytes)
-        offset = device.storage_offset()
-        is_out = stream == "out"
+        offset = device.storage_offset() * device.element_size()
         with self._changed:
             self.num_copies += 1
             num_faults = len(self.faults)
@@ -307,7 +340,7 @@ class PretendedDevice:
             memory.is_moved = True
             # Pieces of one storage are written by one stream, so that the last stands for all.
             self._used(memory, stream, item.mark.clock, is_write=not is_out)
-            poison(region if is_out else Region(storage.data_ptr() + offset, device.nbytes))
+            self._poison(region if is_out else Region(storage.data_ptr() + offset, device.nbytes))
             if len(self.faults) > num_faults:
                 item.is_valid = False  # the poison stays
         return item.mark
@@ -316,7 +349,7 @@ class PretendedDevice:
         while (found := self._next()) is not None:
             self._do(found)
             with self._changed:
-                found.mark.passed = True
+                found.mark.passed, found.mark.passed_s = True, time.perf_counter()
                 self._changed.notify_all()
             del found
 
@@ -342,6 +375,6 @@ class PretendedDevice:
             self._fault(f"the tensor was freed before its copy {'out' if item.is_out else 'in'} had passed")
         if storage is None or not item.is_valid:
             return
-        address = storage.data_ptr() + item.offset
+        address = self._real(storage.data_ptr() + item.offset)
         target, source = (item.host.address, address) if item.is_out else (address, item.host.address)
         ctypes.memmove(target, source, item.host.nbytes)

@@ -28,7 +28,7 @@ def pretended_device(*, seed: int = 0, lag_s: float = 0.002) -> Iterator[Pretend
     """While it is entered this thread's operations run there, and every offloader uses it."""
     device = PretendedDevice(seed=seed, lag_s=lag_s)
     with pytest.MonkeyPatch.context() as patch:
-        _poison_what_is_freed(patch, device)
+        poison_what_is_freed(patch, device)
         _use_for_states(patch, device)
         _run_backward_elsewhere(patch, device)
         try:
@@ -68,7 +68,8 @@ def _around(patch: pytest.MonkeyPatch, owner: Any, name: str, before: Callable[.
     patch.setattr(owner, name, call)
 
 
-def _poison_what_is_freed(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+def poison_what_is_freed(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """Whoever still uses what goes back to a pool makes a fault, and gets other bytes."""
     take, checksum = Slots.take, movers.checksum
 
     def give_back_staging(pool: Any, block: Any) -> None:
@@ -143,7 +144,7 @@ class Launches(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not func.is_view and func.overloadpacket not in _TOUCH_NOTHING:
             inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-            written = [_tensors(value) for value in _written(func, args, kwargs)]
+            written = [_tensors(value) for value in written_arguments(func, args, kwargs)]
             known = {tensor.untyped_storage()._cdata for tensor in inputs}
             fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
             self._device.launched(inputs, [*fresh, *(tensor for tensors in written for tensor in tensors)])
@@ -167,7 +168,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     ]
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """Of an operator: what it writes to."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[number] if number < len(args) else kwargs.get(argument.name)

@@ -1,0 +1,92 @@
+"""Trainings on a device that PyTorch knows as one, through the generic words, where the host cannot touch its memory.
+
+Each runs in a process of its own, which a wrong access of the host ends.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.test_models import TRAININGS
+from tests.patience import PATIENCE_S
+from tests.pretended_backend_script import PROGRAMS
+
+pytestmark = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="PyTorch has one accelerator, and has one here"
+)
+EXHAUSTIVE = pytest.mark.exhaustive
+DEFAULT = ("offload", "states-auto", "side-stream", "flipped-bits")
+MODELS = [name for name in TRAININGS if name != "lstm"]  # on a device PyTorch asks for an operator that no CPU has
+
+
+def child(forks: list[str], directory: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    command = [*forks, "-m", "tests.pretended_backend_script", str(directory), *names]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+
+
+def seen(ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What the device has seen until the program ended, in whatever way."""
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def assert_exact(forks: list[str], directory: Path, *names: str) -> None:
+    ended = child(forks, directory, *names)
+    assert ended.returncode == 0, ended.stderr
+    assert seen(ended)["faults"] == []
+    assert seen(ended)["num_copies"] > 0
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in DEFAULT else pytest.param(name, marks=EXHAUSTIVE) for name in PROGRAMS]
+)
+def test_training_is_exact(name: str, forks: list[str], spill_dir: Path) -> None:
+    assert_exact(forks, spill_dir, name)
+
+
+@pytest.mark.parametrize("names", [MODELS[-1:], pytest.param(MODELS[:-1], marks=EXHAUSTIVE)], ids=["last", "others"])
+def test_models_are_exact(names: list[str], forks: list[str], spill_dir: Path) -> None:
+    assert_exact(forks, spill_dir, *names)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "place"), [("host-mover", "movers.py"), ("host-checksum", "integrity.py")], ids=["edges", "checksum"]
+)
+def test_a_host_that_touches_memory_of_the_device_ends(
+    mistake: str, place: str, forks: list[str], spill_dir: Path
+) -> None:
+    ended = child(forks, spill_dir, mistake)
+    assert ended.returncode == -signal.SIGSEGV, ended.stderr
+    thread = ended.stderr.partition("Current thread")[2].partition("Thread 0x")[0]
+    assert place in thread, ended.stderr
+
+
+def test_a_file_that_is_given_memory_of_the_device_fails(forks: list[str], spill_dir: Path) -> None:
+    ended = child(forks, spill_dir, "host-write")
+    assert ended.returncode == 1
+    assert "Bad address" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("mistake", "fault"),
+    [
+        ("no-wait-before-copies", "uses memory before main has written it"),
+        ("no-wait-for-copies", "main uses memory before copies"),
+        ("no-protection-of-slots", "memory could be lent again that another stream uses"),
+    ],
+)
+def test_a_wait_that_is_left_out_is_seen(mistake: str, fault: str, forks: list[str], spill_dir: Path) -> None:
+    faults = seen(child(forks, spill_dir, mistake))["faults"]
+    assert any(fault in text for text in faults), set(faults)
+
+
+def test_a_worker_that_does_not_wait_is_seen(forks: list[str], spill_dir: Path) -> None:
+    """By its bits, or because a copy fills a buffer that has gone."""
+    assert child(forks, spill_dir, "no-wait-of-workers").returncode != 0
