@@ -376,7 +376,7 @@ class StateStore:
             elif storage is None:
                 self._not_read(home, error or StorageError("a read ended with neither bytes nor an error"))
             else:
-                # Workers of drives wait for their own copies; those of the host tier leave that to us.
+                # Its last copy has been queued, and nobody has waited for it yet.
                 home.where, home.mark = Where.HERE, mark
             self._changed.tell()
 

@@ -231,16 +231,26 @@ class PretendedDevice:
             if not is_end and any(m.key.alive() and _overlap(m.region, region) for m in self._memories.values()):
                 self._fault(f"{what}: this is memory of the device")
 
+    def reached_by_drive(self, region: Region, *, is_write: bool) -> None:
+        """A drive reads or fills memory of the device, outside of any stream: this thread has waited for all users."""
+        with self._changed:
+            for memory in self._memories.values():
+                if memory.key.alive() and _overlap(memory.region, region):
+                    self._check_written(memory, "the drive", self._seen)
+                    if is_write:
+                        self._check_reads(memory, "the drive", self._seen)
+
     def freed(self, region: Region, what: str) -> None:
         """Host memory goes back to its pool."""
         self.host_used(region, what=f"{what} was given back", is_write=True, is_end=True)
         poison(region)
 
     def given_back(self, storage: torch.UntypedStorage) -> None:
-        """Memory of the device goes back to its pool."""
+        """Memory of the device goes back to its pool; its next user comes after what the current stream waited for."""
         with self._changed:
+            clock = self._clock(self.current)
             for stream, item in self._under_way:
-                is_over = self._host.get(stream, 0) >= item.position(stream)
+                is_over = max(self._host.get(stream, 0), clock.get(stream, 0)) >= item.position(stream)
                 if not is_over and item.storage is not None and item.storage.cdata == storage._cdata:
                     self._fault("a slot was given back while a copy uses it")
                     item.is_valid = False
@@ -256,6 +266,14 @@ class PretendedDevice:
         with self._changed:
             _join(self._host, mark.clock)
             _join(self._seen, mark.clock)
+
+    def knowledge(self) -> Clock:
+        """What this thread knows to have passed; it may tell another one."""
+        return dict(self._seen)
+
+    def learn(self, clock: Clock) -> None:
+        """This thread has been told."""
+        _join(self._seen, clock)
 
     def is_slow_to_tell(self) -> bool:
         """Every other time."""
@@ -297,19 +315,25 @@ class PretendedDevice:
         return found
 
     def _used(self, memory: _Memory, stream: str, clock: Clock, *, is_write: bool) -> None:
-        writer, position = memory.written
-        if clock.get(writer, 0) < position:
-            self._fault(f"{stream} uses memory before {writer} has written it")
+        self._check_written(memory, stream, clock)
         if stream not in self.copy_streams:
             memory.users.add(stream)
         if is_write:
-            for reader, read in memory.reads.items():
-                if clock.get(reader, 0) < read:
-                    self._fault(f"{stream} writes memory that {reader} still reads")
+            self._check_reads(memory, stream, clock)
             memory.reads.clear()
             memory.written = stream, clock[stream]
         else:
             memory.reads[stream] = clock[stream]
+
+    def _check_written(self, memory: _Memory, stream: str, clock: Clock) -> None:
+        writer, position = memory.written
+        if clock.get(writer, 0) < position:
+            self._fault(f"{stream} uses memory before {writer} has written it")
+
+    def _check_reads(self, memory: _Memory, stream: str, clock: Clock) -> None:
+        for reader, read in memory.reads.items():
+            if clock.get(reader, 0) < read:
+                self._fault(f"{stream} writes memory that {reader} still reads")
 
     def _queue(self, stream: str, item: _Item) -> PretendedMark:
         clock = self._clock(stream)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -14,13 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.slots import Slots
+from lightning_ssd.state_store import StateStore
 from lightning_ssd.storage import movers
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import Backend, WrappedBackend
 from lightning_ssd.storage.host_arena import HostArena
+from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.staging import ReloadPool, StagingPool
 from lightning_ssd.tensors import Region
-from tests.storage.pretended import PretendedDevice, poison
+from tests.storage.pretended import Clock, PretendedDevice, poison
 
 
 @contextmanager
@@ -28,7 +32,9 @@ def pretended_device(*, seed: int = 0, lag_s: float = 0.002) -> Iterator[Pretend
     """While it is entered this thread's operations run there, and every offloader uses it."""
     device = PretendedDevice(seed=seed, lag_s=lag_s)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ssd.slicing._NUM_TINY", 20)  # a trial of hundreds of pieces takes seconds here
         poison_what_is_freed(patch, device)
+        _learn_of_writes(patch, device)
         _use_for_states(patch, device)
         _run_backward_elsewhere(patch, device)
         try:
@@ -36,6 +42,17 @@ def pretended_device(*, seed: int = 0, lag_s: float = 0.002) -> Iterator[Pretend
                 yield device
         finally:
             device.close()
+
+
+@contextmanager
+def everything_there(*, seed: int = 0) -> Iterator[PretendedDevice]:
+    """As :func:`pretended_device`, for tests that know nothing of it: drives are watched, and a fault is an error."""
+    with pretended_device(seed=seed) as device, pytest.MonkeyPatch.context() as patch:
+        for name, what in {"write": "the file got a buffer", "read": "a read filled a buffer"}.items():
+            tell = partial(device.host_used, what=what, is_write=name == "read")
+            _around(patch, PosixBackend, name, lambda backend, arena, region, offset, tell=tell: tell(region))
+        yield device
+    assert not device.faults, set(device.faults)
 
 
 def on(device: PretendedDevice) -> dict[str, Any]:
@@ -97,6 +114,22 @@ def poison_what_is_freed(patch: pytest.MonkeyPatch, device: PretendedDevice) -> 
     patch.setattr(Slots, "take", take_slot)
     _around(patch, Slots, "give_back", give_back_slot)
     patch.setattr(movers, "checksum", checked)
+
+
+def _learn_of_writes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """Who takes states that have been written knows what the worker knew, which has told so under a lock."""
+    take, told = StateStore.take, WeakKeyDictionary[StateStore, dict[int, Clock]]()
+
+    def written(store: StateStore, index: int, *args: Any) -> None:
+        told.setdefault(store, {})[index] = device.knowledge()
+
+    def take_and_learn(store: StateStore, index: int) -> torch.UntypedStorage | None:
+        storage = take(store, index)
+        device.learn(told.get(store, {}).get(index, {}))
+        return storage
+
+    _around(patch, StateStore, "_written", written)
+    patch.setattr(StateStore, "take", take_and_learn)
 
 
 def _use_for_states(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
@@ -188,4 +221,20 @@ class WatchedBackend(WrappedBackend):
 
     def read(self, arena: Arena, region: Region, offset: int) -> None:
         self._device.host_used(region, what="a read filled a buffer", is_write=True)
+        self.inner.read(arena, region, offset)
+
+
+class DriveOfDevice(WrappedBackend):
+    """A drive that reads and fills memory of the device by itself."""
+
+    def __init__(self, inner: Backend, device: PretendedDevice) -> None:
+        super().__init__(inner)
+        self._device = device
+
+    def write(self, arena: Arena, region: Region, offset: int) -> None:
+        self._device.reached_by_drive(region, is_write=False)
+        self.inner.write(arena, region, offset)
+
+    def read(self, arena: Arena, region: Region, offset: int) -> None:
+        self._device.reached_by_drive(region, is_write=True)
         self.inner.read(arena, region, offset)

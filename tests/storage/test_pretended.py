@@ -253,6 +253,7 @@ GUARDS = {
     "slot is held until copy-out": Guard(without_wait_for_copy_out, "a slot was given back while", "states"),
     "copy-in waits for the allocation": Guard(without_consumers_mark, "in uses memory before main has written it"),
     "consumer waits for copy-in": Guard(without_consumers_wait, "main uses memory before in has written it"),
+    "update waits for copy-in": Guard(without_consumers_wait, "main uses memory before in has written it", "states"),
     "staging is held until copy-in": Guard(without_hold_of_copy_in, "a staging buffer was given back while"),
     "users are recorded": Guard(without_protection, "memory could be lent again", "streams"),
     "users of reloads are recorded": Guard(without_protection_of_reloads, "memory could be lent again", "backwards"),

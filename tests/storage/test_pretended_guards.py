@@ -1,0 +1,296 @@
+"""More guards of the package, each removed once: those that a training meets by chance are brought about here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd.events import EventLog
+from lightning_ssd.saved_parts import SavedParts
+from lightning_ssd.saved_storage import SavedStorage, State
+from lightning_ssd.slots import SlotMover
+from lightning_ssd.state_store import StateStore
+from lightning_ssd.storage import tiers
+from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.integrity import Sampler
+from lightning_ssd.storage.movers import DeviceMover, StagedMover
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.storage.staging import StagingPool
+from lightning_ssd.storage.tiers import SsdTier, StoredBytes, Tier
+from tests.patience import PATIENCE_S
+from tests.state_stores import CPU, put
+from tests.storage.owners import Owner, random_storage
+from tests.storage.pretended import PretendedDevice
+from tests.storage.pretended_training import DriveOfDevice, pretended_device
+from tests.storage.test_pretended import Passed, offloader
+
+Remove = Callable[[pytest.MonkeyPatch, PretendedDevice], None]
+Scenario = Callable[[Path, PretendedDevice], None]
+
+
+@pytest.fixture
+def device() -> Iterator[PretendedDevice]:
+    """Whose streams get on only while somebody waits."""
+    with pretended_device(lag_s=PATIENCE_S) as made:
+        yield made
+
+
+@contextmanager
+def held_copies() -> Iterator[None]:
+    """Workers wait for no copy of what they have read, and let go of nothing, until the end."""
+    may_settle, settle = threading.Event(), tiers._Read._settle
+
+    def late(read: Any, *args: Any) -> None:
+        assert may_settle.wait(PATIENCE_S)
+        settle(read, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers._Read, "_settle", late)
+        yield
+        may_settle.set()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it never came about"
+        time.sleep(0.001)
+
+
+# -- scenarios ---------------------------------------------------------------------------------------------------------
+
+
+def saved_in_parts(directory: Path, device: PretendedDevice) -> None:
+    """The second half of a buffer is made after the first half was saved, by a kernel that bumps no version."""
+    x = torch.ones(4096, requires_grad=True)
+    with offloader(directory, device) as opened:
+        with opened.saved_tensors():
+            buffer = torch.zeros(2, 4096)
+            first = x * buffer[0]
+            buffer[1].data.add_(3.0)
+            loss = (first * buffer[1]).sum()
+            del buffer
+        opened.flush()
+        loss.backward()
+
+
+def read_in_chunks(directory: Path, device: PretendedDevice) -> None:
+    """The last copy of several stands for all."""
+    x = torch.ones(64 << 10, requires_grad=True)
+    with offloader(directory, device) as opened:
+        tier = opened._opened()._tiers.ssd
+        assert isinstance(tier, SsdTier)
+        tier._chunk_bytes = 64 << 10
+        with opened.saved_tensors():
+            loss = (x * 2).exp().sum()
+        opened.flush()
+        loss.backward()
+
+
+def dropped_and_found(directory: Path, device: PretendedDevice) -> None:
+    """What was read ahead is dropped while its copy is queued, and found alive when it is wanted."""
+    x = torch.ones(4096, requires_grad=True)
+    with offloader(directory, device) as opened:
+        with opened.saved_tensors():
+            loss = (x * 2).exp().sum()
+        opened.flush()
+        cache = opened._opened()
+        (record,) = (r for r in cache._by_storage.values() if r.state is State.ON_DISK)
+        with held_copies():
+            with cache.ledger.lock:
+                record.start_read(CPU, urgent=False)
+            wait_until(lambda: record.state is State.READY)
+            with cache.ledger.lock:
+                record.drop_copy()
+            loss.backward()
+
+
+@contextmanager
+def opened_store(directory: Path, device: PretendedDevice) -> Iterator[StateStore]:
+    """Of states on the device, with one subgroup."""
+    backend, staging = PosixBackend([directory], direct=False), StagingPool(1 << 20)
+    mover = SlotMover(StagedMover(backend, staging, device))
+    tier = SsdTier(backend, mover, [directory], events=EventLog(), sampler=Sampler("off"))
+    store = StateStore([tier], mover, device=CPU, num_slots=2, mark=device.mark, wait=device.wait_on_current_stream)
+    store.add([0])
+    put(store, 0, 1)
+    store.wait_for_writes()
+    yield store
+    store.close()
+    tier.close()
+    staging.close()
+    backend.close()
+
+
+def read_for_nobody(directory: Path, device: PretendedDevice) -> None:
+    """States are read ahead, and let go of unused."""
+    with opened_store(directory, device) as store, held_copies():
+        store.prefetch([0])
+        wait_until(lambda: bool(store.in_memory()) and store._homes[0].mark is not None)
+        store.evict([0])
+
+
+class Impatient(Owner):
+    """Frees what it has read as soon as it is told."""
+
+    tier: Tier
+
+    def read_ended(self, *args: Any) -> None:
+        self.tier.free(self.place)
+        super().read_ended(*args)
+
+
+def there_and_back(owner: Impatient, tier: Tier, device: PretendedDevice) -> None:
+    owner.tier = tier
+    assert tier.write(owner, 256 << 10, device.mark(), label="a storage")
+    owner.wait()
+    tier.read(owner, owner.place, CPU, urgent=False)
+    owner.wait()
+    tier.close()
+
+
+def through_host_memory(directory: Path, device: PretendedDevice) -> None:
+    there_and_back(
+        Impatient(random_storage(256 << 10)), HostTier(8 << 20, device, pin=False, events=EventLog()), device
+    )
+
+
+def past_the_host(directory: Path, device: PretendedDevice) -> None:
+    """As with GPUDirect Storage: the drive reads and writes memory of the device, outside of any stream."""
+    backend = DriveOfDevice(PosixBackend([directory], direct=False), device)
+    tier = SsdTier(backend, DeviceMover(backend, device), [directory], events=EventLog(), sampler=Sampler("off"))
+    there_and_back(Impatient(random_storage(256 << 10)), tier, device)
+    backend.close()
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "parts": saved_in_parts,
+    "chunks": read_in_chunks,
+    "dropped": dropped_and_found,
+    "unused": read_for_nobody,
+    "host": through_host_memory,
+    "direct": past_the_host,
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nothing_races(name: str, tmp_path: Path, device: PretendedDevice) -> None:
+    SCENARIOS[name](tmp_path, device)
+    device.close()
+    assert device.faults == []
+
+
+# -- guards ------------------------------------------------------------------------------------------------------------
+
+
+def without_mark_of_later_parts(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """All of a storage is taken for ready with its first part."""
+    patch.setattr(SavedParts, "covers", lambda parts, tensor: True)
+
+
+def without_mark_of_last_copy(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """That of the first one is handed over."""
+    bring = tiers._Read._bring
+
+    def first(read: Any, *args: Any) -> Any:
+        before, settle = read._mark, bring(read, *args)
+        read._mark = before or read._mark
+        return settle
+
+    patch.setattr(tiers._Read, "_bring", first)
+
+
+def without_mark_of_dropped(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """The mark goes with the memory."""
+    drop = SavedStorage.drop_copy
+
+    def and_forget(record: SavedStorage) -> None:
+        drop(record)
+        record.mark = None
+
+    patch.setattr(SavedStorage, "drop_copy", and_forget)
+
+
+def without_wait_for_unused(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """A slot is lent again while it is being read into."""
+    came_up = StateStore._came_up
+
+    def passed(store: Any, index: int, expected: Any, storage: Any, mark: Any, error: Any) -> None:
+        came_up(store, index, expected, storage, Passed(mark), error)
+
+    patch.setattr(StateStore, "_came_up", passed)
+
+
+def without_mark_of_slots(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """A read of states begins while kernels of the memory's former owner are queued."""
+    first, offer = device.mark(), SlotMover.offer
+    patch.setattr(SlotMover, "offer", lambda mover, storage, after: offer(mover, storage, first))
+
+
+def without_mark_of_host_reads(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """The same of reads from host memory."""
+    first, fresh = device.mark(), HostTier._fresh
+    patch.setattr(HostTier, "_fresh", lambda *args: (fresh(*args)[0], first))
+
+
+def without_hold_of_extents(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """Host memory is free when its owner says so, whoever reads it."""
+
+    def free(tier: Any, stored: StoredBytes) -> None:
+        if not stored.freed:  # type: ignore[attr-defined]
+            stored.freed, stored.num_reads = True, 2  # type: ignore[attr-defined]
+            tier.arena.free(stored.extent)  # type: ignore[attr-defined]
+
+    patch.setattr(HostTier, "free", free)
+
+
+def without_wait_of_drive(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """A drive reads memory that has not been written yet."""
+    mark = device.mark
+    patch.setattr(device, "mark", lambda: Passed(mark()))
+
+
+def without_wait_of_direct_reads(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """A drive fills memory that kernels of its former owner still use."""
+    allocate = DeviceMover.allocate
+
+    def passed(*args: Any) -> Any:
+        storage, mark = allocate(*args)
+        return storage, Passed(mark)
+
+    patch.setattr(DeviceMover, "allocate", passed)
+
+
+GUARDS: dict[str, tuple[str, Remove, str]] = {
+    "a later part takes a new mark": ("parts", without_mark_of_later_parts, "out uses memory before main has"),
+    "the last mark stands for all": ("chunks", without_mark_of_last_copy, "main uses memory before in has"),
+    "a dropped copy keeps its mark": ("dropped", without_mark_of_dropped, "main uses memory before in has"),
+    "an unused slot waits for its read": ("unused", without_wait_for_unused, "a slot was given back while"),
+    "a slot's read waits for the allocation": ("unused", without_mark_of_slots, "in uses memory before main has"),
+    "host: copy-in waits for the allocation": ("host", without_mark_of_host_reads, "in uses memory before main has"),
+    "host: extents are held": ("host", without_hold_of_extents, "host memory was given back while"),
+    "direct: a write waits for the producer": ("direct", without_wait_of_drive, "the drive uses memory before main"),
+    "direct: a read waits for the allocation": (
+        "direct",
+        without_wait_of_direct_reads,
+        "the drive uses memory before main",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_that_is_removed_is_missed(
+    name: str, tmp_path: Path, device: PretendedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario, remove, fault = GUARDS[name]
+    remove(monkeypatch, device)
+    SCENARIOS[scenario](tmp_path, device)
+    device.close()
+    assert any(fault in text for text in device.faults), set(device.faults)
