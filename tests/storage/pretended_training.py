@@ -197,7 +197,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [
         leaf
         for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.nbytes
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.nbytes and not leaf._is_zerotensor()
     ]
 
 
