@@ -23,6 +23,7 @@ SUITES = (
     "parity/test_functions.py",
     "parity/test_lightning_optimizers.py",
     "parity/test_optimizer_states.py",
+    "parity/test_optimizer_states.py",
     "parity/test_training_modes.py",
     "test_optimizer.py",
     "test_optimizer_faults.py",

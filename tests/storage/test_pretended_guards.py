@@ -27,7 +27,7 @@ from lightning_ssd.storage.tiers import SsdTier, StoredBytes, Tier
 from tests.patience import PATIENCE_S
 from tests.state_stores import CPU, put
 from tests.storage.owners import Owner, random_storage
-from tests.storage.pretended import PretendedDevice
+from tests.storage.pretended import PretendedDevice, PretendedMark
 from tests.storage.pretended_training import DriveOfDevice, pretended_device
 from tests.storage.test_pretended import Passed, offloader
 
@@ -68,15 +68,28 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def saved_in_parts(directory: Path, device: PretendedDevice) -> None:
-    """The second half of a buffer is made after the first half was saved, by a kernel that bumps no version."""
+    """Half of a buffer is made after the other was saved, on another stream, by a kernel that bumps no version."""
     x = torch.ones(4096, requires_grad=True)
     with offloader(directory, device) as opened:
         with opened.saved_tensors():
             buffer = torch.zeros(2, 4096)
             first = x * buffer[0]
-            buffer[1].data.add_(3.0)
-            loss = (first * buffer[1]).sum()
+            with device.stream("side"):
+                device.wait_stream("main")
+                buffer[1].data.add_(3.0)
+                loss = (first * buffer[1]).sum()
             del buffer
+        device.wait_stream("side")
+        opened.flush()
+        loss.backward()
+
+
+def filled_after_saving(directory: Path, device: PretendedDevice) -> None:
+    """An operation saves its noise before its kernel makes it."""
+    x = torch.ones(4096, requires_grad=True)
+    with offloader(directory, device) as opened:
+        with opened.saved_tensors():
+            loss = torch.nn.functional.rrelu(x * -2, training=True).sum()
         opened.flush()
         loss.backward()
 
@@ -172,6 +185,7 @@ def past_the_host(directory: Path, device: PretendedDevice) -> None:
 
 SCENARIOS: dict[str, Scenario] = {
     "parts": saved_in_parts,
+    "filled": filled_after_saving,
     "chunks": read_in_chunks,
     "dropped": dropped_and_found,
     "unused": read_for_nobody,
@@ -193,6 +207,11 @@ def test_nothing_races(name: str, tmp_path: Path, device: PretendedDevice) -> No
 def without_mark_of_later_parts(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
     """All of a storage is taken for ready with its first part."""
     patch.setattr(SavedParts, "covers", lambda parts, tensor: True)
+
+
+def without_mark_taken_again(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """What an operation saves is taken for made."""
+    patch.setattr(PretendedMark, "again", lambda mark: mark)
 
 
 def without_mark_of_last_copy(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
@@ -269,7 +288,12 @@ def without_wait_of_direct_reads(patch: pytest.MonkeyPatch, device: PretendedDev
 
 
 GUARDS: dict[str, tuple[str, Remove, str]] = {
-    "a later part takes a new mark": ("parts", without_mark_of_later_parts, "out uses memory before main has"),
+    "a later part takes a new mark": ("parts", without_mark_of_later_parts, "out uses memory before side has"),
+    "a mark is taken again when the operation is over": (
+        "filled",
+        without_mark_taken_again,
+        "out uses memory before main has",
+    ),
     "the last mark stands for all": ("chunks", without_mark_of_last_copy, "main uses memory before in has"),
     "a dropped copy keeps its mark": ("dropped", without_mark_of_dropped, "main uses memory before in has"),
     "an unused slot waits for its read": ("unused", without_wait_for_unused, "a slot was given back while"),
