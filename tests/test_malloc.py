@@ -49,12 +49,14 @@ def make_heap(nbytes):
         size = (1, 3, 24)[len(holes) % 3] * MIB
         holes.append(libc.malloc(size))
         ctypes.memset(holes[-1], 1, size)
-        libc.malloc(4096)    # lives on: a hole on either side never meets the other one
+        # Lives on, so that holes on either side never meet. No smaller: imports leave holes below a MiB, elsewhere.
+        libc.malloc(MIB)
     for hole in holes:
         libc.free(hole)
 
 def held_after_free(nbytes=2 * MIB, total=128 * MIB):
     '''MiB that stay resident after all but the last of many buffers were freed, as activations are in backward.'''
+    libc.malloc_trim(0)    # or what is free and resident, left by imports, would be used without being seen
     before = read_memory().host_bytes
     buffers = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(total // nbytes)]
     assert read_memory().host_bytes - before > 0.9 * total
@@ -125,7 +127,6 @@ def test_after_restore_the_threshold_is_32_mib(heap, forks):
         + """
 with MallocThreshold():
     inside, last = held_after_free()
-libc.malloc_trim(0)    # or resident holes would take what is measured next
 large, last_large = held_after_free(33 * MIB, 132 * MIB)
 small, last = held_after_free()
 print(inside, small, large)
