@@ -419,7 +419,7 @@ class Scheduler:
         return self.comparison.report(
             self.num_plans,
             slowdown=None if searched is None else searched.slowdown,
-            is_given_up=searched is not None and searched.is_resting,
+            state=None if searched is None else searched.state,
         )
 
     def readings(self) -> PlanReadings | None:

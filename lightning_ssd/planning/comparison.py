@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from lightning_ssd.planning.guide import StoredPlan
+from lightning_ssd.planning.move_search import State
 from lightning_ssd.planning.watch import Measured
 from lightning_ssd.wording import counted, in_one_unit
 
@@ -37,8 +38,8 @@ class PlanReport:
     """How many plans have been put in force, for all kinds of passes together."""
     slowdown: float | None = None
     """Typical time of the passes that moved, relative to those that kept everything, both measured."""
-    is_given_up: bool = False
-    """Whether everything is kept for a while, because moving took longer than asked for."""
+    state: State | None = None
+    """What the search for a better plan is doing; ``None``: under a budget there is none."""
 
     allowed_bytes_per_day: int | None = None
     """What the wear budget lets this process write."""
@@ -62,7 +63,7 @@ class PlanReport:
         if self.slowdown is None:
             return ""
         told = f"asses that moved took {self.slowdown:.2f} times as long as with everything kept"
-        if not self.is_given_up:
+        if self.state is not State.RESTING:
             return f" P{told}."
         return f" Moving was given up for a while, because p{told}; a budget (activation_budget) moves all the same."
 
@@ -104,7 +105,7 @@ class Comparison:
         followed = self._followed
         return None if followed is None else (followed[0], followed[1][-1])
 
-    def report(self, num_plans: int, *, slowdown: float | None = None, is_given_up: bool = False) -> PlanReport | None:
+    def report(self, num_plans: int, *, slowdown: float | None = None, state: State | None = None) -> PlanReport | None:
         """``None`` before the first pass that followed a plan."""
         if self._followed is None:
             return None
@@ -124,7 +125,7 @@ class Comparison:
             num_passes=len(measured),
             num_plans=num_plans,
             slowdown=slowdown,
-            is_given_up=is_given_up,
+            state=state,
             allowed_bytes_per_day=self._wear_bytes_per_day,
             refused_bytes_per_day=known.plan.refused_bytes * passes_per_day,
         )

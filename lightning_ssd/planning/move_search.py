@@ -11,6 +11,7 @@ A search goes through these states, and back:
 * **Trying**: passes follow the plan until their time is known well enough to say that it is longer than asked for, that
   it leaves room for moving more, or neither.
 * **Settled**: passes follow the plan; rarer and rarer, or when they become slower, keeping is measured again.
+* **Resting**: everything is kept for many passes, because no plan kept its promise, or trying has cost too much.
 
 A decision needs evidence: times scatter, and what is not beyond their scatter counts as equal. The typical time of a
 few passes is their lower third, because whatever disturbs a pass makes it longer.
@@ -51,11 +52,12 @@ _SPENT_OVER = 100
 
 
 class State(enum.StrEnum):
-    """What a search is doing."""
+    """What a search is doing; see the module."""
 
     KEEPING = "keeping"
     TRYING = "trying"
     SETTLED = "settled"
+    RESTING = "resting"
 
 
 class MoveSearch:
@@ -104,13 +106,8 @@ class MoveSearch:
     def state(self) -> State:
         """For metrics."""
         if self.keeps:
-            return State.KEEPING
+            return State.RESTING if self._is_resting else State.KEEPING
         return State.SETTLED if self._is_settled else State.TRYING
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether moving was given up for a while."""
-        return self._is_resting
 
     @property
     def keep_s(self) -> float | None:
