@@ -68,9 +68,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("plan/measured_peak_gib", "the same, as counted", GIB, "max"),
     Metric("plan/predicted_stall_s", "time that training threads wait, as the plan says", 1, "mean"),
     Metric("plan/num_plans", "plans made since the start", 1, "last"),
-    Metric("plan/slowdown", "measured time of a pass that moves / of one that keeps everything", 1, "last"),
+    Metric("plan/slowdown_ratio", "measured time of a pass that moves / of one that keeps everything", 1, "last"),
     Metric("plan/moving_cost_s_per_gib", "what moving costs besides transfers, as far as it is known", 1 / GIB, "last"),
-    Metric("plan/settled", "1: passes follow the best plan that was found; 0: better ones are tried", 1, "last"),
 )
 """Peaks hold since the start or the last reset, ``io/`` numbers since the last sample. No key is called ``step`` or
 lies under ``system/``: Lightning and W&B take those for themselves."""
@@ -95,8 +94,6 @@ class PlanReadings:
     """Typical time of a pass that moves, relative to one that keeps everything, both measured."""
     moving_cost_s_per_byte: float | None = None
     """What moving is planned to cost besides transfers."""
-    is_settled: bool | None = None
-    """Whether no better plan is searched for at the moment."""
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
@@ -185,9 +182,8 @@ def _from_plan(plan: PlanReadings) -> dict[str, float | None]:
         "plan/measured_peak_gib": plan.measured_peak_bytes,
         "plan/predicted_stall_s": plan.predicted_stall_s,
         "plan/num_plans": plan.num_plans,
-        "plan/slowdown": plan.slowdown,
+        "plan/slowdown_ratio": plan.slowdown,
         "plan/moving_cost_s_per_gib": plan.moving_cost_s_per_byte,
-        "plan/settled": plan.is_settled,
     }
 
 

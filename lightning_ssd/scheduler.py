@@ -22,7 +22,7 @@ from lightning_ssd.pass_kind import PassKind, TracedPass
 from lightning_ssd.planning.comparison import Comparison, PlanReport
 from lightning_ssd.planning.guide import Guide, StoredPlan
 from lightning_ssd.planning.limits import Limits, Others, Wishes
-from lightning_ssd.planning.move_search import MoveSearch, State
+from lightning_ssd.planning.move_search import MoveSearch
 from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recomputation import inner_bytes, with_inner
@@ -436,7 +436,6 @@ class Scheduler:
             num_plans=self.num_plans,
             slowdown=None if self._searched is None else self._searched.slowdown,
             moving_cost_s_per_byte=None if self._searched is None else self._searched.cost_s_per_byte,
-            is_settled=None if self._searched is None else self._searched.state is State.SETTLED,
         )
 
     def close(self) -> None:
