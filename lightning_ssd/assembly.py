@@ -46,6 +46,8 @@ _SPARE_BYTES = 256 << 20
 _PROBE_BYTES = 16 << 20
 _MIN_RELIEF_IF_MAPPED = 0.05
 """A pass that moves anything on a CPU maps its freed memory anew, all of it: that is not worth a few per cent."""
+_COST_IF_MAPPED_S_PER_BYTE = 0.1 / 2**30
+"""A first guess of what moving costs there: a page of 4 KiB that is mapped anew takes about half a microsecond."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,14 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, site: Site) -> Parts:
     scheduler = None
     if policy.activations == "auto":
         probe, probe_host = partial(_measure_one, backend, directories), partial(measure_copies, site.device)
-        meter = TierMeter(ssd, probe, host=host, probe_host=probe_host, place=_place(site.paths))
+        meter = TierMeter(
+            ssd,
+            probe,
+            host=host,
+            probe_host=probe_host,
+            place=_place(site.paths),
+            cost_s_per_byte=_COST_IF_MAPPED_S_PER_BYTE if is_mapped else 0.0,
+        )
         wishes = _wishes(policy, wear.capacity_bytes, site.num_local_processes, is_mapped=is_mapped)
         num_sharing = 1 if site.has_own_memory else site.num_local_processes
         scheduler = Scheduler(wishes, meter.machine, agree=site.agree, num_sharing=num_sharing)

@@ -263,7 +263,11 @@ class LivePasses:
             )
 
     def prune(self) -> None:
-        """Forget passes whose graphs are gone."""
-        live = [p for p in self._passes if any(r.state is not State.FREED for r in p.records)]
+        """Forget passes whose graphs are gone; of those without hooks, nobody knows before a backward has ended."""
+        live = [
+            p
+            for p in self._passes
+            if (p.is_plain and not p.is_finished) or any(r.state is not State.FREED for r in p.records)
+        ]
         self._passes.clear()
         self._passes.extend(live)

@@ -68,6 +68,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("plan/measured_peak_gib", "the same, as counted", GIB, "max"),
     Metric("plan/predicted_stall_s", "time that training threads wait, as the plan says", 1, "mean"),
     Metric("plan/num_plans", "plans made since the start", 1, "last"),
+    Metric("plan/slowdown_ratio", "measured time of a pass that moves / of one that keeps everything", 1, "last"),
+    Metric("plan/moving_cost_s_per_gib", "what moving costs besides transfers, as far as it is known", 1 / GIB, "last"),
 )
 """Peaks hold since the start or the last reset, ``io/`` numbers since the last sample. No key is called ``step`` or
 lies under ``system/``: Lightning and W&B take those for themselves."""
@@ -88,6 +90,10 @@ class PlanReadings:
     predicted_stall_s: float | None = None
     num_plans: int | None = None
     """Plans made since the start."""
+    slowdown: float | None = None
+    """Typical time of a pass that moves, relative to one that keeps everything, both measured."""
+    moving_cost_s_per_byte: float | None = None
+    """What moving is planned to cost besides transfers."""
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
@@ -176,6 +182,8 @@ def _from_plan(plan: PlanReadings) -> dict[str, float | None]:
         "plan/measured_peak_gib": plan.measured_peak_bytes,
         "plan/predicted_stall_s": plan.predicted_stall_s,
         "plan/num_plans": plan.num_plans,
+        "plan/slowdown_ratio": plan.slowdown,
+        "plan/moving_cost_s_per_gib": plan.moving_cost_s_per_byte,
     }
 
 

@@ -391,7 +391,7 @@ class Offloader:
     def plan_report(self) -> PlanReport | None:
         """Predicted against measured for the plan in force; ``None`` before a pass has followed one."""
         scheduler = self._parts.scheduler
-        return None if scheduler is None else scheduler.comparison.report(scheduler.num_plans, scheduler.given_up_at)
+        return None if scheduler is None else scheduler.report()
 
     @property
     def unusable(self) -> str | None:

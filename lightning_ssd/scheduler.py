@@ -12,22 +12,23 @@ import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lightning_ssd.clock import Clock, Stamp
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.metrics import PlanReadings
-from lightning_ssd.planning.comparison import Comparison
+from lightning_ssd.pass_kind import PassKind, TracedPass
+from lightning_ssd.planning.comparison import Comparison, PlanReport
 from lightning_ssd.planning.guide import Guide, StoredPlan
 from lightning_ssd.planning.limits import Limits, Others, Wishes
+from lightning_ssd.planning.move_search import MoveSearch
 from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recomputation import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.planning.watch import Measured, Watch, is_worth_switching
-from lightning_ssd.planning.worth import Worth
+from lightning_ssd.planning.watch import Measured, is_worth_switching
 from lightning_ssd.profiling import span
 from lightning_ssd.recorder import Recorder
 from lightning_ssd.stalls import stall_seconds
@@ -41,8 +42,6 @@ Agree = Callable[[Sequence[float]], list[float]]
 _log = logging.getLogger(__name__)
 
 _MAX_KINDS = 64
-_MAX_PLANS = 8
-_MAX_PASSED_OVER = 8
 _DAY_S = 86_400
 _NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
 
@@ -73,36 +72,6 @@ class FinishedPass:
     """It alone ran between its begin and its end."""
 
 
-@dataclass(slots=True)
-class _Kind:
-    """All passes of one signature."""
-
-    worth: Worth
-    others: Others = field(default_factory=Others)
-    plans: OrderedDict[tuple[int, ...], StoredPlan] = field(default_factory=OrderedDict)
-    recompute: frozenset[int] = frozenset()
-    inner_bytes: dict[int, int] = field(default_factory=dict)
-    """Of recomputed blocks: what a checkpoint computes again goes past us."""
-    watch: Watch = field(default_factory=Watch)
-    wants_trace: bool = True
-    num_to_pass_over: int = 0
-    """So many traced passes at most are passed over, while sizes without a plan are waited for."""
-    task: Task[Plan] | None = None
-    asked: tuple[_Traced, Goal, Machine] | None = None
-    unplanned: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=_MAX_PLANS))
-    """Sizes of passes that stay under the budget although no plan is known to."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """A pass to plan for."""
-
-    sizes: tuple[int, ...]
-    trace: Trace
-    peak_bytes: int
-    """Resident saved activations at the worst moment, as measured."""
-
-
 class Scheduler:
     """One per offloader with ``activations="auto"``.
 
@@ -118,17 +87,18 @@ class Scheduler:
     ) -> None:
         self.trace: Trace | None = None
         self.num_plans = 0
-        self.given_up_at: float | None = None
         self.unusable: str | None = None  # why the drives were not planned with the last time
         self.comparison = Comparison(wear_bytes_per_day=wishes.wear_bytes_per_day)
         self._wishes = wishes
         self._measure = machine
         self._agree = agree
         self._agreed: Machine | None = None
+        self._learnt_cost: float | None = None  # seconds per moved byte, by the latest search that knows
+        self._searched: MoveSearch | None = None  # of the pass that was read last
         self._limits = Limits(wishes, num_sharing=num_sharing)
-        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._kinds: OrderedDict[Hashable, PassKind] = OrderedDict()
         self._unread: deque[FinishedPass] = deque()
-        self._traced: list[tuple[_Kind, _Traced]] = []
+        self._traced: list[tuple[PassKind, TracedPass]] = []
         self._peak_bytes = 0  # of the pass that was traced last
         self._is_following = False
         self._num_borders = 0
@@ -155,23 +125,26 @@ class Scheduler:
             BudgetError: the budget cannot be kept by any plan.
         """
         self._poll()
-        kind = self._kinds.setdefault(signature, _Kind(Worth(self._wishes.max_slowdown)))
+        kind = self._kinds.setdefault(signature, PassKind())
         self._kinds.move_to_end(signature)
         while len(self._kinds) > _MAX_KINDS:
             self._kinds.popitem(last=False)
         kind.others.level_bytes = level_bytes
         room = self._limits.look(level_bytes + resident_bytes, available_bytes)
         limit = self._limits.of(kind.others)
-        kind.wants_trace = kind.wants_trace or self._limits.has_moved(kind.others)
-        if limit is None and room and kind.worth.keeps:
-            return Guide(room_bytes=room), kind.wants_trace
+        kind.is_trace_asked_for = kind.is_trace_asked_for or self._limits.has_moved(kind.others)
+        is_free = limit is None and room > 0  # to keep everything
         most = room if limit is None else limit  # memory may have become less since a plan was made
+        plans = [
+            k
+            for k in reversed(kind.plans.values())
+            if (available_bytes is None or k.plan.prediction.peak_bytes <= most)
+            and not (is_free and kind.keeps(k.sizes))
+        ]
+        if is_free and not plans and (not kind.recompute or kind.keeps(())):
+            return Guide(room_bytes=room), kind.wants_trace
         guide = Guide(
-            [
-                k
-                for k in reversed(kind.plans.values())
-                if available_bytes is None or k.plan.prediction.peak_bytes <= most
-            ],
+            plans,
             recompute=kind.recompute,
             room_bytes=room if limit is None else min(room, limit),
             limit_bytes=limit,
@@ -205,7 +178,7 @@ class Scheduler:
             if kind.task is None:
                 self._submit(kind, traced)
             else:
-                kind.wants_trace = True  # two passes of one kind in one backward: one plan at a time
+                kind.is_trace_asked_for = True  # two passes of one kind in one backward: one plan at a time
 
     def _read(self, done: FinishedPass) -> None:
         kind = self._kinds.get(done.signature)
@@ -215,46 +188,60 @@ class Scheduler:
             _log.info(
                 "a pass has saved more than there is room for: memory is planned from now on as if it were a budget"
             )
-            kind.wants_trace = True  # of a pass under that limit, in which memory returns
+            kind.is_trace_asked_for = True  # of a pass under that limit, in which memory returns
             return
         if done.is_plain:
             self._read_plain(kind, done)
             return
         known = done.guide.completed()
         self._is_following = known is not None and done.guide.recompute == kind.recompute
-        if done.guide.keeps_all and not self._wishes.has_budget:
-            kind.worth.kept(done.clock.seconds(done.begin, done.end))
-            kind.wants_trace = kind.wants_trace or not kind.plans
-        elif known is not None and self._is_following:
-            kind.wants_trace = self._compare(kind, known, done) or kind.wants_trace
-        elif done.sizes not in kind.unplanned:
-            kind.wants_trace, kind.num_to_pass_over = True, _MAX_PASSED_OVER
-        if kind.wants_trace and done.recorder is not None and kind.task is None:
-            if known is not None and kind.num_to_pass_over:
-                kind.num_to_pass_over -= 1  # this one has a plan: it is another one that lacks one
-            else:
-                self._keep_trace(kind, done, done.recorder)
-        if done.guide.keeps_all and kind.worth.has_warmed_up:
-            # The first ones mapped memory: a plan made from them moves what has no time to move later.
-            kind.wants_trace = True
+        is_free = done.guide.limit_bytes is None and not self._wishes.has_budget
+        search = self._search(kind, done.sizes) if is_free else None
+        wanted_trace = search is not None and search.wants_trace
+        if search is not None and done.guide.keeps_all:
+            search.kept(done.clock.seconds(done.begin, done.end))
+        if known is not None and self._is_following:
+            self._compare(kind, known, done, search)
+        elif done.sizes not in kind.unplanned and not (done.guide.keeps_all and kind.plans):
+            kind.is_trace_asked_for = True
+            kind.wait_for_trace()
+        has_plan = known is not None or (done.guide.keeps_all and done.sizes in kind.plans)
+        recorder = done.recorder if (wanted_trace or kind.wants_trace) and kind.task is None else None
+        if recorder is not None and (wanted_trace or not (has_plan and kind.passes_over())):
+            self._keep_trace(kind, done, recorder)
+        if search is not None and search.wants_trace and not wanted_trace:
+            kind.wait_for_trace()
+
+    def _search(self, kind: PassKind, sizes: tuple[int, ...]) -> MoveSearch:
+        cost = self.machine.cost_s_per_byte if self._learnt_cost is None else self._learnt_cost
+        self._searched = kind.search(sizes, self._wishes.max_slowdown, cost)
+        return self._searched
 
     @staticmethod
-    def _read_plain(kind: _Kind, done: FinishedPass) -> None:
-        if done.guide.keeps_all:
-            kind.worth.kept(done.clock.seconds(done.begin, done.end) if done.is_timed else None)
-            kind.wants_trace = kind.wants_trace or kind.worth.has_warmed_up
+    def _read_plain(kind: PassKind, done: FinishedPass) -> None:
+        search = kind.only_search
+        if search is not None and done.guide.keeps_all:
+            search.kept(done.clock.seconds(done.begin, done.end) if done.is_timed else None)
+            if search.wants_trace:
+                kind.wait_for_trace()
 
-    def _keep_trace(self, kind: _Kind, done: FinishedPass, recorder: Recorder) -> None:
-        kind.wants_trace, kind.num_to_pass_over = False, 0
-        self.trace = trace = recorder.trace(done.end, done.refused)
+    @staticmethod
+    def _trace(done: FinishedPass, recorder: Recorder) -> Trace:
+        known, trace = done.guide.completed(), recorder.trace(done.end, done.refused)
+        moved = done.written_bytes if known is None else known.moved_bytes
+        return trace if done.guide.keeps_all else replace(trace, moved_bytes=moved)
+
+    def _keep_trace(self, kind: PassKind, done: FinishedPass, recorder: Recorder) -> None:
+        kind.traced()
+        self.trace = trace = self._trace(done, recorder)
         self._others = kind.others
         self._others.traced(trace.other_peak_bytes, done.level_bytes)
         if trace.storages:
             self._peak_bytes = done.peak_bytes
-            self._traced.append((kind, _Traced(done.sizes, trace, done.peak_bytes)))
+            self._traced.append((kind, TracedPass(done.sizes, trace, done.peak_bytes)))
 
-    def _compare(self, kind: _Kind, known: StoredPlan, done: FinishedPass) -> bool:
-        """Whether measured and predicted have parted."""
+    def _compare(self, kind: PassKind, known: StoredPlan, done: FinishedPass, search: MoveSearch | None) -> None:
+        """Hold what was measured against what was predicted, and against keeping everything."""
         measured = Measured(
             step_s=done.clock.seconds(done.begin, done.end),
             stall_s=sum(stall_seconds(done.clock, begin, end) for begin, end in done.stalls),
@@ -264,17 +251,26 @@ class Scheduler:
             limit_bytes=done.guide.limit_bytes,
         )
         self.comparison.add(known, measured)
-        slowdown = None if measured.limit_bytes is not None else kind.worth.planned(measured.step_s)
-        if slowdown is not None:
-            self.given_up_at = slowdown
-            _log.info("moving makes a pass %.2f times as long: everything is kept for now", slowdown)
+        if search is not None and known.plan.moves:
+            told = search.moved(known, known.moved_bytes, measured.step_s, measured.stall_s)
+            self._learnt_cost = search.cost_s_per_byte
+            if told is not None:
+                _log.info("planning again: %s", told)
         reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
-        if reason is not None:
-            _log.info("planning again: %s", reason)
-        return reason is not None
+        if reason is None:
+            return
+        _log.info("planning again: %s", reason)
+        if search is None or search.keep_s is None:
+            kind.is_trace_asked_for = True
+        else:
+            search.replan()  # from a pass that keeps everything
 
-    def _submit(self, kind: _Kind, traced: _Traced) -> None:
+    def _submit(self, kind: PassKind, traced: TracedPass) -> None:
         goal, machine = self._goal(traced.trace, kind.others), self.machine
+        if goal.budget_bytes is None:
+            search = self._search(kind, traced.sizes)
+            search.submitted()
+            machine = replace(machine, cost_s_per_byte=search.cost_s_per_byte)
         self.unusable = (machine.ssd or _NOTHING).unusable
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         kind.asked = traced, goal, machine
@@ -335,6 +331,7 @@ class Scheduler:
             unusable = "another process of this run has none that could be measured"
         ssd = replace(ssd, write_bytes_per_s=write, read_bytes_per_s=read, unusable=unusable)
         self._agreed = Machine(
+            cost_s_per_byte=machine.cost_s_per_byte,
             ssd=None if machine.ssd is None else ssd,
             host=None if host is None or not capacity else replace(host, capacity_bytes=int(capacity)),
         )
@@ -362,7 +359,7 @@ class Scheduler:
                 kind.task.wait()  # what it raises, _install raises
                 self._install(kind)
 
-    def _install(self, kind: _Kind) -> None:
+    def _install(self, kind: PassKind) -> None:
         task, asked = kind.task, kind.asked
         kind.task = kind.asked = None
         if task is None or asked is None:
@@ -380,7 +377,7 @@ class Scheduler:
                 kind.unplanned.append(sizes)
                 return
             if self._limits.has_moved(kind.others):
-                kind.wants_trace = True  # what has come since may be counted twice: the next trace knows
+                kind.is_trace_asked_for = True  # what has come since may be counted twice: the next trace knows
                 return
             unusable = (machine.ssd or _NOTHING).unusable
             # What the planner was asked is not what the user wrote: it would say "under 0 bytes" of a memory_budget.
@@ -388,20 +385,21 @@ class Scheduler:
             raise self._limits.impossible(
                 error.smallest_bytes, kind.others, unusable=unusable, recomputing_bytes=less
             ) from None
+        search = self._search(kind, sizes) if goal.budget_bytes is None else None
         if plan.recompute != trace.recomputed:
+            if search is not None:
+                search.planned(moves=True)
             # Another pass altogether: it is traced and planned again as it really is.
-            kind.recompute, kind.wants_trace = plan.recompute, True
-            kind.inner_bytes = inner_bytes(trace, plan.recompute)
-            kind.plans.clear()
+            kind.begin_to_recompute(plan.recompute, inner_bytes(trace, plan.recompute), sizes)
             self.num_plans += 1
             return
         new = StoredPlan(sizes=sizes, trace=trace, goal=goal, rates=machine.ssd or _NOTHING, plan=plan)
         old = kind.plans.get(sizes)
-        kind.plans[sizes] = new if old is None else self._better(old, new, machine)
-        kind.plans.move_to_end(sizes)
-        self.num_plans += kind.plans[sizes] is new
-        while len(kind.plans) > _MAX_PLANS:
-            kind.plans.popitem(last=False)
+        chosen = new if old is None else self._better(old, new, machine)
+        kind.put_in_force(chosen)
+        if search is not None:
+            search.planned(moves=chosen.plan.moves)
+        self.num_plans += chosen is new
 
     @staticmethod
     def _better(old: StoredPlan, new: StoredPlan, machine: Machine) -> StoredPlan:
@@ -415,6 +413,15 @@ class Scheduler:
             return new
         return replace(new, plan=replace(old.plan, prediction=prediction, keep_step_s=new.plan.keep_step_s))
 
+    def report(self) -> PlanReport | None:
+        """Predicted against measured; ``None`` before the first pass that followed a plan."""
+        searched = self._searched
+        return self.comparison.report(
+            self.num_plans,
+            slowdown=None if searched is None else searched.slowdown,
+            state=None if searched is None else searched.state,
+        )
+
     def readings(self) -> PlanReadings | None:
         """Of the last pass; ``None`` if it followed no plan."""
         if self.comparison.latest is None or not self._is_following:
@@ -427,6 +434,8 @@ class Scheduler:
             measured_peak_bytes=measured.peak_bytes,
             predicted_stall_s=known.plan.prediction.stall_s,
             num_plans=self.num_plans,
+            slowdown=None if self._searched is None else self._searched.slowdown,
+            moving_cost_s_per_byte=None if self._searched is None else self._searched.cost_s_per_byte,
         )
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ class TierMeter:
         host: the host tier, if there is one.
         probe_host: the same for it.
         place: of the drives, as the user knows it, for messages.
+        cost_s_per_byte: a guess of what moving takes besides transfers.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class TierMeter:
         host: HostTier | None = None,
         probe_host: Callable[[], Rates] | None = None,
         place: str = "the SSD tier",
+        cost_s_per_byte: float = 0.0,
     ) -> None:
+        self._cost_s_per_byte = cost_s_per_byte
         self._ssd = _Channels(ssd.progress, probe, place)
         self._host_tier = host
         self._host: _Channels | None = None
@@ -73,7 +76,7 @@ class TierMeter:
         host = None
         if self._host is not None and self._host_tier is not None:
             host = self._host.rates(self._host_tier.capacity_bytes)
-        return Machine(ssd=self._ssd.rates(None), host=host)
+        return Machine(ssd=self._ssd.rates(None), host=host, cost_s_per_byte=self._cost_s_per_byte)
 
 
 class _Channels:

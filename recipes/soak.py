@@ -20,7 +20,6 @@ import errno
 import faulthandler
 import gc
 import logging
-import math
 import os
 import random
 import sys
@@ -40,7 +39,7 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import BudgetError, OutOfSpaceError, ShortTransferError, StorageError
 from lightning_ssd.malloc import trim
-from lightning_ssd.planning import worth
+from lightning_ssd.planning.move_search import MoveSearch
 from lightning_ssd.storage.arena import Arena
 from lightning_ssd.storage.backend import Backend, WrappedBackend
 from lightning_ssd.tensors import Region
@@ -135,7 +134,7 @@ class Soak:
     def run(self, steps: int) -> None:
         """Episodes until so many steps have been made."""
         while self.steps < steps:
-            with many_subgroups(), mock.patch.object(worth, "_SCATTER", math.inf):
+            with many_subgroups(), mock.patch.object(MoveSearch, "_judge"):
                 # Plans are followed, although moving never pays for models as small as these.
                 self._episode(min(self._dice.randint(*_EPISODE_STEPS), steps - self.steps))
             self.episodes += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import signal
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lightning_ssd.planning import worth
+from lightning_ssd import assembly
+from lightning_ssd.planning.move_search import MoveSearch
 
 if TYPE_CHECKING:
     from tests.state_stores import Drive
@@ -97,11 +97,13 @@ def determinism_put_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def plans_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moving does not pay for models as small as those of the tests, and would be given up where that can be measured.
+    """Moving does not pay for models as small as those of the tests: measured, most of it would be given up.
 
-    Tests of the giving up override this.
+    Tests of the measuring override this.
     """
-    monkeypatch.setattr(worth, "_SCATTER", math.inf)
+    monkeypatch.setattr(MoveSearch, "_judge", lambda *_: None)
+    monkeypatch.setattr(MoveSearch, "_look_again", lambda *_: None)
+    monkeypatch.setattr(assembly, "_COST_IF_MAPPED_S_PER_BYTE", 0.0)
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("call_state",),
     ("recompute",),
     ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger", "stalls", "run_ahead", "saved_parts"),
+    ("pass_kind",),
     ("scheduler", "saved_storage", "kept_tensor"),
     ("saved_pass", "shard_hooks"),
     ("live_passes",),

@@ -90,6 +90,8 @@ PLAN = PlanReadings(
     measured_peak_bytes=2 * GIB,
     predicted_stall_s=0.25,
     num_plans=3,
+    slowdown=1.25,
+    moving_cost_s_per_byte=0.5 / GIB,
 )
 
 
@@ -122,6 +124,8 @@ def test_the_numbers_of_one_sample():
             "plan/measured_peak_gib": 2,
             "plan/predicted_stall_s": 0.25,
             "plan/num_plans": 3,
+            "plan/slowdown_ratio": 1.25,
+            "plan/moving_cost_s_per_gib": 0.5,
         }
     )
 

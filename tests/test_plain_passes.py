@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, live_passes, tensor_cache
-from lightning_ssd.planning.worth import NUM_KEPT
+from lightning_ssd.planning.move_search import NUM_KEPT
 
 NBYTES = 64 * 64 * 4
 
@@ -102,7 +102,8 @@ def test_planned_passes_that_keep_everything(tmp_path: Path, monkeypatch: pytest
         scheduler = opened._parts.scheduler
         assert scheduler is not None
         (kind,) = scheduler._kinds.values()
-        assert not kind.worth.keeps, "passes without hooks count, too"
+        assert kind.only_search is not None
+        assert not kind.only_search.keeps, "passes without hooks count, too"
         for known in kind.plans.values():
             moves = known.plan.moves
             assert step(opened) is moves
@@ -117,10 +118,11 @@ def test_a_kind_that_was_given_up_pays_nothing(tmp_path: Path, monkeypatch: pyte
         scheduler = opened._parts.scheduler
         assert scheduler is not None
         (kind,) = scheduler._kinds.values()
-        kind.wants_trace = False
-        kind.worth._num_to_keep = 5
+        search = kind.only_search
+        assert search is not None
+        search._num_to_keep = 5
         assert not any(step(opened) for _ in range(5))
-        assert kind.worth._num_to_keep == 0
+        assert search._num_to_keep == 0
 
 
 @pytest.mark.parametrize("free", [16, 17])
@@ -160,12 +162,14 @@ def test_the_time_is_nobodys_where_several_forwards_run_first(tmp_path: Path) ->
         scheduler = opened._parts.scheduler
         assert scheduler is not None
         (kind,) = scheduler._kinds.values()
-        kind.wants_trace, before = False, len(kind.worth._kept_s)
+        search = kind.only_search
+        assert search is not None
+        kind.is_trace_asked_for = search._wants_plan = False
+        before = len(search._kept_s)
         losses = []
         for _ in range(2):
             with opened.saved_tensors(signature="kind"):
                 losses.append((leaf() * 1).sin().sum())
-                kind.wants_trace = False
         sum(losses).backward()
         opened.end_backward()
-        assert len(kind.worth._kept_s) <= before
+        assert len(search._kept_s) <= before

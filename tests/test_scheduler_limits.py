@@ -213,7 +213,9 @@ def test_without_room_nothing_is_given_up_however_slow_the_drive() -> None:
         known = last.completed()
         assert known is not None
         assert known.plan.moves
-        assert made.given_up_at is None
+        report = made.report()
+        assert report is not None
+        assert report.state is None
 
 
 def test_scarce_memory_never_raises() -> None:
@@ -322,7 +324,7 @@ def test_two_passes_of_a_kind_in_one_backward_are_planned_one_after_the_other(mo
                     read_bytes=0,
                 )
             )
-            made._kinds["a"].wants_trace = True
+            made._kinds["a"].is_trace_asked_for = True
         made.border()
         made.wait()
         assert num_calls == 1

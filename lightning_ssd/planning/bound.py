@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from lightning_ssd.planning.lifetimes import Kind, Lifetimes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.planning.simulator import moving_cost_s
 
 __all__ = ["Bound", "bound"]
 
@@ -81,6 +82,7 @@ class _Bounder:
         self, lives: Lifetimes, placements: Sequence[Placement], machine: Machine, limit: int | None, window: int
     ) -> None:
         self.lives, self.limit, self.window = lives, limit, window
+        self.cost_s = moving_cost_s(lives, placements, machine)
         self.ahead_limit = limit if lives.is_simple else None
         ssd = None if machine.ssd is None else _Lane(machine.ssd)
         host = None if machine.host is None else _Lane(machine.host)
@@ -120,7 +122,7 @@ class _Bounder:
                 self._release(index, clock)
             else:
                 self._free(index)
-        return Bound(self.lives.end_s + self.stall, self.peak, self.floor)
+        return Bound(self.lives.end_s + self.cost_s + self.stall, self.peak, self.floor)
 
     # -- writes --------------------------------------------------------------------------------------------------
 

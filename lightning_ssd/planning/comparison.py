@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from lightning_ssd.planning.guide import StoredPlan
+from lightning_ssd.planning.move_search import State
 from lightning_ssd.planning.watch import Measured
 from lightning_ssd.wording import counted, in_one_unit
 
@@ -35,8 +36,10 @@ class PlanReport:
     """How many passes were measured."""
     num_plans: int
     """How many plans have been put in force, for all kinds of passes together."""
-    given_up_at: float | None = None
-    """How many times as long as keeping everything the planned passes took when moving was given up for a while."""
+    slowdown: float | None = None
+    """Typical time of the passes that moved, relative to those that kept everything, both measured."""
+    state: State | None = None
+    """What the search for a better plan is doing; ``None``: under a budget there is none."""
 
     allowed_bytes_per_day: int | None = None
     """What the wear budget lets this process write."""
@@ -53,16 +56,16 @@ class PlanReport:
             f"{predicted} predicted, {measured} measured "
             f"({_off(self.predicted_peak_bytes, self.measured_peak_bytes)}); "
             f"{counted(self.num_passes, 'pass', 'passes')}, {counted(self.num_plans, 'plan', 'plans')}."
-            f"{self._given_up()}{self._refused()}"
+            f"{self._against_keeping()}{self._refused()}"
         )
 
-    def _given_up(self) -> str:
-        if self.given_up_at is None:
+    def _against_keeping(self) -> str:
+        if self.slowdown is None:
             return ""
-        return (
-            f" Moving was given up for a while, because passes took {self.given_up_at:.2f} times as long as with "
-            "everything kept; a budget (activation_budget) moves all the same."
-        )
+        told = f"asses that moved took {self.slowdown:.2f} times as long as with everything kept"
+        if self.state is not State.RESTING:
+            return f" P{told}."
+        return f" Moving was given up for a while, because p{told}; a budget (activation_budget) moves all the same."
 
     def _refused(self) -> str:
         if self.allowed_bytes_per_day is None or not self.refused_bytes_per_day:
@@ -102,7 +105,7 @@ class Comparison:
         followed = self._followed
         return None if followed is None else (followed[0], followed[1][-1])
 
-    def report(self, num_plans: int, given_up_at: float | None = None) -> PlanReport | None:
+    def report(self, num_plans: int, *, slowdown: float | None = None, state: State | None = None) -> PlanReport | None:
         """``None`` before the first pass that followed a plan."""
         if self._followed is None:
             return None
@@ -121,7 +124,8 @@ class Comparison:
             keep_step_s=known.plan.keep_step_s,
             num_passes=len(measured),
             num_plans=num_plans,
-            given_up_at=given_up_at,
+            slowdown=slowdown,
+            state=state,
             allowed_bytes_per_day=self._wear_bytes_per_day,
             refused_bytes_per_day=known.plan.refused_bytes * passes_per_day,
         )

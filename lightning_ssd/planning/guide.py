@@ -27,6 +27,11 @@ class StoredPlan:
     """Of the SSD tier."""
     plan: Plan
 
+    @property
+    def moved_bytes(self) -> int:
+        """What a pass that follows it moves."""
+        return self.plan.moved_bytes(self.sizes)
+
 
 class Guide:
     """Walks along the known plans of one kind of pass while they fit.
@@ -54,7 +59,7 @@ class Guide:
         self.recompute = recompute
         self.limit_bytes = limit_bytes
         self.reserve_bytes = reserve_bytes
-        self.keeps_all = not plans and room_bytes > 0 and limit_bytes is None
+        self.keeps_all = limit_bytes is None and not recompute and (bool(plans) or room_bytes > 0)
         """Whether nothing has moved so far, and there was no limit: what such a pass takes is what keeping takes."""
         self.ran_out = False
         """Whether something was moved for lack of room, without a plan."""
@@ -73,7 +78,9 @@ class Guide:
                 known for known in self._candidates if index < len(known.sizes) and known.sizes[index] == nbytes
             ]
             if self._candidates:
-                return self._candidates[0].plan.placements[index]
+                placement = self._candidates[0].plan.placements[index]
+                self.keeps_all = self.keeps_all and placement is Placement.KEEP
+                return placement
         if nbytes <= self._room_bytes:
             self._room_bytes -= nbytes
             return Placement.KEEP

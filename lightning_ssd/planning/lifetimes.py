@@ -28,7 +28,7 @@ class Lifetimes:
         ValueError: the trace's ``order`` does not name exactly those storages that are wanted back, each once.
     """
 
-    __slots__ = ("end_s", "events", "is_released", "is_simple", "order", "position", "sizes", "wanted")
+    __slots__ = ("end_s", "events", "is_released", "is_simple", "moved_bytes", "order", "position", "sizes", "wanted")
 
     def __init__(self, trace: Trace) -> None:
         storages = trace.storages
@@ -38,7 +38,7 @@ class Lifetimes:
                 f"Trace.order={trace.order!r}; allowed: the indices of the {len(wanted)} storages with a wanted_s, "
                 "each once, in the order of first unpack"
             )
-        self.end_s = trace.end_s
+        self.end_s, self.moved_bytes = trace.end_s, trace.moved_bytes
         self.sizes = [s.nbytes for s in storages]
         self.order = list(trace.order)
         self.wanted = [s.wanted_s is not None for s in storages]
@@ -116,6 +116,7 @@ class Units:
             end_s=trace.end_s,
             other_peak_bytes=trace.other_peak_bytes,
             recomputed=trace.recomputed,
+            moved_bytes=trace.moved_bytes,
         )
         return Units(group_trace, tuple(members for _, members in merged))
 

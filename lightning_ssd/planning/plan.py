@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_ssd.planning.placement import Placement
@@ -27,6 +28,9 @@ class Machine:
 
     ssd: TierRates | None = None
     host: TierRates | None = None
+    cost_s_per_byte: float = 0.0
+    """What each moved byte takes from the training thread besides waiting for it: memory that is mapped anew, cores
+    that workers take, Python."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +54,7 @@ class Prediction:
     """What the simulator says of one pass."""
 
     step_s: float
-    """Forward and backward of one pass, stalls included."""
+    """Forward and backward of one pass, stalls and what moving costs besides included."""
     stall_s: float
     peak_bytes: int
     """Resident saved activations at the worst moment."""
@@ -83,6 +87,11 @@ class Plan:
     inputs: tuple[tuple[int, Placement], ...] = ()
     """(block, where its input goes) for blocks to recompute that the trace did not recompute yet: their inputs are not
     among its storages."""
+
+    def moved_bytes(self, sizes: Sequence[int]) -> int:
+        """Of storages of these sizes, in pack order: what goes to a tier."""
+        tiers = (Placement.SSD, Placement.HOST)
+        return sum(nbytes for nbytes, placement in zip(sizes, self.placements, strict=True) if placement in tiers)
 
     @property
     def moves(self) -> bool:

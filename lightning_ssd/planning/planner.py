@@ -117,7 +117,7 @@ def _make(trace: Trace, machine: Machine, goal: Goal) -> Plan:
     all_kept = Variant(trace, frozenset())
     keep = _Choice.of(all_kept, (Placement.KEEP,) * len(trace.storages), machine, None, 0)
     if budget is not None and keep.prediction.peak_bytes <= budget:
-        return _plan(trace, goal, keep)
+        return _plan(trace, goal, keep, machine)
     candidates = [c for v in variants(trace, goal) for c in family(v, machine, goal)]
     if budget is None:
         choice = _lowest(candidates, machine, goal, keep)
@@ -125,8 +125,8 @@ def _make(trace: Trace, machine: Machine, goal: Goal) -> Plan:
     else:
         choice, max_peak = _fastest(candidates, machine, goal, budget), budget
     choice = _without_idle_moves(choice, machine, max_peak)
-    max_step_s = goal.max_slowdown * trace.end_s * _ROUNDING if budget is None else math.inf
-    return _plan(trace, goal, _with_small_window(choice, machine, max_peak, max_step_s))
+    max_step_s = goal.max_slowdown * keep.prediction.step_s * _ROUNDING if budget is None else math.inf
+    return _plan(trace, goal, _with_small_window(choice, machine, max_peak, max_step_s), machine)
 
 
 def smallest_budget(trace: Trace, machine: Machine, goal: Goal) -> int:
@@ -311,7 +311,7 @@ def _with_small_window(choice: _Choice, machine: Machine, max_peak: int, max_ste
     return min(fast, key=lambda t: (t.window < steps[1], t.window))
 
 
-def _plan(trace: Trace, goal: Goal, choice: _Choice) -> Plan:
+def _plan(trace: Trace, goal: Goal, choice: _Choice, machine: Machine) -> Plan:
     placements = [Placement.RECOMPUTE] * len(trace.storages)
     inner = inner_storages(trace, choice.variant.blocks)
     inputs = []
@@ -331,6 +331,6 @@ def _plan(trace: Trace, goal: Goal, choice: _Choice) -> Plan:
         limit_bytes=limit,
         ahead_bytes=choice.window,
         prediction=choice.prediction,
-        keep_step_s=trace.end_s,
+        keep_step_s=trace.end_s - machine.cost_s_per_byte * trace.moved_bytes,
         inputs=tuple(sorted(inputs)),
     )

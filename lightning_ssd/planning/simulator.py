@@ -29,7 +29,7 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, Prediction, TierRates
 from lightning_ssd.planning.trace import Trace
 
-__all__ = ["PlayedStall", "PlayedTransfer", "Timeline", "predict", "simulate"]
+__all__ = ["PlayedStall", "PlayedTransfer", "Timeline", "moving_cost_s", "predict", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,7 @@ class _Player:
     ) -> None:
         self.lives, self.limit, self.window, self.log = lives, limit, ahead, log
         self.lanes, self.lane_of = _lanes(placements, machine, len(lives.sizes))
+        self.cost_s = moving_cost_s(lives, placements, machine)
         self.state = [_ABSENT] * len(lives.sizes)
         self.released = list(lives.is_released)
         self.read_end = [0.0] * len(lives.sizes)
@@ -207,7 +208,7 @@ class _Player:
         by_placement = {lane.placement: lane for lane in self.lanes}
         ssd, host = by_placement.get(Placement.SSD), by_placement.get(Placement.HOST)
         return Prediction(
-            step_s=self.lives.end_s + self.stall,
+            step_s=self.lives.end_s + self.cost_s + self.stall,
             stall_s=self.stall,
             peak_bytes=self.peak,
             written_bytes=0 if ssd is None else ssd.write_bytes,
@@ -351,6 +352,12 @@ class _Player:
         if self.log is not None:
             nbytes = self.lives.sizes[index]
             self.log.transfers.append(PlayedTransfer(lane.placement, direction, index, start, end, nbytes))
+
+
+def moving_cost_s(lives: Lifetimes, placements: Sequence[Placement], machine: Machine) -> float:
+    """What moving takes besides transfers (seconds), more or less than in the pass that was traced."""
+    moved = sum(n for n, placement in zip(lives.sizes, placements, strict=True) if placement is not Placement.KEEP)
+    return machine.cost_s_per_byte * (moved - lives.moved_bytes)
 
 
 def _lanes(placements: Sequence[Placement], machine: Machine, count: int) -> tuple[list[_Lane], list[_Lane | None]]:

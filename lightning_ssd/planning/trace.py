@@ -62,6 +62,9 @@ class Trace:
     recomputed: frozenset[int] = frozenset()
     """Blocks that this very pass recomputed: their inner storages are not in it, their inputs are."""
 
+    moved_bytes: int = 0
+    """What this very pass moved: its length has the cost of it."""
+
     @property
     def saved_peak_bytes(self) -> int:
         """What keeping every storage holds at its worst moment."""

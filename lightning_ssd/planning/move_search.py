@@ -1,0 +1,277 @@
+"""How much may be moved, by measuring: a plan predicts transfers, but not what moving costs in other ways.
+
+On a CPU freed memory has to be mapped anew, and workers share cores with the model; on every device Python has a share
+in each move. No trace of an offloaded pass shows it, because there it is part of the compute time. It is close to a
+number of seconds per moved byte, which differs between machines by a factor of ten. The search finds that number, and
+the planner makes the plan: with a lower cost it moves more, with a higher one less.
+
+A search goes through these states, and back:
+
+* **Keeping**: a few passes keep everything, and are timed; the last one is traced for the next plan.
+* **Trying**: passes follow the plan until their time is known well enough to say that it is longer than asked for, that
+  it leaves room for moving more, or neither.
+* **Settled**: passes follow the plan; rarer and rarer, or when they become slower, keeping is measured again.
+* **Resting**: everything is kept for many passes, because no plan kept its promise, or trying has cost too much.
+
+A decision needs evidence: times scatter, and what is not beyond their scatter counts as equal. The typical time of a
+few passes is their lower third, because whatever disturbs a pass makes it longer.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+__all__ = ["NUM_KEPT", "MoveSearch", "State"]
+
+NUM_KEPT = 3
+"""Passes that run with everything kept before the first plan comes into force; the first of them warms up."""
+_NUM_KEPT_AGAIN = 2
+"""The same later on: the first one maps memory that had been given back."""
+_WINDOW = 16
+_MIN_SCATTER = 0.01
+_NUM_ERRORS = 1.3
+"""A difference of so many standard errors is evidence."""
+_MIN_TRIED, _MAX_TRIED = 3, 10
+_NUM_FAR_OFF, _FAR_OFF = 2, 0.1
+"""So few passes are enough, where they are beyond what was asked for by so much more."""
+_OUT_OF_HAND = 0.5
+"""And this far beyond it, one pass, even the first that follows a plan."""
+_NUM_SLOWER, _SLOWER = 3, 1.05
+_BAND = 1.2
+"""Costs closer than this lead to plans that no measurement tells apart."""
+_MAX_GROWTH = 3.0
+_FIRST_RECHECK, _MAX_RECHECK = 64, 512
+_GUESSED_REST, _REST, _MAX_REST = 8, 64, 4096
+_SPENT = 0.016
+"""Of the time of all passes, what trying may cost; in the beginning, of this many passes:"""
+_SPENT_OVER = 100
+
+
+class State(enum.StrEnum):
+    """What a search is doing; see the module."""
+
+    KEEPING = "keeping"
+    TRYING = "trying"
+    SETTLED = "settled"
+    RESTING = "resting"
+
+
+class MoveSearch:
+    """Compares the passes that follow plans with those that keep everything, all of one kind and without a budget.
+
+    Args:
+        max_slowdown: time of a pass that was asked for, relative to keeping everything.
+        cost_s_per_byte: of moving, beyond waiting for transfers; a guess, or what was learnt elsewhere.
+    """
+
+    def __init__(self, max_slowdown: float, cost_s_per_byte: float = 0.0) -> None:
+        self.cost_s_per_byte = cost_s_per_byte
+        """What the next plan is to be made with."""
+        self.slowdown: float | None = None
+        """Of the latest plan, as measured."""
+        self._limit = max_slowdown
+        self._kept_s: deque[float] = deque(maxlen=_WINDOW)
+        self._moved_s: deque[float] = deque(maxlen=_WINDOW)
+        self._unstalled_s: deque[float] = deque(maxlen=_WINDOW)
+        self._plan: object = None
+        self._num_to_keep = NUM_KEPT
+        self._num_to_skip = 1
+        self._wants_plan = True
+        self._awaits_plan = self._is_settled = self._is_back = False
+        self._num_settled, self._recheck = 0, _FIRST_RECHECK
+        self._rest = _GUESSED_REST  # nothing has been measured yet
+        self._is_resting = False
+        self._goes_up: bool | None = None  # the cost, when it was last learnt
+        self._num_turns = 0
+        self._num_passes = 0
+        self._spent = 0.0  # in passes
+
+    # -- what the next pass does -------------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the next pass keeps everything."""
+        return self._num_to_keep > 0 or self._wants_plan or self._awaits_plan
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the next pass is the one to plan from."""
+        return self._wants_plan and self._num_to_keep <= 1 and not self._awaits_plan
+
+    @property
+    def state(self) -> State:
+        """For metrics."""
+        if self.keeps:
+            return State.RESTING if self._is_resting else State.KEEPING
+        return State.SETTLED if self._is_settled else State.TRYING
+
+    @property
+    def keep_s(self) -> float | None:
+        """Typical time of a pass that keeps everything; ``None``: not known yet."""
+        return _typical(self._kept_s) if self._kept_s else None
+
+    # -- what has happened -------------------------------------------------------------------------------------------
+
+    def kept(self, step_s: float | None) -> None:
+        """A pass that kept everything has ended, after so many seconds; ``None``: they are not known."""
+        self._num_passes += 1
+        self._num_to_keep = max(self._num_to_keep - 1, 0)
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+        elif step_s is not None:
+            self._keep_time(step_s)
+
+    def _keep_time(self, step_s: float) -> None:
+        keep_s = self.keep_s
+        if keep_s is not None and self._is_back and abs(step_s / keep_s - 1) > max(_SLOWER - 1, 3 * self._scatter):
+            self._kept_s.clear()  # the machine has changed: what was measured before says nothing of it
+            self._num_to_keep = max(self._num_to_keep, 1)
+        self._is_back = False
+        self._kept_s.append(step_s)
+
+    def submitted(self) -> None:
+        """A plan is being made from the trace of the latest pass."""
+        if self._wants_plan and not self._num_to_keep:
+            self._wants_plan, self._awaits_plan = False, True
+
+    def planned(self, moves: bool) -> None:
+        """The plan has been made. Where it moves nothing, everything is kept for a while, before less is asked for."""
+        self._awaits_plan = False
+        if not moves and not self._num_to_keep and self.cost_s_per_byte > 0:
+            self._keep_for_long()
+            self.cost_s_per_byte /= 2
+
+    def moved(self, plan: object, nbytes: int, step_s: float, stall_s: float) -> str | None:
+        """A pass has followed a plan to its end.
+
+        Args:
+            plan: any object, the same for all passes that follow it.
+            nbytes: that it moves.
+            step_s: how long the pass took.
+            stall_s: of these, seconds in which it waited for transfers.
+
+        Returns:
+            Why another plan is wanted, or ``None``.
+        """
+        self._num_passes += 1
+        keep_s = self.keep_s
+        if self.keeps or keep_s is None:  # it had begun before that was decided
+            return None
+        if plan is not self._plan:
+            self._plan = plan
+            self._try()
+        self._spent += max(step_s / keep_s - self._limit, 0.0) if not self._is_settled else 0.0
+        is_out_of_hand = step_s > (self._limit + _OUT_OF_HAND) * keep_s
+        if self._num_to_skip and not is_out_of_hand:
+            self._num_to_skip -= 1
+            return None
+        self._num_to_skip = 0
+        self._moved_s.append(step_s)
+        self._unstalled_s.append(step_s - stall_s)
+        self.slowdown = _typical(self._moved_s) / keep_s
+        if self._is_settled:
+            self._look_again(keep_s)
+            return None
+        return self._judge(nbytes, keep_s, is_out_of_hand)
+
+    def replan(self) -> None:
+        """Something else than the cost of moving calls for another plan."""
+        if not self.keeps:
+            self._measure_keeping()
+            self._wants_plan = True
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def _judge(self, nbytes: int, keep_s: float, is_out_of_hand: bool) -> str | None:
+        num, excess, error = len(self._moved_s), _typical(self._moved_s) / keep_s - self._limit, self._error
+        is_over, cost = num >= _MAX_TRIED, _typical(self._unstalled_s) - keep_s
+        if is_out_of_hand or (num >= _NUM_FAR_OFF and excess > _FAR_OFF + error):
+            self._num_turns = 0  # the machine is another one than before, or this is the first plan
+            return self._learn(max(cost / nbytes, _BAND * self.cost_s_per_byte), "less is moved")
+        if (num >= _MIN_TRIED and excess > error) or (is_over and excess > error / 2):
+            return self._learn(max(cost / nbytes, _BAND * self.cost_s_per_byte), "less is moved")
+        if self._has_spent:
+            self._keep_for_long()
+            return None
+        surely = cost + error * keep_s / (2 if is_over else 1)
+        if num >= _MAX_TRIED // 2 and _BAND * surely < self.cost_s_per_byte * nbytes:
+            told = self._learn(max(cost / nbytes, self.cost_s_per_byte / _MAX_GROWTH), "more can be moved")
+            if told is not None:
+                return told
+        if is_over:
+            self._is_settled, self._num_settled, self._rest = True, 0, _REST
+        return None
+
+    def _learn(self, cost: float, what: str) -> str | None:
+        """Approach ``cost``, by less each time that the search turns round.
+
+        Source: H. Kesten, Accelerated stochastic approximation (Annals of Mathematical Statistics 29, 1958).
+        """
+        went_up, goes_up = self._goes_up, cost > self.cost_s_per_byte
+        num_turns = self._num_turns + (went_up is not None and went_up is not goes_up)
+        if self.cost_s_per_byte > 0:
+            cost = self.cost_s_per_byte * (cost / self.cost_s_per_byte) ** (1 / (1 + num_turns))
+        if not goes_up and _BAND * cost > self.cost_s_per_byte:
+            return None
+        self._goes_up, self._num_turns, self.cost_s_per_byte = goes_up, num_turns, cost
+        self._rest = max(self._rest, _REST)
+        if self._has_spent:
+            self._keep_for_long()
+        else:
+            self._measure_keeping()
+        self._wants_plan = True
+        return (
+            f"passes take {self.slowdown:.2f} times as long as with everything kept: {what} "
+            f"({cost * 2**30:.3g} s per GiB besides transfers)"
+        )
+
+    @property
+    def _has_spent(self) -> bool:
+        return self._spent > _SPENT * max(self._num_passes, _SPENT_OVER)
+
+    def _look_again(self, keep_s: float) -> None:
+        """Keeping is measured again now and then, and when passes have become slower."""
+        self._num_settled += 1
+        last = list(self._moved_s)[-_NUM_SLOWER:]
+        slow_s = max(_SLOWER * _typical(self._moved_s), (self._limit + _NUM_ERRORS * self._scatter) * keep_s)
+        if min(last) > slow_s or self._num_settled >= self._recheck:
+            self._recheck = min(2 * self._recheck, _MAX_RECHECK)
+            self._measure_keeping()
+
+    def _measure_keeping(self) -> None:
+        self._num_to_keep, self._num_to_skip = _NUM_KEPT_AGAIN, 1
+        self._is_back = True
+        self._plan = None  # it is tried anew
+
+    def _keep_for_long(self) -> None:
+        self._measure_keeping()
+        overspent = math.ceil(self._spent / _SPENT) - max(self._num_passes, _SPENT_OVER)
+        self._num_to_keep, self._rest = max(self._rest, overspent), min(2 * self._rest, _MAX_REST)
+        self._wants_plan = self._is_resting = True
+
+    def _try(self) -> None:
+        self._moved_s.clear()
+        self._unstalled_s.clear()
+        self._num_to_skip = 1  # the first one maps memory that keeping had not to map
+        self._is_settled = self._is_resting = False
+
+    # -- statistics --------------------------------------------------------------------------------------------------
+
+    @property
+    def _scatter(self) -> float:
+        """Standard deviation of one pass, relative to it."""
+        off = [abs(t / median(times) - 1) for times in (self._kept_s, self._moved_s) if len(times) > 2 for t in times]
+        return max(_MIN_SCATTER, 1.48 * median(off) if off else 0.0)
+
+    @property
+    def _error(self) -> float:
+        """What the measured slowdown is uncertain by."""
+        return _NUM_ERRORS * self._scatter * math.sqrt(1 / len(self._moved_s) + 1 / len(self._kept_s))
+
+
+def _typical(times: Sequence[float]) -> float:
+    return sorted(times)[(len(times) - 1) // 3]
