@@ -34,7 +34,7 @@ from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier
 from lightning_ssd.storage.turns import open_in_turns
 from lightning_ssd.tensor_cache import Tiers
-from lightning_ssd.tier_meter import TierMeter, measure_copies
+from lightning_ssd.tier_meter import TierMeter, measure_copies, measure_mapping
 from lightning_ssd.wear_meter import WearMeter
 from lightning_ssd.wording import printable
 
@@ -46,8 +46,8 @@ _SPARE_BYTES = 256 << 20
 _PROBE_BYTES = 16 << 20
 _MIN_RELIEF_IF_MAPPED = 0.05
 """A pass that moves anything on a CPU maps its freed memory anew, all of it: that is not worth a few per cent."""
-_COST_IF_MAPPED_S_PER_BYTE = 0.1 / 2**30
-"""A first guess of what moving costs there: a page of 4 KiB that is mapped anew takes about half a microsecond."""
+_TIMES_MAPPED = 2
+"""A byte that moves there is mapped anew about so often: where it is computed, and where it is read back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, site: Site) -> Parts:
             host=host,
             probe_host=probe_host,
             place=_place(site.paths),
-            cost_s_per_byte=_COST_IF_MAPPED_S_PER_BYTE if is_mapped else 0.0,
+            probe_cost=_mapping_cost if is_mapped else None,
         )
         wishes = _wishes(policy, wear.capacity_bytes, site.num_local_processes, is_mapped=is_mapped)
         num_sharing = 1 if site.has_own_memory else site.num_local_processes
@@ -226,6 +226,11 @@ def _measure_one(backend: Backend, directories: Sequence[Path]) -> Rates:
         with suppress(OSError):
             return measure_rates(backend, directory, nbytes=_PROBE_BYTES)
     return measure_rates(backend, directories[-1], nbytes=_PROBE_BYTES)
+
+
+def _mapping_cost() -> float:
+    """A first guess, in seconds per moved byte."""
+    return _TIMES_MAPPED * measure_mapping()
 
 
 def _place(paths: Sequence[Path]) -> str:

@@ -252,15 +252,16 @@ class Scheduler:
         )
         self.comparison.add(known, measured)
         if search is not None and known.plan.moves:
-            told = search.moved(known, known.moved_bytes, measured.step_s, measured.stall_s)
+            told = search.moved(known, known.moved_bytes, measured.step_s, known.plan.prediction.stall_s)
             self._learnt_cost = search.cost_s_per_byte
             if told is not None:
                 _log.info("planning again: %s", told)
-        reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
+        is_searched = search is not None and search.keep_s is not None
+        reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING, times_too=not is_searched)
         if reason is None:
             return
         _log.info("planning again: %s", reason)
-        if search is None or search.keep_s is None:
+        if search is None or not is_searched:
             kind.is_trace_asked_for = True
         else:
             search.replan()  # from a pass that keeps everything

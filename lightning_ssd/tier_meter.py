@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 import warnings
 from collections.abc import Callable
@@ -14,11 +15,12 @@ from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.rates import RateEstimate
 from lightning_ssd.storage.arena import SPACE_ADVICE
 from lightning_ssd.storage.host_tier import HostTier
+from lightning_ssd.storage.mapped import READ_WRITE, address_of, map_anonymous
 from lightning_ssd.storage.probe import Rates
 from lightning_ssd.storage.tiers import Progress, SsdTier
 from lightning_ssd.undisturbed import undisturbed
 
-__all__ = ["TierMeter", "measure_copies"]
+__all__ = ["TierMeter", "measure_copies", "measure_mapping"]
 
 _MAX_AGE_S = 0.05
 
@@ -41,6 +43,17 @@ def measure_copies(device: torch.device, *, nbytes: int = 64 << 20) -> Rates:
     return Rates(timed(on_host, on_device), timed(on_device, on_host))
 
 
+def measure_mapping(*, nbytes: int = 16 << 20) -> float:
+    """Seconds per byte that this process has never touched: its page is mapped, and comes filled with zeros."""
+    begin_s = time.perf_counter()
+    memory = map_anonymous(nbytes, READ_WRITE)
+    try:
+        ctypes.memset(address_of(memory), 1, nbytes)
+    finally:
+        memory.close()
+    return (time.perf_counter() - begin_s) / nbytes
+
+
 class TierMeter:
     """Reads the tiers' counters when it is asked, and keeps an estimate per tier and direction.
 
@@ -51,7 +64,7 @@ class TierMeter:
         host: the host tier, if there is one.
         probe_host: the same for it.
         place: of the drives, as the user knows it, for messages.
-        cost_s_per_byte: a guess of what moving takes besides transfers.
+        probe_cost: guesses what moving takes besides transfers, in seconds per byte; called once. ``None``: nothing.
     """
 
     def __init__(
@@ -62,9 +75,10 @@ class TierMeter:
         host: HostTier | None = None,
         probe_host: Callable[[], Rates] | None = None,
         place: str = "the SSD tier",
-        cost_s_per_byte: float = 0.0,
+        probe_cost: Callable[[], float] | None = None,
     ) -> None:
-        self._cost_s_per_byte = cost_s_per_byte
+        self._probe_cost = probe_cost
+        self._cost_s_per_byte = 0.0
         self._ssd = _Channels(ssd.progress, probe, place)
         self._host_tier = host
         self._host: _Channels | None = None
@@ -73,6 +87,8 @@ class TierMeter:
 
     def machine(self) -> Machine:
         """The tiers as they are known now."""
+        if self._probe_cost is not None:
+            self._cost_s_per_byte, self._probe_cost = self._probe_cost(), None
         host = None
         if self._host is not None and self._host_tier is not None:
             host = self._host.rates(self._host_tier.capacity_bytes)

@@ -17,7 +17,7 @@ from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.probe import Rates
 from lightning_ssd.storage.tiers import Progress, SsdTier
-from lightning_ssd.tier_meter import TierMeter, measure_copies
+from lightning_ssd.tier_meter import TierMeter, measure_copies, measure_mapping
 
 MIB = 1 << 20
 
@@ -189,6 +189,20 @@ def check_copies(device: torch.device, **more: Any) -> None:
     rates = measure_copies(device, **more)
     assert 1e7 < rates.write_per_s < 1e13
     assert 1e7 < rates.read_per_s < 1e13
+
+
+def test_the_cost_of_moving_is_guessed_once(wait: Callable[[float], None]) -> None:
+    guesses = iter((0.25, 0.5))
+    meter = TierMeter(FakeTier().as_ssd, probe_cost=lambda: next(guesses))
+    for _ in range(2):
+        assert meter.machine().cost_s_per_byte == 0.25
+        wait(1.0)
+    assert TierMeter(FakeTier().as_ssd).machine().cost_s_per_byte == 0.0
+
+
+def test_mapping_is_measured() -> None:
+    """From a page each tenth of a microsecond to one in a millisecond."""
+    assert 1e-7 < measure_mapping() * 4096 < 1e-3
 
 
 def test_copies_are_measured() -> None:

@@ -145,14 +145,15 @@ class MoveSearch:
             self._keep_for_long()
             self.cost_s_per_byte /= 2
 
-    def moved(self, plan: object, nbytes: int, step_s: float, stall_s: float) -> str | None:
+    def moved(self, plan: object, nbytes: int, step_s: float, predicted_stall_s: float) -> str | None:
         """A pass has followed a plan to its end.
 
         Args:
             plan: any object, the same for all passes that follow it.
             nbytes: that it moves.
             step_s: how long the pass took.
-            stall_s: of these, seconds in which it waited for transfers.
+            predicted_stall_s: of these, seconds in which it was to wait for transfers. All others beyond keeping are a
+                cost of moving, since nobody knows them better.
 
         Returns:
             Why another plan is wanted, or ``None``.
@@ -171,7 +172,7 @@ class MoveSearch:
             return None
         self._num_to_skip = 0
         self._moved_s.append(step_s)
-        self._unstalled_s.append(step_s - stall_s)
+        self._unstalled_s.append(step_s - predicted_stall_s)
         self.slowdown = _typical(self._moved_s) / keep_s
         if self._is_settled:
             self._look_again(keep_s)

@@ -177,8 +177,8 @@ def test_keeping_is_measured_again_rarer_and_rarer() -> None:
     assert len(kept) == 2 * 4, "after 64, 128, 256 and 512 passes"
 
 
-def test_waiting_for_transfers_is_not_a_cost_of_moving() -> None:
-    """The drives' rates are known otherwise: a plan that stalls must not make moving look dear."""
+def test_waiting_that_was_planned_is_not_a_cost_of_moving() -> None:
+    """It is known otherwise, and would be counted twice."""
     search = MoveSearch(1.02, 0.01 / TOTAL)
     for step_s in (9.0, 1.0, 1.0):
         search.kept(step_s)
