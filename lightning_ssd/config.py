@@ -193,7 +193,8 @@ class OffloadPolicy:
     """The same for resident saved activations alone."""
 
     max_slowdown: float = 1.02
-    """Predicted step time / step time with everything kept that "auto" may reach without a budget; at least 1."""
+    """Step time / step time with everything kept that "auto" may reach without a budget, first as predicted, then as
+    measured; at least 1."""
 
     min_tensor_bytes: Size = "1MiB"
     """Saved storages below this size are kept: they cost more to move than they free. 0 moves everything."""
