@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils import parametrize
 
-__all__ = ["GlobalModes", "note_thread"]
+__all__ = ["GlobalModes", "forget_threads", "note_thread"]
 
 _C: Any = torch._C
 _parametrize: Any = parametrize
@@ -111,16 +111,24 @@ _MODES = (
 )
 
 
-_training: dict[int, threading.Thread] = {}
+_training: dict[tuple[int, int], threading.Thread] = {}
+"""By its number, and that of the object that it trains with."""
+# Guards the threads. Blocks run again under it, so that it comes before every other lock in the order.
 _lock = threading.RLock()
 
 
-def note_thread() -> None:
-    """This thread trains."""
-    thread = threading.current_thread()
-    if _training.get(threading.get_ident()) is not thread:
+def note_thread(owner: object) -> None:
+    """This thread trains with ``owner``, until :func:`forget_threads`."""
+    key, thread = (threading.get_ident(), id(owner)), threading.current_thread()
+    if _training.get(key) is not thread:
         with _lock:
-            _training[threading.get_ident()] = thread
+            _training[key] = thread
+
+
+def forget_threads(owner: object) -> None:
+    """Nobody trains with ``owner`` any more."""
+    for key in [key for key in list(_training) if key[1] == id(owner)]:
+        _training.pop(key, None)
 
 
 class GlobalModes:
@@ -142,7 +150,7 @@ class GlobalModes:
             yield None
             return
         with _lock:
-            others = [thread for thread in _training.values() if thread is not self._thread and thread.is_alive()]
+            others = [thread for thread in list(_training.values()) if thread is not self._thread and thread.is_alive()]
             yield (
                 "modes of the process (sdpa_kernel, a precision, a default dtype ...) have changed since, and another "
                 f"thread trains ({others[0].name}), which would see them change"

@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.blocks import Blocks
 from lightning_ssd.clock import Stamp
-from lightning_ssd.global_modes import note_thread
 from lightning_ssd.planning.guide import Guide
 from lightning_ssd.planning.passes import PassProfile, ProfileBook, profile_of
 from lightning_ssd.planning.placement import PassTimes
@@ -92,7 +91,6 @@ class SavedPass:
 
     def __enter__(self) -> None:
         _stay_out_of_compiled_code()
-        note_thread()
         self._enter(self)
         if self.is_plain:
             self._installed.append(ExitStack())

@@ -22,6 +22,7 @@ from lightning_ssd.clock import clock_of
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.events import EventLog, PlacementEvent
 from lightning_ssd.fetcher import Fetcher
+from lightning_ssd.global_modes import forget_threads, note_thread
 from lightning_ssd.graph_memory import GraphMemory
 from lightning_ssd.inplace import Origin, VersionProbe, inplace_error, pytorch_wording
 from lightning_ssd.kept_tensor import Kept, give_back, keep
@@ -146,6 +147,7 @@ class TensorCache:
 
     def _enter(self, current: SavedPass) -> None:
         self.check_process()
+        note_thread(self)
         if self._fetcher.closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
         self._passes.warn_of_forgotten_ends()
@@ -279,6 +281,7 @@ class TensorCache:
     def close(self) -> BaseException | None:
         """No more passes. Returns the last read that failed for good, to be raised once more."""
         self._fetcher.closed = True
+        forget_threads(self)
         self.cancel_writes()
         self._warn_of_writes()
         return self._fetcher.failure

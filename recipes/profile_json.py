@@ -31,4 +31,4 @@ def trace_from_json(fields: dict[str, Any]) -> Trace:
 
 def machine_from_json(fields: dict[str, Any]) -> Machine:
     """From ``dataclasses.asdict`` of a machine."""
-    return Machine(**{name: None if rates is None else TierRates(**rates) for name, rates in fields.items()})
+    return Machine(**{name: TierRates(**one) if isinstance(one, dict) else one for name, one in fields.items()})

@@ -304,7 +304,7 @@ def test_a_pass_is_read_one_pass_later_where_the_device_lags(tmp_path: Path, mon
         offloader.register_module(net)
         step(offloader, net, x)
         assert offloader.trace is None, "the device may still be at it"
-        for _ in range(5):
+        for _ in range(8):
             Lagging.passed = Lagging.stamp()
             step(offloader, net, x)
             assert offloader.trace is not None

@@ -76,10 +76,10 @@ def test_fit_twice(tmp_path):
         return trainer, module
 
     _, expected = twice("auto")
-    trainer, module = twice(offload_strategy(tmp_path))
+    trainer, module = twice(offload_strategy(tmp_path, activations="offload"))
     assert_identical(result(module), result(expected))
     # Saved tensors of one epoch: counters begin anew with each fit.
-    once, _ = fit(Net, offload_strategy(tmp_path), tmp_path)
+    once, _ = fit(Net, offload_strategy(tmp_path, activations="offload"), tmp_path)
     assert trainer.strategy.stats.bytes_saved == once.strategy.stats.bytes_saved
     assert_nothing_left(tmp_path)
 

@@ -89,9 +89,12 @@ class Plan:
     among its storages."""
 
     def moved_bytes(self, sizes: Sequence[int]) -> int:
-        """Of storages of these sizes, in pack order: what goes to a tier."""
+        """Of storages of these sizes, in pack order: what goes to a tier.
+
+        What a trace tells of the inside of recomputed blocks stands behind them in :attr:`placements`, and stays.
+        """
         tiers = (Placement.SSD, Placement.HOST)
-        return sum(nbytes for nbytes, placement in zip(sizes, self.placements, strict=True) if placement in tiers)
+        return sum(nbytes for nbytes, placement in zip(sizes, self.placements, strict=False) if placement in tiers)
 
     @property
     def moves(self) -> bool:

@@ -45,7 +45,7 @@ class Other:
 
     def __init__(self, directory: Path) -> None:
         self.seen: list[bool] = []
-        self.is_ready, self.may_begin, self.has_run = (threading.Event() for _ in range(3))
+        self.is_ready, self.may_begin, self.has_begun, self.has_run = (threading.Event() for _ in range(4))
         self._directory = directory
         MEETING["other"] = self
 
@@ -61,6 +61,7 @@ class Other:
                     loss = (weight * weight).sum()
                 loss.backward()
                 offloader.end_backward()
+                self.has_begun.set()
         self.has_run.set()
 
 
@@ -80,21 +81,13 @@ def train(directory: Path, around: Callable[[], AbstractContextManager[object]])
 
 def test_where_another_thread_trains_they_are_not_put_back(tmp_path: Path) -> None:
     other = Other(tmp_path)
-    begun = threading.Event()
 
     def refused() -> None:
-        assert begun.wait(PATIENCE_S)
+        assert other.has_begun.wait(PATIENCE_S)
         with pytest.raises(RecomputeError, match="another thread trains"):
             train(tmp_path, ATTENTION)
 
-    def beside() -> None:
-        other.may_begin.set()
-        other.train(1)
-        other.may_begin.clear()
-        begun.set()
-        other.train(1)
-
-    at_once(refused, beside)
+    at_once(refused, lambda: other.train(2))
     assert other.seen == [True, True]
 
 
@@ -108,6 +101,13 @@ def test_where_they_are_the_same_nobody_waits(tmp_path: Path) -> None:
     other = Other(tmp_path)
     at_once(lambda: train(tmp_path, nullcontext), lambda: other.train(2))
     assert other.seen == [True, True]
+
+
+def test_a_thread_that_has_closed_its_offloader_is_no_hindrance(tmp_path: Path) -> None:
+    other = Other(tmp_path)
+    other.may_begin.set()
+    other.train(1)  # here, and this thread lives on
+    at_once(lambda: train(tmp_path, ATTENTION))
 
 
 def test_a_thread_that_has_ended_is_no_hindrance(tmp_path: Path) -> None:
