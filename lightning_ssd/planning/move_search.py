@@ -141,9 +141,13 @@ class MoveSearch:
     def planned(self, moves: bool) -> None:
         """The plan has been made. Where it moves nothing, everything is kept for a while, before less is asked for."""
         self._awaits_plan = False
-        if not moves and not self._num_to_keep and self.cost_s_per_byte > 0:
+        if moves or self._num_to_keep:
+            return
+        if self.cost_s_per_byte > 0:
             self._keep_for_long()
             self.cost_s_per_byte /= 2
+        else:
+            self._is_settled = True  # it is not the cost: nothing helps
 
     def moved(self, plan: object, nbytes: int, step_s: float, predicted_stall_s: float) -> str | None:
         """A pass has followed a plan to its end.

@@ -188,3 +188,14 @@ def test_waiting_that_was_planned_is_not_a_cost_of_moving() -> None:
     while search.moved(plan, TOTAL, 1.2, 0.19) is None:
         pass
     assert search.cost_s_per_byte * TOTAL == pytest.approx(0.012, rel=0.1)
+
+
+def test_where_no_plan_moves_anything_the_search_has_ended() -> None:
+    search = MoveSearch(1.02)
+    for step_s in (9.0, 1.0, 1.0):
+        search.kept(step_s)
+    search.submitted()
+    search.planned(moves=False)
+    assert search.state is State.SETTLED
+    assert not search.keeps
+    assert not search.wants_trace
