@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_ssd.allocation import Allocation
 from lightning_ssd.clock import Clock, Stamp
@@ -202,9 +202,10 @@ class LivePasses:
         for current in plain:
             current.is_finished = True
             if current.guide is not None and current.begin is not None and self._scheduler is not None:
-                done = self._sum_up(current, current.guide, current.begin)
                 # Nobody knows which of several the backward was of.
-                self._finished.append(replace(done, is_plain=True, is_timed=len(self._passes) == 1))
+                is_timed = len(self._passes) == 1
+                done = self._sum_up(current, current.guide, current.begin, is_plain=True, is_timed=is_timed)
+                self._finished.append(done)
         for current in self._passes:
             if not (all_freed or current.records or current.is_plain) and current.is_over:
                 self._see(current)
@@ -217,7 +218,9 @@ class LivePasses:
             if current.guide is not None and current.begin is not None and self._scheduler is not None:
                 self._finished.append(self._sum_up(current, current.guide, current.begin))
 
-    def _sum_up(self, current: SavedPass, guide: Guide, begin: PassBegin) -> FinishedPass:
+    def _sum_up(
+        self, current: SavedPass, guide: Guide, begin: PassBegin, *, is_plain: bool = False, is_timed: bool = True
+    ) -> FinishedPass:
         counters = self._ledger.counters
         # From now on it is read outside of the lock: a graph that goes on elsewhere tells it nothing more.
         recorder, current.recorder = current.recorder, None
@@ -235,6 +238,8 @@ class LivePasses:
             peak_bytes=self._ledger.window_peak_bytes,
             written_bytes=counters.bytes_written - begin.written_bytes,
             read_bytes=counters.bytes_read - begin.read_bytes,
+            is_plain=is_plain,
+            is_timed=is_timed,
         )
 
     def learn(self) -> None:
