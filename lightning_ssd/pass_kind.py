@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_ssd.planning.guide import StoredPlan
@@ -58,11 +59,11 @@ class PassKind:
 
     # -- searches ------------------------------------------------------------------------------------------------
 
-    def search(self, sizes: Sizes, max_slowdown: float, cost_s_per_byte: float) -> MoveSearch:
-        """How much passes of these sizes may move; begun with this cost where there is none yet."""
+    def search(self, sizes: Sizes, begin: Callable[[], MoveSearch]) -> MoveSearch:
+        """How much passes of these sizes may move; ``begin`` makes the search where there is none yet."""
         key = () if self.recompute else sizes  # with blocks recomputed, and without, one pass has different sizes
         if key not in self._searches:
-            self._searches[key] = MoveSearch(max_slowdown, cost_s_per_byte)
+            self._searches[key] = begin()
             while len(self._searches) > _MAX_PLANS:
                 del self._last_pass[self._searches.popitem(last=False)[0]]
         self._searches.move_to_end(key)

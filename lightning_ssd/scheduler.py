@@ -213,9 +213,12 @@ class Scheduler:
             kind.wait_for_trace()
 
     def _search(self, kind: PassKind, sizes: tuple[int, ...]) -> MoveSearch:
-        cost = self.machine.cost_s_per_byte if self._learnt_cost is None else self._learnt_cost
-        self._searched = kind.search(sizes, self._wishes.max_slowdown, cost)
+        self._searched = kind.search(sizes, self._begin_search)
         return self._searched
+
+    def _begin_search(self) -> MoveSearch:
+        cost = self.machine.cost_s_per_byte if self._learnt_cost is None else self._learnt_cost
+        return MoveSearch(self._wishes.max_slowdown, cost)
 
     @staticmethod
     def _read_plain(kind: PassKind, done: FinishedPass) -> None:

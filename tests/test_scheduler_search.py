@@ -99,12 +99,12 @@ def test_moving_that_does_not_pay_is_given_up(cost_s: float) -> None:
     assert f"asses that moved took {1 + cost_s:.2f} times as long" in run.told
 
 
-def test_a_machine_that_becomes_slower_moves_less_and_then_more_again() -> None:
-    busy = [0.01]
-    run = Run(lambda share: busy[0] * share)
-    run(30)
-    before = run.shares[-1]
+def test_where_moving_becomes_dear_less_is_moved() -> None:
+    run = Run(lambda share: (0.01 if len(run.shares) < 30 else 0.3) * share)
+    run(110)
+    before = run.shares[29]
     assert before > 0.7
+    assert max(run.shares[-10:]) < 0.2
 
 
 def test_keeping_is_measured_again_in_few_passes() -> None:

@@ -194,10 +194,10 @@ class MoveSearch:
     def _judge(self, nbytes: int, keep_s: float, is_out_of_hand: bool) -> str | None:
         num, excess, error = len(self._moved_s), _typical(self._moved_s) / keep_s - self._limit, self._error
         is_over, cost = num >= _MAX_TRIED, _typical(self._unstalled_s) - keep_s
-        if is_out_of_hand or (num >= _NUM_FAR_OFF and excess > _FAR_OFF + error):
+        is_far_off = is_out_of_hand or (num >= _NUM_FAR_OFF and excess > _FAR_OFF + error)
+        if is_far_off:
             self._num_turns = 0  # the machine is another one than before, or this is the first plan
-            return self._learn(max(cost / nbytes, _BAND * self.cost_s_per_byte), "less is moved")
-        if (num >= _MIN_TRIED and excess > error) or (is_over and excess > error / 2):
+        if is_far_off or (num >= _MIN_TRIED and excess > error) or (is_over and excess > error / 2):
             return self._learn(max(cost / nbytes, _BAND * self.cost_s_per_byte), "less is moved")
         if self._has_spent:
             self._keep_for_long()
