@@ -307,7 +307,6 @@ def test_cost_of_hooks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert [row["saved tensor"] for row in rows] == ["small result of an operation", "parameter", "view of a parameter"]
     assert all(row["ours_us"] == pytest.approx(row["identity_us"] + row["ours_without_python_us"]) for row in rows)
     assert all(f"| {row['ours_us']:.2f} | {row['identity_us']:.2f} |" in out for row in rows)
-    assert 0.5 <= moved["moved_share"] <= 1
     assert 0 < moved["thread_us"] <= moved["process_us"]
     assert f"| CPU time of the process | {moved['process_us']:.1f} |" in out
 
