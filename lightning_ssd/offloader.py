@@ -324,13 +324,13 @@ class Offloader:
         Raises:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
         """
-        cache = self._opened()
+        cache, wear = self._opened(), self._wear
         self._has_trained = True
         cache.end_backward()
         if self._parts.reload is not None:
             self._parts.reload.release()
         self._parts.allocation.border()
-        if self._wear is not None and (warning := self._wear.border(self._moved().bytes_written)) is not None:
+        if wear is not None and wear.is_rated and (warning := wear.border(self._moved().bytes_written)) is not None:
             warnings.warn(warning, stacklevel=2)
 
     def wait_for_plan(self) -> None:

@@ -42,6 +42,11 @@ class WearMeter:
         self._num_borders = 0
         self._warned = False
 
+    @property
+    def is_rated(self) -> bool:
+        """Whether the drives' rating is known, so that borders can warn."""
+        return self._rating_bytes is not None
+
     def life_days(self, written_bytes: int) -> float | None:
         """Days of continuous use until the first drive reaches its rating; ``None``: unknown, or nothing written."""
         elapsed_s, written = self._since_begin(written_bytes)
