@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import threading
 import time
@@ -118,7 +117,6 @@ def _fork_after_setup(world: World) -> Report | None:
         loss = twins.ours.model(twins.ours.task.inputs(0)).sum()
     held = world.dice.random() < 0.5 and offloader._cache is not None
     lock = offloader._cache.ledger.lock if held and offloader._cache is not None else threading.Lock()
-    faulthandler.cancel_dump_traceback_later()  # its thread is not in the fork, whose end would wait for it
     with lock:  # as another thread might at the moment of the fork
         pid = os.fork()
     world.ends_regularly = pid == 0

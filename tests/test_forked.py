@@ -70,13 +70,13 @@ def test_processes_that_it_starts_are_forks_too(fork: list[str]) -> None:
 
 
 WAITS = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 others = [subprocess.Popen([sys.executable, "-c", sys.argv.pop()])] if sys.argv[1:] else []
 try:
-    print("waits", flush=True)
+    os.write(1, b"waits\\n")  # both write to one pipe: print may write the end of the line by itself
     time.sleep(600)
 except KeyboardInterrupt:
-    print("told", flush=True)
+    os.write(1, b"told\\n")
 for other in others:
     other.wait()
 """
