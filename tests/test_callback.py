@@ -190,9 +190,7 @@ def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
     keys = {key.replace("/", ".") for key in PLAN_KEYS}
     assert len(rows) == NUM_BATCHES
     assert not any(keys & set(row) for row in rows[:NUM_KEPT]), "these keep everything, and are profiled"
-    assert keys - {"plan.slowdown_ratio"} <= set(rows[NUM_KEPT]), (
-        "the first one times nothing yet"
-    )
+    assert keys - {"plan.slowdown_ratio"} <= set(rows[NUM_KEPT]), "the first one times nothing yet"
     assert all(keys <= set(row) for row in rows[NUM_KEPT + 1 :])
     for row in rows[NUM_KEPT:]:
         assert row["plan.num_plans"] >= 1
@@ -218,7 +216,9 @@ def test_plan_keys_are_absent_where_nothing_is_planned(tmp_path):
 def test_the_life_of_a_rated_drive_is_shown(tmp_path):
     logger = RecordingLogger()
     strategy = strategy_for(tmp_path, drive_endurance="100TB")
-    _, monitor = fit_monitored(tmp_path, strategy=strategy, logger=logger, log_every_n_steps=3)
+    _, monitor = fit_monitored(
+        tmp_path, strategy=strategy, callbacks=[AllIsWritten()], logger=logger, log_every_n_steps=3
+    )
     rows = [row for _, row in logger.rows_of_ours()]
     assert rows[-1]["wear.drive_life_days"] > 0
     assert "Written to like this day and night, a drive reaches its vendor's rating in " in monitor.summary
