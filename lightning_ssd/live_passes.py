@@ -186,7 +186,8 @@ class LivePasses:
 
     def end_backward(self, write_rate: float, read_rate: float) -> list[PassProfile]:
         """A backward is over; return what its passes teach."""
-        profiles = [p.profile(write_rate=write_rate, read_rate=read_rate) for p in self._passes if p.order]
+        teaching = [p for p in self._passes if p.order and not p.is_spoilt]
+        profiles = [p.profile(write_rate=write_rate, read_rate=read_rate) for p in teaching]
         for profile in profiles:
             self.book.add(profile)
         self.finish(all_freed=False)

@@ -83,6 +83,7 @@ class SavedPass:
         self._pack = pack
         self._unpack = unpack
         self._num_blocks = 0
+        self._num_begun = self._num_added = 0
         self._installed: list[ExitStack] = []
         self._guess: PassProfile | None = None
         self._is_new = False
@@ -115,8 +116,13 @@ class SavedPass:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its forward is over and its backward has begun."""
-        return self.is_over and bool(self.order)
+        """Whether its forward is over and its backward has begun, so that it can be learnt from."""
+        return self.is_over and bool(self.order) and not self.is_spoilt
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether an interrupt came while a storage was added, so that nothing can be learnt from this pass."""
+        return self._num_begun != self._num_added
 
     @property
     def is_over(self) -> bool:
@@ -125,11 +131,19 @@ class SavedPass:
 
     def add(self, record: SavedStorage) -> None:
         """A storage was seen for the first time."""
+        self._num_begun += 1
         self.records.append(record)
         self.sizes.append(record.nbytes)
         if self.recorder is not None:
             self.recorder.packed(record.nbytes, record.identity)
             self.recorder.sample(record.ledger.counters.resident_bytes)
+        record.home = self
+        self._num_added += 1
+
+    def freed(self, record: SavedStorage) -> None:
+        """The graph has let go of a storage."""
+        if self.recorder is not None and not self.is_spoilt:
+            self.recorder.freed(record.index)
 
     # -- blocks, as forward goes through them --------------------------------------------------------------------
 
@@ -190,7 +204,7 @@ class SavedPass:
         if record.wanted_s is None:
             record.wanted_s = now_s
             self.order.append(record.index)
-            if self.recorder is not None:
+            if self.recorder is not None and not self.is_spoilt:
                 self.recorder.wanted(record.index)
                 self.recorder.sample(record.ledger.counters.resident_bytes)
         self.expected_order(book)

@@ -266,8 +266,8 @@ class SavedStorage:
         self.asked_for()
         if state is State.QUEUED:
             self._write_gone()
-        if self.home is not None and self.home.recorder is not None:
-            self.home.recorder.freed(self.index)
+        if self.home is not None:
+            self.home.freed(self)
         self.mark = self.produced = self.home = None
         if (state is not State.ON_DISK and state is not State.FREED) or self.leaving:
             self.leaving = False

@@ -380,7 +380,6 @@ class TensorCache:
         record = SavedStorage(self.ledger, storage, nbytes, probe, parts, index=len(current.records))
         lease = Lease(record, storage)
         self._by_storage[record.key.cdata] = record
-        record.home = current
         record.operation = None if tensor.requires_grad else Operation.current()
         placement, reason = self._place(current, nbytes)
         current.add(record)

@@ -7,7 +7,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from lightning_ssd import Offloader
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
+from lightning_ssd.planning.guide import Guide
+from lightning_ssd.recorder import Recorder
+from lightning_ssd.saved_pass import SavedPass
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tensors import StorageKey
 from tests.helpers import (
@@ -26,6 +29,7 @@ from tests.helpers import (
     Training,
     assert_identical,
     assert_released,
+    assert_same,
     open_offloader,
     outcome,
 )
@@ -326,6 +330,52 @@ def test_closing_while_everything_is_under_way(tmp_path: Path) -> None:
         assert torch.equal(got, x.grad)
     del loss, y
     gc.collect()
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before it", "after it"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(SavedPass, "add"), (Guide, "place"), (Recorder, "packed"), (Recorder, "sample")]
+)
+def test_an_interrupt_while_a_storage_is_added(
+    kind: type, name: str, is_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caught in the middle of a forward, where the pass goes on, or around it: all bits are those of plain training."""
+    method, armed, interrupted = getattr(kind, name), [], []
+
+    def interrupts(self: Any, *args: Any) -> Any:
+        result = method(self, *args) if is_done or not armed else None
+        if armed:
+            interrupted.append(armed.pop())
+            raise KeyboardInterrupt
+        return result
+
+    def program(session: Session) -> list[Tensor | None]:
+        found = []
+        for step in range(6):
+            x = floats(step, 64, 64).requires_grad_()
+            with suppress(KeyboardInterrupt):
+                with session.saved():
+                    y = x * 1
+                    for number in range(6):
+                        with suppress(KeyboardInterrupt):
+                            if step == 0 and number == 3 and session.offloader is not None:
+                                armed.append(step)
+                                y.cos()
+                        y = y.sin()
+                    if step == 1 and session.offloader is not None:
+                        armed.append(step)
+                        y.cos()
+                session.drain()
+                y.sum().backward()
+                session.end()
+            if step != 1:
+                found.append(x.grad)
+        return found
+
+    monkeypatch.setattr(kind, name, interrupts)
+    budget = Setup(activations="auto", max_slowdown=9.0, settled=True, activation_budget=96 << 10)
+    assert_same(program, tmp_path, setups=[budget])
+    assert interrupted == [0, 1]
 
 
 def test_exception_in_the_loop_is_not_replaced(tmp_path: Path) -> None:
