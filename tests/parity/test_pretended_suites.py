@@ -16,18 +16,22 @@ from tests.parity.states_on_ssd import MARKS
 from tests.storage.pretended import PretendedDevice
 from tests.storage.pretended_training import everything_there
 
-# Not those that edit what is being copied (test_inplace.py: the copy is thrown away, but the race is there), and not
-# those that train in threads of their own (test_graphs.py), of whose operations the device is not told.
+# Not those that edit what is being copied (test_inplace.py: the copy is thrown away, but the race is there), not those
+# that train in threads of their own (test_graphs.py), of whose operations the device is not told, and not those of the
+# store of states by itself, which move what no device has.
 SUITES = (
     "parity/test_failures.py",
     "parity/test_functions.py",
     "parity/test_lifetime.py",
     "parity/test_lightning_optimizers.py",
+    "parity/test_optimizer_state_checkpoints.py",
     "parity/test_optimizer_states.py",
     "parity/test_training_modes.py",
+    "test_master_weights.py",
     "test_optimizer.py",
     "test_optimizer_faults.py",
     "test_optimizer_live_states.py",
+    "test_optimizer_oddities.py",
 )
 
 
