@@ -124,7 +124,11 @@ def left(directory: Path, before: set[str]) -> list[str]:
             found.append(f"descriptor of {os.readlink(f'/proc/self/fd/{number}')}")
         except FileNotFoundError:  # that of the listing
             continue
-    return found + [f"file {path.name}" for path in directory.rglob("*") if path.name not in ("spill", "last.ckpt")]
+    try:
+        names = [path.name for path in directory.rglob("*")]
+    except FileNotFoundError:  # a directory that goes just now
+        return left(directory, before)
+    return found + [f"file {name}" for name in names if name not in ("spill", "last.ckpt")]
 
 
 class Report:
@@ -172,6 +176,8 @@ class Report:
         if caught is not None:
             traceback.clear_frames(caught.__traceback__)
         caught = None
+        if where is not None and "/torch/" in where:
+            torch.set_grad_enabled(True)  # PyTorch's own decorators, interrupted as they put it back, leave it off
         try:
             what = trial.go_on()
             if what is not None:
