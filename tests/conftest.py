@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -66,6 +67,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """Tests collect garbage often; what is there before those of a file begin need not be looked at each time.
+
+    The imports of all files are several times what a test makes, and tests themselves import more.
+    """
+    gc.collect()  # what is frozen stays, garbage as well
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

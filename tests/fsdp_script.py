@@ -159,6 +159,8 @@ def small_subgroups() -> Iterator[None]:
     """So that states of such small models are in many subgroups, and have to leave memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
+        # Each training tries whether slices are exact, which with hundreds of DTensors takes longer than all else.
+        patch.setattr("lightning_ssd.slicing._NUM_TINY", 20)
         yield
 
 

@@ -13,20 +13,20 @@ pytestmark = [
 ]
 
 
-def run_fabric(directory: Path, *arguments: str, **begin: list[str]) -> str:
-    done = run_script("tests.fabric_script", str(directory), *arguments, **begin)
+def run_fabric(forks: list[str], directory: Path, *arguments: str) -> str:
+    done = run_script("tests.fabric_script", str(directory), *arguments, begin=forks)
     # The script ends without closing anything.
     assert "Error" not in done.stderr, done.stderr
     assert list(directory.glob("spill/*")) == []
     return done.stdout
 
 
-def test_two_processes_train_bitwise_like_fabrics_ddp(tmp_path):
-    output = run_fabric(tmp_path)
+def test_two_processes_train_bitwise_like_fabrics_ddp(tmp_path, forks):
+    output = run_fabric(forks, tmp_path)
     for name in ("gpt", "conv", "uneven", "collectives", "checkpoint", "refused"):
         for rank in (0, 1):
             assert f"rank {rank}: {name} ok" in output
 
 
 def test_forked_processes_train_alike_and_leave_nothing(tmp_path, forks):
-    assert "fork ok" in run_fabric(tmp_path, "fork", begin=forks)
+    assert "fork ok" in run_fabric(forks, tmp_path, "fork")

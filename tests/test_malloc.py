@@ -9,6 +9,7 @@ import pytest
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.malloc import MallocThreshold, foreign_malloc, trim
 from tests.patience import PATIENCE_S
+from tests.processes import BARE_PACKAGE
 
 glibc_only = pytest.mark.skipif(MallocThreshold().reason is not None, reason=f"no mallopt: {MallocThreshold().reason}")
 
@@ -70,9 +71,9 @@ libc.mallopt(M_MMAP_THRESHOLD, 32 * MIB)    # where glibc's own adjustment ends 
 """
 
 
-def run_pattern(body: str, begin: Sequence[str] = (sys.executable,), **env: str) -> str:
+def run(program: str, begin: Sequence[str] = (sys.executable,), **env: str) -> str:
     done = subprocess.run(
-        [*begin, "-c", PATTERN + body],
+        [*begin, "-c", BARE_PACKAGE + program],
         env={key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
         | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         | env,
@@ -82,6 +83,10 @@ def run_pattern(body: str, begin: Sequence[str] = (sys.executable,), **env: str)
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def run_pattern(body: str, begin: Sequence[str] = (sys.executable,), **env: str) -> str:
+    return run(PATTERN + body, begin, **env)
 
 
 @glibc_only
@@ -218,10 +223,10 @@ def test_the_library_that_gives_malloc_is_recognised(tmp_path):
     (tmp_path / "foreign.c").write_text(FOREIGN)
     library = tmp_path / "libother.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "foreign.c"], check=True)
-    assert run_pattern(ASK, LD_PRELOAD=str(library)) == "libother.so.1 False"
+    assert run(ASK, LD_PRELOAD=str(library)) == "libother.so.1 False"
 
 
 @glibc_only
 def test_a_preloaded_name_is_not_enough():
     assert foreign_malloc() is None
-    assert run_pattern(ASK, LD_PRELOAD="/nowhere/jemalloc/libtcmalloc.so.4").startswith("None ")
+    assert run(ASK, LD_PRELOAD="/nowhere/jemalloc/libtcmalloc.so.4").startswith("None ")

@@ -19,6 +19,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, UnsuitablePathError
 from tests.offloader_steps import OFFLOAD_ALL, step
 from tests.patience import PATIENCE_S
+from tests.processes import BARE_PACKAGE
 
 
 def our_threads() -> list[str]:
@@ -196,18 +197,20 @@ def test_metrics_are_drained_once(spill_dir: Path) -> None:
 def test_interpreter_exit_without_close(spill_dir: Path) -> None:
     """Forgotten open with work under way: the process ends by itself, and says nothing."""
     program = f"""
-import torch, lightning_ssd as s
-hardware = s.HardwareProfile(paths={str(spill_dir)!r})
-policy = s.OffloadPolicy(activations="offload", min_tensor_bytes=0)
-offloader = s.Offloader(policy=policy, hardware=hardware)
+import torch
+from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.offloader import Offloader
+hardware = HardwareProfile(paths={str(spill_dir)!r})
+policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
+offloader = Offloader(policy=policy, hardware=hardware)
 offloader.open()
 x = torch.randn(2000, 2000, requires_grad=True)
 with offloader.saved_tensors():
     loss = x.exp().sin().cos().sum()
 """
-    child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    # Not a fork: this is about how an interpreter ends. That of test_thread_stress ends with Lightning in it.
+    command = [sys.executable, "-W", "ignore", "-c", BARE_PACKAGE + program]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (child.returncode, child.stderr) == (0, "")
     assert not [path for path in spill_dir.rglob("*") if path.is_file()]
 

@@ -43,7 +43,8 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     if dtype is torch.bool:
         return torch.rand(shape) > 0.5
     count = int(torch.tensor(shape).prod()) * dtype.itemsize
-    return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).view(shape)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-count // 8),))  # eight bytes at once
+    return drawn.view(torch.uint8)[:count].clone().view(dtype).view(shape)
 
 
 def strided(base: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Tensor:
@@ -129,6 +130,8 @@ def bits(tensor: Tensor) -> Tensor:
     itemsize = tensor.element_size()
     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     count = whole.numel() // itemsize
+    if tensor.is_contiguous():
+        return whole[tensor.storage_offset() * itemsize :][: tensor.numel() * itemsize].view(-1, itemsize)
     positions = torch.arange(count).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     return whole[: count * itemsize].view(count, itemsize)[positions.reshape(-1)]
 

@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import lightning_ssd
 from lightning_ssd.storage import arbiter as arbiter_module
 from lightning_ssd.storage.arbiter import Arbiter
 from tests.patience import PATIENCE_S
@@ -26,23 +24,19 @@ pytestmark = pytest.mark.usefixtures("runtime")
 # How long somebody who must wait is watched. No test fails because a machine is slow: then less is seen.
 _WATCH_S = 0.2
 
-# What the package's own __init__ imports takes seconds, and the arbiter needs none of it.
 PRELUDE = """
-import os, sys, types
-package = types.ModuleType("lightning_ssd")
-package.__path__ = [sys.argv[1]]
-sys.modules["lightning_ssd"] = package
+import os, sys
 from pathlib import Path
 from lightning_ssd.storage.arbiter import Arbiter
 def say(word): print(word, flush=True)
-arbiter = Arbiter(Path(sys.argv[2]))
-say("ready")
+arbiter = Arbiter(Path(sys.argv[1]))
+say(os.getpid())
 """
 HOLD = "with arbiter.writing():\n    say('inside')\n    sys.stdin.readline()\nsay('left')\n"
 COUNT = """
 sys.stdin.readline()
 import time
-file = Path(sys.argv[2], "count")
+file = Path(sys.argv[1], "count")
 for _ in range(100):
     with arbiter.writing():
         number = int(file.read_text())
@@ -69,39 +63,62 @@ with arbiter.writing():
     sys.stdin.read()
 """
 
-Start = Callable[[str], "subprocess.Popen[str]"]
+
+class Other:
+    """A process that runs a script. It is a fork, and ``popen`` who waits for it, so that signals go to its own id."""
+
+    def __init__(self, popen: subprocess.Popen[str]) -> None:
+        self.popen = popen
+        self.pid = int(heard(self))
+
+    def wait(self) -> int:
+        return self.popen.wait(PATIENCE_S)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+            time.sleep(0.001)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+Start = Callable[[str], Other]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, forks: list[str]) -> Iterator[Start]:
     """Runs a script in another process, with an arbiter for the same directory; it is ended with the test."""
     with ExitStack() as stack:
 
-        def run(script: str) -> subprocess.Popen[str]:
-            command = [sys.executable, "-c", PRELUDE + script, str(Path(lightning_ssd.__file__).parent), str(tmp_path)]
+        def run(script: str) -> Other:
+            command = [*forks, "-c", PRELUDE + script, str(tmp_path)]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
             stack.enter_context(process)
             stack.callback(process.kill)
-            assert heard(process) == "ready"
-            return process
+            return Other(process)
 
         yield run
 
 
-def heard(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+def heard(other: Other) -> str:
+    assert other.popen.stdout is not None
+    return other.popen.stdout.readline().strip()
 
 
-def is_silent(process: subprocess.Popen[str]) -> bool:
-    assert process.stdout is not None
-    return not select.select([process.stdout], [], [], _WATCH_S)[0]
+def is_silent(other: Other) -> bool:
+    assert other.popen.stdout is not None
+    return not select.select([other.popen.stdout], [], [], _WATCH_S)[0]
 
 
-def tell(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+def tell(other: Other) -> None:
+    assert other.popen.stdin is not None
+    other.popen.stdin.write("\n")
+    other.popen.stdin.flush()
 
 
 def late_turn_over() -> None:
@@ -152,7 +169,6 @@ class TestSeveralProcesses:
         assert heard(other) == "inside"
         assert is_taken(locks(runtime)["write"])
         other.kill()
-        other.wait()
         with arbiter.writing():
             pass
 
@@ -167,8 +183,7 @@ class TestSeveralProcesses:
         monkeypatch.setattr(arbiter_module, "_PATIENCE_S", 0.05)
         other = start(HOLD)
         assert heard(other) == "inside"
-        other.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+        other.stop()
         with arbiter.writing():
             assert is_taken(locks(runtime)["write"]), "the other one was to hold it"
         assert "let it go on" in caplog.text
@@ -177,7 +192,7 @@ class TestSeveralProcesses:
             with arbiter.writing():
                 pass
         assert len(caplog.records) == 1
-        other.send_signal(signal.SIGCONT)
+        other.go_on()
         tell(other)
         assert heard(other) == "left"
         late_turn_over()
@@ -257,6 +272,5 @@ class TestSeveralProcesses:
         assert heard(parent) == "child"
         assert is_taken(locks(runtime)["write"])
         parent.kill()
-        parent.wait()
         with arbiter.writing():  # the child lives until its input ends
             pass

@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import closing
@@ -131,7 +130,7 @@ class TestFullDisk:
         assert arena.free_bytes < 2 * MIB
         arena.close()
 
-    def test_kill_leaves_no_byte(self, small_disk: Callable[[int], Path]) -> None:
+    def test_kill_leaves_no_byte(self, small_disk: Callable[[int], Path], forks: list[str]) -> None:
         directory = small_disk(64)
         empty = os.statvfs(directory).f_bfree
         code = """
@@ -140,16 +139,16 @@ class TestFullDisk:
             arena = Arena(sys.argv[1], block_bytes=4096, direct=False, growth_bytes=1 << 20)
             extent = arena.allocate(32 << 20)
             os.pwrite(arena.fd, os.urandom(extent.nbytes), extent.offset)
-            print("ready", flush=True)
+            print(os.getpid(), flush=True)
             sys.stdin.read()
         """
-        command = [sys.executable, "-c", textwrap.dedent(code), str(directory)]
+        command = [*forks, "-c", textwrap.dedent(code), str(directory)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
+            pid = int(child.stdout.readline())
             assert (empty - os.statvfs(directory).f_bfree) * os.statvfs(directory).f_frsize >= 32 * MIB
-            child.send_signal(signal.SIGKILL)
-            child.wait()
+            os.kill(pid, signal.SIGKILL)
+            assert child.wait() == -signal.SIGKILL
         (folder,) = directory.glob(".lightning_ssd-*")
         assert list(folder.iterdir()) == []
         folder.rmdir()

@@ -9,6 +9,7 @@ import xxhash
 
 from lightning_ssd.storage.integrity import Sampler, checksum
 from lightning_ssd.tensors import Region
+from tests.processes import BARE_PACKAGE
 from tests.storage.suite import Memory
 from tests.threads import at_once
 
@@ -39,7 +40,8 @@ def test_only_the_region_counts() -> None:
 
 
 def test_xxhash_is_imported_only_when_needed() -> None:
-    code = "import sys, lightning_ssd.storage.integrity; sys.exit('xxhash' in sys.modules)"
+    """As the package does not import it, either, see test_imports."""
+    code = f"{BARE_PACKAGE}import lightning_ssd.storage.integrity; sys.exit('xxhash' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +133,7 @@ def test_other_directories_take_no_turns(backend: PosixBackend, spill_dir: Path)
         round_trip(turns, spill_dir)
 
 
-def test_another_process_waits_for_its_turn(backend: PosixBackend, spill_dir: Path) -> None:
+def test_another_process_waits_for_its_turn(backend: PosixBackend, spill_dir: Path, forks: list[str]) -> None:
     """The child holds the drive's writing turn; we get it when the child has died."""
     code = f"""
         import sys, time
@@ -145,7 +144,7 @@ def test_another_process_waits_for_its_turn(backend: PosixBackend, spill_dir: Pa
             print("inside", flush=True)
             time.sleep(600)
     """
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([*forks, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "inside\n"
