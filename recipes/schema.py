@@ -14,7 +14,7 @@ import netrc
 import os
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -200,9 +200,15 @@ class Schema:
         first = {group: options[0] for group, options in choices.items()}
         others = ({**first, group: option} for group, options in choices.items() for option in options[1:])
         for combination in (first, *others):
-            words = [f"{group}={_text(option)}" for group, option in combination.items()]
-            with initialize_config_dir(str(self.config_dir), version_base="1.3"):
-                yield _plain(compose(self.config_name, overrides=words))
+            words = (f"{group}={_text(option)}" for group, option in combination.items())
+            yield _composed(self.config_dir, self.config_name, tuple(words))
+
+
+@cache
+def _composed(config_dir: Path, config_name: str, words: tuple[str, ...]) -> Tree:
+    """Which keys there are, for some choices of groups. Composing takes a while, and files are read once, as above."""
+    with initialize_config_dir(str(config_dir), version_base="1.3"):
+        return _plain(compose(config_name, overrides=list(words)))
 
 
 def _parsed(override: str) -> Override:

@@ -212,13 +212,21 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def forked_workers(forks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of benchmarks are forks, but for those that have to begin in a control group."""
+def forked_workers(forks: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Workers of benchmarks are forks, but for those that have to begin in a control group.
+
+    Gives the statements that each of them begins with, none at first.
+    """
     from recipes import bench_child
 
-    begin = bench_child._command
+    begin, statements = bench_child._command, []
 
     def command(module: str, procs: Path | None) -> Sequence[str]:
-        return [*forks, "-m", module] if procs is None else begin(module, procs)
+        if procs is not None:
+            return begin(module, procs)
+        if not statements:
+            return [*forks, "-m", module]
+        return [*forks, "-c", "\n".join([*statements, f"from {module} import main", "raise SystemExit(main())"])]
 
     monkeypatch.setattr(bench_child, "_command", command)
+    return statements

@@ -17,8 +17,26 @@ def row(mode: str, loss: float, weights: str | None) -> dict[str, Any]:
     return {"mode": mode, **seconds, "peak_bytes": 1 << 30, "losses": [loss], "weights": [weights]}
 
 
-@pytest.mark.usefixtures("forked_workers")
-def test_ours_and_torch_at_a_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+SMALL_SUBGROUPS = """
+from lightning_ssd import paged_states
+from lightning_ssd.planning import subgroups
+paged_states._MIN_SUBGROUP_BYTES, subgroups.GRANULE = 64 << 10, 1024
+"""
+"""Or all states of a toy would stay in memory, and nothing could come back wrong."""
+FLIPPED_BITS = """
+from lightning_ssd.storage.posix import PosixBackend
+read = PosixBackend.read
+def flipped(self, arena, region, offset):
+    read(self, arena, region, offset)
+    region.view()[0] ^= 0x40
+PosixBackend.read = flipped
+"""
+
+
+def test_ours_and_torch_at_a_toy_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], forked_workers: list[str]
+) -> None:
+    forked_workers.append(SMALL_SUBGROUPS)
     report = tmp_path / "report.json"
     arguments = [
         "--tiny",
@@ -37,6 +55,15 @@ def test_ours_and_torch_at_a_toy_size(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [found["mode"] for found in table["rows"]] == ["torch", "ours", "ours_cached"]
     assert len(table["rows"][0]["losses"]) == 2, "the warm-up is compared too"
     assert str(tmp_path) not in report.read_text()
+
+
+def test_a_toy_whose_states_come_back_with_other_bits_is_not_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], forked_workers: list[str]
+) -> None:
+    forked_workers += [SMALL_SUBGROUPS, FLIPPED_BITS]
+    arguments = ["--tiny", "--modes", "torch,ours,ours_cached", "--steps", "1", "--dir", str(tmp_path)]
+    assert bench_deepspeed.main(arguments) == 1
+    assert capsys.readouterr().out.count("weights NOT EQUAL to torch's, bit for bit") == 2
 
 
 def test_wrong_bits_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,6 +314,7 @@ def test_copies_of_weights_have_the_bits_of_copies_by_hand(tmp_path: Path, capsy
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_plain_pytorch_runs_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tiny", "--part", "main", "--modes", "torch", "--steps", "1", "--warmup", "1", "--threads", "1"]
     assert bench_optimizer.main([*arguments, "--dir", str(tmp_path)]) == 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipes import bench_plan
+from recipes.bench_shapes import TINY_PLANNED
 from recipes.bench_table import Sample
 from recipes.bench_targets import judge, show_verdicts
 from recipes.mode_spec import parse_mode
@@ -108,8 +110,9 @@ def test_a_toy_run_of_the_real_thing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its speeds mean nothing; bits and budgets hold at any size."""
-    fewer = {"violations": [["keep", "budget=60%"]], "mixed": [["keep", "recompute", "budget=40%@50MB/s"]]}
+    fewer = {"violations": [["keep", "budget=60%"]], "mixed": [["keep", "recompute", "budget=40%@200MB/s"]]}
     monkeypatch.setattr(bench_plan, "PARTS", fewer)
+    monkeypatch.setattr(bench_plan, "TINY_PLANNED", replace(TINY_PLANNED, layers=2))
     file = tmp_path / "result.json"
     arguments = ["--tiny", "--parts", "violations,mixed", "--steps", "2", "--violation-steps", "3", "--threads", "1"]
     code = bench_plan.main([*arguments, "--dir", str(tmp_path / "spill"), "--json", str(file)])

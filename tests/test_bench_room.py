@@ -19,6 +19,7 @@ from recipes.mode_spec import parse_mode
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
     """It cannot make its directory, says so itself, and everything is closed."""
     (tmp_path / "file").write_text("")

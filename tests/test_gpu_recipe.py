@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,6 +23,7 @@ from recipes.gpu_facts import inspect_machine
 from recipes.gpu_marks import files_with_gpu_tests, has_gpu_tests
 from recipes.gpu_sizes import GIB, MIB, Room, io_bytes, optimizer_layers, step_arguments
 from recipes.gpu_table import Row, as_markdown, read_result
+from tests.forked import forks_of
 
 CARD: dict[str, Any] = {
     "torch": "2.13.0",
@@ -387,25 +389,30 @@ ABSENT = (
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_rehearsal_where_there_is_little(spill_dir: Path) -> None:
-    """Neither git nor what only the development of this project needs: the script's beginning, on the CPU."""
+    """Neither git nor what only the development of this project needs: the script's beginning, on the CPU.
+
+    All of its processes are forks of one that has done the imports in that poor environment.
+    """
     (spill_dir / "sitecustomize.py").write_text(BARE.format(absent=ABSENT))
     names = ("streams", "bits", "steps", "tensors", "compiled")
-    command = [sys.executable, "-m", "recipes.gpu", "--rehearse", "--dir", str(spill_dir / "dir")]
-    done = subprocess.run(
-        [*command, "--out", str(spill_dir), *(f"--only={name}" for name in names)],
-        cwd=ROOT,
-        env={
-            "PATH": str(spill_dir),
-            "HOME": str(spill_dir),
-            "PYTHONPATH": f"{spill_dir}:{ROOT}",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=390,
-    )
+    poor = {
+        "PATH": str(spill_dir),
+        "HOME": str(spill_dir),
+        "PYTHONPATH": f"{spill_dir}:{ROOT}",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    imported = ("pytest", *(f"recipes.{name}" for name in ("bench_worker", "bench_step", "gpu_compiled", "gpu_facts")))
+    with mock.patch.dict(os.environ, poor, clear=True), forks_of(spill_dir, *imported) as forks:
+        done = subprocess.run(
+            [*forks, "-m", "recipes.gpu", "--rehearse", "--dir", str(spill_dir / "dir"), "--out", str(spill_dir)]
+            + [f"--only={name}" for name in names],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=390,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((spill_dir / "results.json").read_text())
     answers = {row["name"]: row["answer"] for row in content["experiments"]}

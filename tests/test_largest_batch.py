@@ -146,17 +146,19 @@ def test_wrong_arguments_are_refused(arguments: list[str], text: str, capsys: py
 
 @pytest.mark.slow
 def test_a_toy_run_of_the_real_thing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keep meets its limit, offloading does not within the largest batch that is tried."""
+    """Keep meets its limit, offloading does not within the largest batch that is tried.
+
+    Each trial imports for longer than it trains, so there are as few as can show that, and many layers.
+    """
     file = tmp_path / "result.json"
-    arguments = ["--tiny", "--sequence", "1024", "--layers", "8", "--budget", "720MiB", "--max-batch", "4"]
+    arguments = ["--tiny", "--sequence", "1024", "--layers", "20", "--budget", "920MiB", "--max-batch", "2"]
     paths = ["--dir", str(tmp_path / "spill"), "--json", str(file)]
     assert largest_batch.main([*arguments, "--modes", "keep,ssd", "--threads", "1", *paths]) == 0
     content = json.loads(file.read_text())
     batches = {row["mode"]: row["largest_batch"] for row in content["summary"]}
-    assert 1 <= batches["keep"] < 4
-    assert batches["ssd"] == 4
+    assert batches == {"keep": 1, "ssd": 2}
     assert content["environment"]["enforced_by"].startswith(("a memory control group", "nothing holds the budget"))
     assert any(not trial["fits"] for trial in content["trials"])
     assert str(tmp_path) not in json.dumps(content["environment"])
-    assert "| ssd | 4 |" in capsys.readouterr().out
+    assert "| ssd | 2 |" in capsys.readouterr().out
     assert list((tmp_path / "spill").iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,10 @@ def test_fails():
 """
 
 
-def test_a_checkout_is_run_both_ways_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkout_is_run_both_ways_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], forks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", *forks)
     folder = tmp_path / "checkout" / "tests" / "tests_pytorch" / "loops"
     folder.mkdir(parents=True)
     (folder / "test_it.py").write_text(CHECKOUT)

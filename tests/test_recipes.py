@@ -333,8 +333,10 @@ def test_a_model_is_sharded_block_by_block_over_a_mesh(monkeypatch: pytest.Monke
         (["experiment=smoke", "offload.min_tensor_bytes=4ZB"], "is not a size; allowed"),
     ],
 )
-def test_a_mistake_ends_the_command_with_a_short_message(arguments: list[str], match: str, tmp_path: Path) -> None:
-    done = run_module("recipes.train", *arguments, cwd=tmp_path)
+def test_a_mistake_ends_the_command_with_a_short_message(
+    arguments: list[str], match: str, tmp_path: Path, forks: list[str]
+) -> None:
+    done = run_module("recipes.train", *arguments, cwd=tmp_path, begin=forks)
     assert done.returncode == 1
     assert match in done.stderr
     assert "Traceback" not in done.stderr
@@ -343,7 +345,7 @@ def test_a_mistake_ends_the_command_with_a_short_message(arguments: list[str], m
 
 @pytest.mark.slow
 def test_the_demo_from_the_command_line(spill_dir: Path, forks: list[str]) -> None:
-    tiny = (*TINY, "logger=none", "trainer.max_steps=8")
+    tiny = (*TINY, "logger=none")
     done = run_module("recipes.demo", "--output-dir", str(spill_dir), *tiny, cwd=spill_dir, begin=forks)
     assert done.returncode == 0, done.stderr
     assert "Verdict: Losses and weights are bit for bit those of plain Lightning." in done.stdout
