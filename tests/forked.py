@@ -100,6 +100,8 @@ def _become(asked: dict[str, object], streams: Sequence[int]) -> None:
     os.chdir(str(asked["cwd"]))
     os.environ.clear()
     os.environ.update(asked["environ"])  # type: ignore[call-overload]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
     kind, what, *arguments = asked["arguments"]  # type: ignore[misc]
     sys.argv = [what, *arguments]
     # As in any interpreter, what runs is a module that lives until all else is torn down.

@@ -12,11 +12,15 @@ from recipes import bench_turns
 from tests.patience import PATIENCE_S
 
 FORKING = """
-import sys
-from functools import partial
+import pickle, sys
 from torch import multiprocessing
 from recipes import bench_turns
-multiprocessing.spawn = partial(multiprocessing.start_processes, start_method="fork")
+
+def fork(*work, **options):
+    pickle.dumps(work)  # as for a spawned one
+    return multiprocessing.start_processes(*work, **options, start_method="fork")
+
+multiprocessing.spawn = fork
 sys.exit(bench_turns.main(sys.argv[1:]))
 """
 """Each spawned process would import for longer than it works."""
