@@ -112,22 +112,24 @@ class MallocThreshold:
         if self._libc is None:
             return False
         with self._lock:
-            if not self._users:
-                MallocThreshold._holes = _HeldHoles(self._libc, self.nbytes)
+            # Claimed first: wherever an interrupt comes, restore() makes it good.
             self._users.add(self)
+            if self._holes is None:
+                MallocThreshold._holes = holes = _HeldHoles(self._libc)
+                holes.hold(self.nbytes)
             taken = self._apply()
         self.reason = None if taken else "mallopt refused the value"
         return taken
 
     def restore(self) -> None:
-        """End this object's claim. Without a claim: no effect."""
+        """End this object's claim. Without any claim: no effect."""
         if self._libc is None:
             return
         with self._lock:
-            if self in self._users:
-                self._users.remove(self)
+            self._users.discard(self)
+            if self._holes is not None:
                 self._apply()
-                if not self._users and self._holes is not None:
+                if not self._users:
                     self._holes.release()
                     MallocThreshold._holes = None
 
@@ -175,10 +177,13 @@ class _HeldHoles:
     _M_MMAP_THRESHOLD = -3
     _LARGEST = 32 << 20
 
-    def __init__(self, libc: Any, nbytes: int) -> None:
-        """Hold every hole of at least ``nbytes``. Leaves the mmap threshold changed: the caller sets it next."""
+    def __init__(self, libc: Any) -> None:
         self._libc = libc
         self._blocks: list[int] = []
+
+    def hold(self, nbytes: int) -> None:
+        """Hold every hole of at least ``nbytes``. Leaves the mmap threshold changed: the caller sets it next."""
+        libc = self._libc
         if not hasattr(libc, "mallinfo2"):
             return
         libc.mallinfo2.restype = _MallInfo2
@@ -206,9 +211,8 @@ class _HeldHoles:
 
     def release(self) -> None:
         """Give the holes back to malloc."""
-        for block in self._blocks:
-            self._libc.free(block)
-        self._blocks.clear()
+        while self._blocks:
+            self._libc.free(self._blocks.pop())
 
 
 def _user_setting(name: str, default: int) -> int:

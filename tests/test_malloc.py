@@ -125,6 +125,35 @@ print(inside, after)
 
 
 @glibc_only
+def test_an_interrupt_while_holes_are_held_leaves_nothing(forks):
+    output = run_pattern(
+        """
+from lightning_ssd.malloc import _HeldHoles
+
+hold = _HeldHoles._hold
+def interrupted(self, size):
+    hold(self, size)
+    if self._blocks:
+        raise KeyboardInterrupt
+_, last = held_after_free()             # leaves 126 MiB of hole below a live buffer
+threshold = MallocThreshold()
+_HeldHoles._hold = interrupted
+try:
+    threshold.fix()
+except KeyboardInterrupt:
+    print("interrupted")
+_HeldHoles._hold = hold
+threshold.restore()
+print(held_after_free()[0], MallocThreshold._holes)
+""",
+        forks,
+    )
+    told, after = output.splitlines()
+    assert told == "interrupted"
+    assert int(after.removesuffix(" None")) > 100, "the heap serves such buffers again"
+
+
+@glibc_only
 @pytest.mark.parametrize("heap", ["", "make_heap(128 * MIB)"], ids=["small heap", "holes in 128 MiB"])
 def test_after_restore_the_threshold_is_32_mib(heap, forks):
     output = run_pattern(
