@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,6 @@ from lightning_ssd.tensors import TensorSpec
 
 __all__ = ["Origin", "VersionProbe", "inplace_error", "pytorch_wording"]
 
-_preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (not in its types)
 _OLD_TYPES = frozenset({"Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"})
 _RETURN_SEVERAL_VIEWS = frozenset({"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"})
 
@@ -28,24 +27,22 @@ class VersionProbe:
     shared. An edit through ``tensor.data`` or through NumPy changes no counter; PyTorch does not see it either.
     """
 
-    __slots__ = ("_alias", "saved")
+    __slots__ = ("_alias", "_owner", "saved")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         alias = tensor.detach()
         alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._alias = alias
+        self._owner = weakref.ref(_owner_of(tensor))
         self.saved = tensor._version
 
     def shares_counter(self, tensor: torch.Tensor) -> bool:
-        """Whether edits of ``tensor`` are edits of ours. Equal storage and version do not say so.
+        """Whether edits of ``tensor`` are surely edits of ours. Equal storage and version do not say so.
 
-        ``tensor.data`` and ``unsafe_chunk`` (inside of GRU and LSTM cells) give counters of their own. The only way to
-        find out is to move ours for a moment: the caller holds the lock under which a mismatch is looked at again.
+        ``tensor.data`` and ``unsafe_chunk`` (inside of GRU and LSTM cells) give counters of their own. One that came
+        by ``detach()`` shares ours, but only an edit would tell, which others would see.
         """
-        before = tensor._version
-        with _preserve_version(self._alias):
-            torch.autograd.graph.increment_version(self._alias)
-            return tensor._version != before
+        return self._owner() is _owner_of(tensor)
 
     def rebuild(self, spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
         """The saved tensor over its reloaded bytes, and with its own version counter.
@@ -61,6 +58,12 @@ class VersionProbe:
     def version(self) -> int:
         """The tensor's version now; ``saved`` is the one at the time of saving."""
         return self._alias._version
+
+
+def _owner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Whose version counter it has. It lives while any of its views does."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
 class Origin(NamedTuple):

@@ -441,12 +441,9 @@ class TensorCache:
             return give_back(packed)
         self.check_process()
         lease, spec, probe, origin = packed
-        if probe.version != probe.saved:
-            with self.ledger.lock:  # where versions may be moved for a moment, see VersionProbe.shares_counter
-                version = probe.version
-            if version != probe.saved:
-                description = spec.dtype, self._device, spec.size
-                raise inplace_error(description, origin, version=version, expected=probe.saved)
+        if (version := probe.version) != probe.saved:
+            description = spec.dtype, self._device, spec.size
+            raise inplace_error(description, origin, version=version, expected=probe.saved)
         tensor = probe.rebuild(spec, self._fetcher.fetch(lease.record))
         if self._copies is not None:
             self._copies.protect(tensor)

@@ -113,6 +113,27 @@ def test_edit_of_a_living_tensor_behind_autograd(tmp_path: Path) -> None:
     assert_same(program, tmp_path, setups=SETUPS)
 
 
+def test_no_version_is_moved_to_find_out_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be comparing it: a constant that both save, say. Equal versions by chance are told apart."""
+
+    def program(session: Session) -> Any:
+        a, base = leaf(), torch.rand(40, 50)
+        base.add_(1)
+        hidden = base.data
+        with session.saved():
+            y = [a * base, a * base, a * base[:], a * base.detach()]
+            hidden.add_(1)  # now at version 1 as well, over the same memory
+            y.append(a * hidden)
+        session.drain()
+        return finish(session, y[-1], a)
+
+    def is_seen(tensor: object) -> None:
+        pytest.fail("a version was moved")
+
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", is_seen)
+    assert_same(program, tmp_path, setups=SETUPS)
+
+
 def test_tensors_elsewhere_do_not_disturb_the_error(tmp_path: Path) -> None:
     """Whoever made the tensor is looked for among all that live, and some of these have no memory."""
     elsewhere = torch.nn.Linear(2, 2, device="meta")
