@@ -188,9 +188,11 @@ class SavedStorage:
             self.state = State.QUEUED
             self.ledger.writes.add(self)
             queued = tier.write(self, self.nbytes, after, label=f"saved storage {self.index}")
-        finally:
             if not queued:
-                self.tier, self.state = None, State.READY
+                self.tier = None
+        finally:  # after an interrupt it may be in the queue: it stays, and no other tier gets it
+            if not queued:
+                self.state = State.READY
                 self._write_gone()
         return queued
 

@@ -137,6 +137,26 @@ def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
     assert (tier.freed, record.ledger.num_writes) == (1, 0)
 
 
+def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> None:
+    """Its worker would begin the write that the other tier was asked for, and fill in where its own bytes are."""
+
+    class Interrupted(_Roomy):
+        def write(self, *args: object, **kwargs: object) -> bool:
+            raise KeyboardInterrupt
+
+    record = record_of(torch.arange(16.0))
+    with record.ledger.lock:
+        assert record.can_be_evicted
+        with pytest.raises(KeyboardInterrupt):
+            record.queue_write(Interrupted(), None)  # type: ignore[arg-type]
+        assert not record.can_be_evicted
+    assert record.write_begins() is None
+    record.write_ended(None, None)
+    assert record.state is State.READY
+    assert record.storage is not None
+    assert record.ledger.num_writes == 0
+
+
 # -- Ctrl-C while a lease dies -----------------------------------------------------------------------------------------
 
 
