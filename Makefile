@@ -37,7 +37,7 @@ demo: $(STAMP) ## train a small GPT with and without the SSD: what is saved, at 
 test: $(STAMP) ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-exhaustive: $(STAMP) ## what goes on where the tests have begun: 3,000 interrupts, thousands of random programs (an hour or more)
+exhaustive: $(STAMP) ## what goes on where the tests have begun: 3,000 interrupts, thousands of random programs (half an hour)
 	$(BIN)/python -m pytest -n $(WORKERS) -m exhaustive $(ARGS)
 
 # Without .venv, a python3 that has torch, Lightning, xxhash and pytest will do: a machine with a card may have no internet.
