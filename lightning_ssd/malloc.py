@@ -12,9 +12,12 @@ from typing import Any, ClassVar, Self
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["MallocThreshold", "foreign_malloc", "trim"]
+__all__ = ["NO_TCACHE", "MallocThreshold", "foreign_malloc", "reuses_holes", "trim"]
 
 _KIB = 1024
+_LOOKS_FOR_ALIGNED_HOLES = (2, 38)
+NO_TCACHE = "glibc.malloc.tcache_count=0"
+"""In the environment's ``GLIBC_TUNABLES``: glibc keeps no small blocks aside for each thread."""
 _C_LIBRARIES = ("libc.", "libc-", "ld-")
 """Beginnings of the file names of glibc and musl."""
 
@@ -45,6 +48,20 @@ def foreign_malloc() -> str | None:
     own = (os.path.realpath(sys.executable), os.path.realpath("/proc/self/exe"))  # may stand in for what it imports
     name = os.path.basename(path)
     return None if name.startswith(_C_LIBRARIES) or os.path.realpath(path) in own else name
+
+
+def reuses_holes() -> bool:
+    """Whether a tensor gets the memory that another one of its size has left.
+
+    glibc looks for aligned holes from 2.38 on (its bug 14581). Before, it takes some bytes more than were asked for and
+    sets the rest aside for small requests of the thread, so that the hole is too small for the next one of that size.
+    """
+    libc, _ = _glibc()
+    if libc is None:
+        return True
+    libc.gnu_get_libc_version.restype = ctypes.c_char_p
+    version = tuple(int(number) for number in libc.gnu_get_libc_version().split(b".")[:2])
+    return version >= _LOOKS_FOR_ALIGNED_HOLES or NO_TCACHE in os.environ.get("GLIBC_TUNABLES", "").split(":")
 
 
 def _glibc() -> tuple[Any, str | None]:

@@ -114,7 +114,7 @@ def plans_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(MoveSearch, "_judge", lambda *_: None)
     monkeypatch.setattr(MoveSearch, "_look_again", lambda *_: None)
-    monkeypatch.setattr(assembly, "_TIMES_MAPPED", 0)
+    monkeypatch.setattr(assembly, "_mapping_cost", lambda: 0.0)
 
 
 @pytest.fixture

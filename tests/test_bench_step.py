@@ -278,7 +278,7 @@ def test_a_toy_run_under_budgets(
     """All modes that plan or recompute, one of them on a throttled drive: bits, budgets, predictions."""
     monkeypatch.setattr(bench_round, "MAX_EXTRA_WARMUP", 5)  # enough to try a plan; a toy need not settle on one
     # Or the first plan would move nothing, since that does not pay for a toy, and the next one comes much later.
-    forked_workers.append("from lightning_ssd import assembly; assembly._TIMES_MAPPED = 0")
+    forked_workers.append("from lightning_ssd import assembly; assembly._mapping_cost = lambda: 0.0")
     modes = "keep,auto,budget=60%@200MB/s,recompute_offload"
     sizes = ["--layers", "2", "--width", "128", "--sequence", "128", "--batch", "16"]
     file = tmp_path / "result.json"

@@ -3,11 +3,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.malloc import MallocThreshold, foreign_malloc, trim
+from lightning_ssd.malloc import MallocThreshold, foreign_malloc, reuses_holes, trim
 from tests.patience import PATIENCE_S
 from tests.processes import BARE_PACKAGE
 
@@ -230,6 +231,29 @@ def test_a_foreign_malloc_is_left_alone(monkeypatch):
     assert threshold.reason in ("libjemalloc.so.2 replaces glibc's malloc", "the C library is not glibc")
     threshold.restore()
     assert not trim()
+
+
+@glibc_only
+@pytest.mark.parametrize(
+    ("version", "tunables", "reuses"),
+    [
+        (b"2.36", "", False),
+        (b"2.37.9000", "glibc.malloc.tcache_count=01:glibc.malloc.mxfast=0", False),
+        (b"2.36", "glibc.malloc.mxfast=0:glibc.malloc.tcache_count=0", True),
+        (b"2.38", "", True),
+        (b"3.0", "", True),
+    ],
+)
+def test_which_glibc_reuses_what_tensors_leave(version, tunables, reuses, monkeypatch):
+    libc = SimpleNamespace(gnu_get_libc_version=lambda: version)
+    monkeypatch.setattr("lightning_ssd.malloc._glibc", lambda: (libc, None))
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    assert reuses_holes() is reuses
+
+
+def test_another_malloc_does(monkeypatch):
+    monkeypatch.setattr("lightning_ssd.malloc.foreign_malloc", lambda: "libtcmalloc.so.4")
+    assert reuses_holes()
 
 
 def test_a_threshold_that_glibc_would_refuse():
