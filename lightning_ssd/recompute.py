@@ -67,8 +67,8 @@ class Recomputable:
     """Whether every byte that a repetition saves is compared."""
     changed: str | None = None
     """Why it was found out in a repetition that the block had better be kept."""
-    unwritten: set[int] = field(default_factory=set)
-    """Saved integers that differ without meaning."""
+    unwritten: set[tuple[int, int]] = field(default_factory=set)
+    """Saved integers that differ without meaning, and are no indices: what the call saved, and which of it."""
 
     def refuse(self, module: nn.Module, reason: str) -> RecomputeError:
         """From now on it is kept. Returns the error to raise."""
@@ -266,10 +266,13 @@ class _Call:
         if reason is None:
             integers = self._saved.differing_integers(again)
             written = [index for index in integers if not self._saved.may_be_unwritten(index)]
-            unknown = [index for index in integers if index not in self._block.unwritten]
+            kinds = self._saved.kinds
+            unknown = [index for index in integers if (kinds, index) not in self._block.unwritten]
             if written or (unknown and not self._has_same_output(tensors, numbers)):
                 reason = f"the values of saved tensor {(written or unknown)[0]}, integers, differ"
-            self._block.unwritten.update(unknown)
+            else:  # what might be an index after all is looked at in each call
+                known = [(kinds, index) for index in unknown if self._saved.cannot_be_index(index)]
+                self._block.unwritten.update(known)
         if reason is not None:
             raise self._block.refuse(
                 self._module,
