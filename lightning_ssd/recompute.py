@@ -35,6 +35,7 @@ from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.fingerprint import Fingerprint
 from lightning_ssd.generators import RandomStates, default_sources
 from lightning_ssd.inplace import Origin, VersionProbe, inplace_error
+from lightning_ssd.put_back import num_noted, put_back_the_rest
 
 __all__ = ["Recomputable", "Watched", "device_of", "recompute", "watch", "who_else_decides"]
 
@@ -87,6 +88,7 @@ def recompute(
     inputs: CallInputs,
     first: tuple[tuple[Any, ...], dict[str, Any]],
     block: Recomputable,
+    state: CallState,
 ) -> Any:
     """Call ``run`` with the arguments ``first``, and again whenever backward needs what it computed.
 
@@ -98,6 +100,7 @@ def recompute(
         inputs: made of ``first``; not ``opaque``.
         first: arguments and keyword arguments, as the caller gave them.
         block: is told if a repetition turns out not to be exact.
+        state: of the module and of modules and functions among the arguments; not ``opaque``.
 
     Raises:
         ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor.
@@ -107,7 +110,7 @@ def recompute(
     if device.type != "cpu" and all(tensor.device != device for tensor in tensors):
         # checkpoint looks after the random numbers of the devices of its inputs, and of no others.
         tensors.append(torch.empty(0, device=device))
-    call = _Call(module, run, inputs, first, block)
+    call = _Call(module, run, inputs, first, block, state)
     with call.inputs_watched(inputs):
         result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
     if call.edits is not None:
@@ -136,7 +139,7 @@ class Watched:
         edits = state.settle()
         if any(probe.version != probe.saved for probe in self._inputs):
             edits = "an input"
-        self.reason = None if edits is None else f"{edits} is edited in place by it"
+        self.reason = state.opaque if edits is None else f"{edits} is edited in place by it"
         self._others = state.probes()
 
     def look(self) -> None:
@@ -188,6 +191,7 @@ class _Call:
         inputs: CallInputs,
         first: tuple[Any, Any],
         block: Recomputable,
+        state: CallState,
     ) -> None:
         self.edits: str | None = None
         """After the first run: what it has edited in place that cannot be put back."""
@@ -198,7 +202,7 @@ class _Call:
         self._versions = [(tensor, tensor._version) for tensor in inputs.tensors]
         self._first: tuple[Any, Any] | None = first
         self._block = block
-        self._state = CallState([module, *inputs.modules], inputs.functions)
+        self._state = state
         self._saved = Fingerprint(full=block.full, weights=self._state.addresses)
         self._output: Fingerprint | None = None
 
@@ -233,10 +237,15 @@ class _Call:
         return result
 
     def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        with self._state.claimed() as reason:
-            if reason is not None:
-                raise self._block.refuse(self._module, reason)
-            self._repeat(tensors)
+        number = num_noted()
+        try:
+            with self._state.claim():
+                reason = self._state.why_not()
+                if reason is not None:
+                    raise self._block.refuse(self._module, reason)
+                self._repeat(tensors)
+        finally:
+            put_back_the_rest(number)
 
     def _repeat(self, tensors: tuple[torch.Tensor, ...]) -> None:
         args, kwargs = fill(self._pattern, tensors)
