@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from lightning_ssd.call_inputs import CallInputs
+from lightning_ssd.call_state import CallState
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.put_back import put_back_all
 from lightning_ssd.recompute import Recomputable, Watched, device_of, recompute, watch, who_else_decides
 from lightning_ssd.stand_in import StandIn
 
@@ -145,8 +147,12 @@ def _is_stage(module: nn.Module, in_lists: Mapping[type, int]) -> bool:
         for child in module.children()
         if isinstance(child, _LISTS) and len(set(map(type, child.children()))) == 1 and _groups(child, in_lists)
     ]
-    inside = sum(parameter.numel() for child in lists for parameter in child.parameters())
-    return 2 * inside > sum(parameter.numel() for parameter in module.parameters())
+    return 2 * sum(map(_size, lists)) > _size(module)
+
+
+def _size(module: nn.Module) -> int:
+    """Elements of its parameters, as far as these are made."""
+    return sum(p.numel() for p in module.parameters() if not isinstance(p, nn.UninitializedParameter))
 
 
 def _choose(module: nn.Module, in_lists: Mapping[type, int], chosen: set[nn.Module]) -> None:
@@ -255,6 +261,7 @@ class Blocks:
     def observe(self, observer: BlockObserver) -> Iterator[None]:
         """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
         before, self._active.observer = self._active.observer, observer
+        put_back_all()
         if before is None and observer.wants_inputs:
             for wrapper in self._wrappers:
                 wrapper.begin_measuring()
@@ -314,8 +321,9 @@ class _Wrapper(StandIn):
                 inputs = CallInputs(args, kwargs)
                 if observer.wants_inputs:
                     observer.block_inputs(inputs.nbytes_on(device_of(module)))
-                if self._may_recompute(inputs, wanted=wants_recompute):
-                    return recompute(module, self.__wrapped__, inputs, (args, kwargs), self._block)
+                state = self._state_to_repeat(module, inputs, wanted=wants_recompute)
+                if state is not None:
+                    return recompute(module, self.__wrapped__, inputs, (args, kwargs), self._block, state)
                 if wants_recompute:
                     observer.block_is_kept()
                 if observer.wants_inputs and self._is_allowed and self._refusal is None:
@@ -329,18 +337,24 @@ class _Wrapper(StandIn):
         finally:
             active.observer = observer
 
-    def _may_recompute(self, inputs: CallInputs, *, wanted: bool) -> bool:
-        checkpointed = who_else_decides()
+    def _state_to_repeat(self, module: nn.Module, inputs: CallInputs, *, wanted: bool) -> CallState | None:
+        """What the call depends on, if it is to be recomputed and can be."""
+        checkpointed, state = who_else_decides(), None
         refusal = inputs.opaque or checkpointed
-        self._refusal = self._refusal or refusal
         reason = refusal or self.why_not()
+        if wanted and reason is None:
+            state = CallState([module, *inputs.modules], inputs.functions)
+            if state.is_unmade:
+                return None  # without a word: later ones are
+            reason = refusal = state.opaque
+        self._refusal = self._refusal or refusal
         kind = type(self._module()).__name__
         # Whoever checkpoints by himself has what he wants.
         is_told = checkpointed is not None or reason == self._block.changed  # by an error
         if wanted and reason is not None and not is_told and kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(f"block {self.name!r} ({kind}) is not recomputed: {reason}", stacklevel=4)
-        return wanted and reason is None
+        return state if reason is None else None
 
     def begin_measuring(self) -> None:
         """What was learnt of arguments is learnt anew."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from types import FunctionType
 from typing import Any
 
@@ -43,6 +43,9 @@ class CallState:
         self._copies: list[tuple[_Buffers, str, torch.Tensor]] = []
         self.addresses = self._reach.addresses
         """Of storages whose identity and version are compared."""
+        self.opaque = self._reach.opaque
+        self.is_unmade = self._reach.is_unmade
+        """See :class:`Reach`."""
 
     def settle(self) -> str | None:
         """After the call: keep what is needed to repeat it. Returns what was edited in place and cannot be put back."""
@@ -57,27 +60,48 @@ class CallState:
         self._parts.clear()
         return edited
 
-    @contextmanager
-    def claimed(self) -> Iterator[str | None]:
-        """Around all that :meth:`as_before` is for. Gives what that cannot undo; ``None``: nothing that can be seen."""
-        with self._modes.claimed() as reason:
-            yield reason or self._reach.change()
+    def claim(self) -> AbstractContextManager[object]:
+        """Around all that :meth:`as_before` is for."""
+        return self._modes.claim()
+
+    def why_not(self) -> str | None:
+        """What :meth:`as_before` cannot undo; ``None``: nothing that can be seen. Ask within :meth:`claim`."""
+        return self._modes.why_not() or self._reach.change()
 
     def probes(self) -> list[tuple[str, weakref.ref[torch.Tensor], int]]:
         """See :meth:`Reach.probes`."""
         return self._reach.probes()
 
-    @contextmanager
-    def as_before(self) -> Iterator[Callable[..., Any]]:
+    def as_before(self) -> AbstractContextManager[Callable[..., Any]]:
         """While it is entered all is as it was before the call; then as it was when it was entered.
 
         Buffers that the call edits are copies of copies meanwhile: it may be repeated again, and others may have saved
         the module's own.
 
-        Returns:
-            What runs a function among the context variables of the call.
+        Gives what runs a function among the context variables of the call.
         """
-        with self._modes.as_before(), self._reach.as_before():
-            for buffers, name, copy in self._copies:
-                buffers[name] = copy.clone()
-            yield self._context.copy().run
+        return _Before(self._modes, self._reach, self._copies, self._context)
+
+
+class _Before(AbstractContextManager[Callable[..., Any]]):
+    """No generator: one that an interrupt leaves halfway goes on when it is dropped, where the next would be lost."""
+
+    def __init__(
+        self,
+        modes: GlobalModes,
+        reach: Reach,
+        copies: list[tuple[_Buffers, str, torch.Tensor]],
+        context: contextvars.Context,
+    ) -> None:
+        self._modes, self._reach, self._copies, self._context = modes, reach, copies, context
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Callable[..., Any]:
+        self._entered.enter_context(self._modes.as_before())
+        self._entered.enter_context(self._reach.as_before())
+        for buffers, name, copy in self._copies:
+            buffers[name] = copy.clone()
+        return self._context.copy().run
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._entered.close()

@@ -11,7 +11,6 @@ differ, and look like it, the caller has to find out whether it matters, see ``r
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Container, Iterator
 from contextlib import nullcontext
@@ -30,8 +29,8 @@ _STRIDE = 251
 _COLUMNS = 512
 _NUM_UNREAD = 2
 """So many tensors wait for the next one before they are read: ``rrelu`` fills its noise after it has saved two."""
-_MAX_SEEDS = 2
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint32, torch.uint64})
+_KNOWN_DEVICES = ("cpu", "cuda")
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -142,9 +141,26 @@ class Fingerprint:
     def may_be_unwritten(self, index: int) -> bool:
         """Whether these integers look like a seed or reserved space. Others are indices, say, on which gradients depend
         even where the output does not.
+
+        Attention on CUDA saves its seed and offset as a pair and a number of ``uint64``, or as two numbers on the CPU;
+        recurrent layers reserve bytes. Of other devices it is not known where they put them.
         """
-        _, dtype, shape, _ = self._kinds[index]
-        return dtype is torch.uint8 or math.prod(shape) <= _MAX_SEEDS
+        _, dtype, shape, device = self._kinds[index]
+        if dtype is torch.uint8 or (dtype is torch.uint64 and shape in ((), (2,))):
+            return True
+        return dtype is torch.int64 and shape == () and (self._is_elsewhere(index) or device.type not in _KNOWN_DEVICES)
+
+    def cannot_be_index(self, index: int) -> bool:
+        """Whether no operation takes such integers for an index: of another type, or not where the others are."""
+        return self._kinds[index][1] is not torch.int64 or self._is_elsewhere(index)
+
+    def _is_elsewhere(self, index: int) -> bool:
+        return self._kinds[index][3].type == "cpu" and any(device.type != "cpu" for *_, device in self._kinds)
+
+    @property
+    def kinds(self) -> int:
+        """A number that calls have in common which have saved tensors of the same types, shapes and devices."""
+        return hash(tuple(self._kinds))
 
 
 def _described(kind: tuple[Any, ...]) -> str:

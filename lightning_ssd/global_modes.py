@@ -10,12 +10,14 @@ Note: Other threads
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import parametrize
+
+from lightning_ssd.put_back import Meanwhile
 
 __all__ = ["GlobalModes", "forget_threads", "note_thread"]
 
@@ -143,29 +145,32 @@ class GlobalModes:
         changes = zip(_MODES, self._values, now, strict=True)
         return [(mode, before, after) for mode, before, after in changes if before is not None and before != after]
 
-    @contextmanager
-    def claimed(self) -> Iterator[str | None]:
-        """While it is entered, no other thread begins to train if modes differ. Gives why they cannot be put back."""
-        if not self._differing():
-            yield None
-            return
-        with _lock:
-            others = [thread for thread in list(_training.values()) if thread is not self._thread and thread.is_alive()]
-            yield (
-                "modes of the process (sdpa_kernel, a precision, a default dtype ...) have changed since, and another "
-                f"thread trains ({others[0].name}), which would see them change"
-                if others
-                else None
-            )
+    def claim(self) -> AbstractContextManager[object]:
+        """While it is entered, no other thread begins to train if modes differ."""
+        return _lock if self._differing() else nullcontext()
 
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """While it is entered they are as they were when this was made; then as they were when it was entered."""
+    def why_not(self) -> str | None:
+        """Why they cannot be put back. Ask within :meth:`claim`."""
+        if not self._differing():
+            return None
+        others = [thread for thread in list(_training.values()) if thread is not self._thread and thread.is_alive()]
+        return (
+            "modes of the process (sdpa_kernel, a precision, a default dtype ...) have changed since, and another "
+            f"thread trains ({others[0].name}), which would see them change"
+            if others
+            else None
+        )
+
+    def as_before(self) -> Meanwhile:
+        """While it is entered they are as they were when this was made; then as they were when it was called."""
         differing = self._differing()
-        try:
+
+        def enter() -> None:
             for mode, before, _ in differing:
                 mode.write(before)
-            yield
-        finally:
+
+        def leave() -> None:
             for mode, _, after in differing:
                 mode.write(after)
+
+        return Meanwhile(enter, leave)

@@ -26,6 +26,7 @@ from lightning_ssd.parameters import device_of
 from lightning_ssd.planning.comparison import PlanReport
 from lightning_ssd.planning.plan import Machine
 from lightning_ssd.planning.trace import Trace
+from lightning_ssd.put_back import put_back_all
 from lightning_ssd.scheduler import Agree
 from lightning_ssd.site import HostMemory, Site
 from lightning_ssd.stats import OffloadStats, OptimizerStats
@@ -189,6 +190,7 @@ class Offloader:
         Raises:
             StorageError: a read had failed for good; the thread that waited for it has seen the same error.
         """
+        put_back_all()
         resources, cache = self._resources, self._cache
         if resources is None or cache is None:
             return
@@ -324,6 +326,7 @@ class Offloader:
         Raises:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
         """
+        put_back_all()
         cache, wear = self._opened(), self._wear
         self._has_trained = True
         cache.end_backward()

@@ -1,45 +1,52 @@
 """What a call of a module can reach, as it was before the call, and putting that back.
 
-The attributes, parameters, buffers, parts and hooks of the module; lists, dicts, sets, what functions close over, the
-attributes of objects and classes, and generators of random numbers, as far as attributes of the module and functions
-among the arguments lead to them. Contents are compared item by item by identity; of tensors also the version, the
-storage and whether they need a gradient.
+The attributes, parameters, buffers, parts and hooks of the module; lists, dicts, sets, small arrays, what functions
+close over and have for defaults, the attributes and slots of objects and classes, and generators of random numbers, as
+far as attributes of the module and functions among the arguments lead to them. Contents are compared item by item by
+identity; of tensors also the version, the storage, the view of it, the gradient and whether they need one. A module
+that leads to what can be changed and not put back (iterators, large arrays, too much) is said to be ``opaque``.
 """
 
 from __future__ import annotations
 
-import operator
 import sys
 import types
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.modules.module as all_modules
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_ssd.generators import RandomStates, shared_sources, source_of
+from lightning_ssd.places import contents_of, is_array, is_same, nbytes_of, put, slots_of
+from lightning_ssd.put_back import Meanwhile
 from lightning_ssd.stand_in import StandIn
 
 __all__ = ["Reach"]
 
-_DEPTH = 4
-"""So many steps from an attribute. What lies deeper is seen by its effect only, see ``fingerprint.py``."""
-_MANY = 256
-"""Containers of more items are compared, but their items are not looked into: vocabularies, data."""
+_MOST = 4_096
+"""So many objects are looked into."""
+_MAX_ARRAY_BYTES = 1 << 20
+"""Larger arrays are not copied."""
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _STEADY = frozenset(
     {bool, int, float, complex, str, bytes, type(None), range, slice, property, classmethod, staticmethod}
-    | {types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.GetSetDescriptorType}
+    | {types.ModuleType, types.GetSetDescriptorType, types.MemberDescriptorType}
     | {weakref.ProxyType, weakref.CallableProxyType}  # whose object may be dead
     | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, nn.Parameter}
 )
 _CONTAINERS = (list, dict, set, deque)
+_BOUND = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
 # Threads of theirs may use such objects at any time, and some of them are ours.
-_FOREIGN = sys.stdlib_module_names | {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_ssd"}
+_FOREIGN = (
+    sys.stdlib_module_names | {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_ssd"}
+) - {"collections"}
+_OF_PYTHON = ("builtins", "itertools")
 
 
 _GLOBAL_HOOKS = [
@@ -56,12 +63,34 @@ class _Tensor(NamedTuple):
     storage: torch.UntypedStorage | None
     """Itself, so that no other one can have its address; ``None``: it has none."""
     nbytes: int
+    view: tuple[Any, ...]
+    """What it shows of its storage."""
     requires_grad: bool
+    gradient: weakref.ref[torch.Tensor] | None
+    """Not itself: the call may want to free it."""
+    gradient_version: int
 
     @classmethod
     def of(cls, label: str, tensor: torch.Tensor) -> _Tensor:
         storage = _storage_of(tensor)
-        return cls(label, tensor, tensor._version, storage, storage.nbytes() if storage else 0, tensor.requires_grad)
+        nbytes = storage.nbytes() if storage else 0
+        gradient = _gradient_of(tensor)
+        return cls(
+            *(label, tensor, tensor._version, storage, nbytes, _view_of(tensor), tensor.requires_grad),
+            *((None, 0) if gradient is None else (weakref.ref(gradient), _version_of(gradient))),
+        )
+
+    def edit(self) -> str | None:
+        """What the call, which has just ended, has edited in place."""
+        if self.tensor._version != self.version:
+            return self.label
+        gradient = _gradient_of(self.tensor)
+        before = None if self.gradient is None else self.gradient()
+        if gradient is None and self.gradient is None:
+            return None
+        if gradient is not before or (gradient is not None and _version_of(gradient) != self.gradient_version):
+            return f"the gradient of {self.label}"
+        return None
 
     def change(self) -> str | None:
         """What has been done to it since that cannot be undone."""
@@ -73,7 +102,7 @@ class _Tensor(NamedTuple):
         storage = _storage_of(self.tensor)
         if storage is None or self.storage is None:
             return None if storage is self.storage else f"{self.label} was given other data"
-        if storage._cdata != self.storage._cdata:
+        if storage._cdata != self.storage._cdata or _view_of(self.tensor) != self.view:
             return f"{self.label} was given other data"
         return None if storage.nbytes() == self.nbytes else f"the memory of {self.label} was resized"
 
@@ -85,6 +114,20 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return (tensor.dtype,)
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.grad if tensor.is_leaf else None  # asking others for it is warned of
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Reach:
     """What lay within reach before one call.
 
@@ -94,68 +137,118 @@ class Reach:
     """
 
     def __init__(self, parts: Sequence[nn.Module], functions: Sequence[types.FunctionType] = ()) -> None:
-        self._places: list[tuple[Any, list[Any]]] = [(hooks, _contents(hooks)) for hooks in _GLOBAL_HOOKS]
+        self.opaque: str | None = None
+        """What may be changed by the call and could not be put back; ``None``: nothing that can be seen."""
+        self.is_unmade = False
+        """Whether parameters are made by this very call, and hooks and classes of modules changed, as never again."""
+        self._places: list[tuple[Any, list[Any]]] = [(hooks, contents_of(hooks)) for hooks in _GLOBAL_HOOKS]
         self._numbers = RandomStates(shared_sources())
         self._tensors: list[_Tensor] = []
-        seen: set[int] = set()
+        self._seen: set[int] = set()
+        self._to_see: deque[tuple[str, Any]] = deque()
         for part in parts:
-            self._enter_part(part, seen)
-        for function in functions:
-            self._look(function, "a function among the arguments", seen, _DEPTH)
+            self._enter_part(part)
+        self._add("a function among the arguments", functions)
+        while self._to_see and self.opaque is None:
+            self._look(*self._to_see.popleft())
+        self._to_see.clear()
+        self._seen.clear()
 
-    def _enter_part(self, part: nn.Module, seen: set[int]) -> None:
+    def _enter_part(self, part: nn.Module) -> None:
         kind = type(part)
-        attributes = part.__dict__
-        self._places.append((part, _contents(part)))
-        for name, value in attributes.items():
+        self._places.append((part, contents_of(part)))
+        for name, value in part.__dict__.items():
             if type(value) in _STEADY:
                 continue
             if name not in _OF_MODULES:
-                self._look(value, f"{kind.__name__}.{name}", seen, _DEPTH)
+                self._to_see.append((f"{kind.__name__}.{name}", value))
             elif isinstance(value, dict):
-                self._places.append((value, _contents(value)))
+                self._places.append((value, contents_of(value)))
+        self.is_unmade |= isinstance(part, LazyModuleMixin) and "_initialize_hook" in part.__dict__
         self._tensors += [
             _Tensor.of(f"{kind.__name__}.{name}", weight)
             for name, weight in part._parameters.items()
             if weight is not None and not isinstance(weight, nn.UninitializedParameter) and not weight.is_inference()
         ]
         for base in kind.__mro__:
-            if id(base) not in seen and not _is_foreign(base):
-                self._enter(base, base.__name__, seen, _DEPTH)
+            if id(base) not in self._seen and not _is_foreign(base):
+                self._enter_class(base)
 
-    def _look(self, value: Any, label: str, seen: set[int], depth: int) -> None:
-        if type(value) in _STEADY or id(value) in seen or isinstance(value, nn.Module | type | StandIn):
+    def _enter_class(self, kind: type) -> None:
+        self._seen.add(id(kind))
+        contents = contents_of(kind)
+        self._places.append((kind, contents))
+        for item in contents:
+            function = item.__func__ if isinstance(item, staticmethod | classmethod) else item
+            if isinstance(function, types.FunctionType):  # no data, unless there is more to it than code
+                if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+                    self._to_see.append((f"{kind.__name__}.{function.__name__}", function))
+            elif type(item) not in _STEADY:
+                self._to_see.append((kind.__name__, item))
+
+    def _add(self, label: str, values: Iterable[Any]) -> None:
+        self._to_see.extend((label, value) for value in values if type(value) not in _STEADY)
+
+    def _look(self, label: str, value: Any) -> None:
+        kind = type(value)
+        if kind in _STEADY or id(value) in self._seen or isinstance(value, nn.Module | type | StandIn):
             return
-        if isinstance(value, torch.Tensor):
-            seen.add(id(value))
+        self._seen.add(id(value))
+        if len(self._seen) > _MOST:
+            self.opaque = f"more than {_MOST} objects lie within its reach"
+        elif isinstance(value, torch.Tensor):
             if not value.is_inference():
                 self._tensors.append(_Tensor.of(label, value))
         elif (source := source_of(value)) is not None:
-            seen.add(id(value))
             self._numbers.add(source)
-        elif isinstance(value, _CONTAINERS):
-            self._enter(value, label, seen, depth)
-        elif isinstance(value, tuple):
-            for item in value if depth else ():
-                self._look(item, label, seen, depth - 1)
         elif isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                if id(cell) not in seen:
-                    self._enter(cell, f"what {label} closes over", seen, depth)
-        elif type(attributes := _attributes(value)) is dict and (
-            type(value) is types.SimpleNamespace or not _is_foreign(type(value))
-        ):
-            self._enter(attributes, label, seen, depth)
+            self._look_at_function(value, label)
+        elif isinstance(value, _BOUND):
+            self._add(label, (value.__self__, getattr(value, "__func__", None)))
+        elif isinstance(value, partial):
+            self._add(label, (value.func, value.args, value.keywords, value.__dict__))
+        elif is_array(value):
+            self._enter_array(value, label)
+        elif kind.__module__ in _OF_PYTHON and hasattr(kind, "__next__"):
+            if getattr(value, "gi_frame", value) is not None:  # else it is a generator that has come to its end
+                self.opaque = f"{label} leads to a {kind.__name__}, which cannot be put back"
+        else:
+            self._look_into(value, label)
 
-    def _enter(self, place: Any, label: str, seen: set[int], depth: int) -> None:
-        seen.add(id(place))
-        contents = _contents(place)
+    def _look_into(self, value: Any, label: str) -> None:
+        kind = type(value)
+        if isinstance(value, tuple | frozenset):
+            self._add(label, value)
+        elif isinstance(value, _CONTAINERS):
+            self._enter(value, label)
+        if kind is not types.SimpleNamespace and _is_foreign(kind):
+            return
+        if type(attributes := _attributes(value)) is dict:
+            self._enter(attributes, label)
+        slots = slots_of(value)
+        if slots is not None:
+            self._enter(slots, label)
+
+    def _look_at_function(self, function: types.FunctionType, label: str) -> None:
+        for cell in function.__closure__ or ():
+            if id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                self._enter(cell, f"what {label} closes over")
+        self._add(label, (function.__defaults__, function.__kwdefaults__))
+        self._enter(function.__dict__, label)
+
+    def _enter_array(self, value: Any, label: str) -> None:
+        nbytes = nbytes_of(value)
+        if nbytes is None or nbytes > _MAX_ARRAY_BYTES:
+            self.opaque = f"{label} leads to a {type(value).__name__} that is too large to be copied, or holds objects"
+        else:
+            self._places.append((value, contents_of(value)))
+
+    def _enter(self, place: Any, label: str) -> None:
+        contents = contents_of(place)
         self._places.append((place, contents))
-        if depth and len(contents) <= _MANY:
-            is_class = isinstance(place, type)  # its methods are not data
-            for item in contents:
-                if type(item) not in _STEADY and not (is_class and isinstance(item, types.FunctionType)):
-                    self._look(item, label, seen, depth - 1)
+        if not _STEADY.issuperset(map(type, contents)):
+            self._add(label, contents)
 
     @property
     def addresses(self) -> frozenset[int]:
@@ -169,7 +262,7 @@ class Reach:
     def settle(self) -> str | None:
         """After the call. Returns a tensor, neither buffer nor argument, that it has edited in place."""
         self._numbers.forget_unused()
-        return next((seen.label for seen in self._tensors if seen.tensor._version != seen.version), None)
+        return next(filter(None, (seen.edit() for seen in self._tensors)), None)
 
     def change(self) -> str | None:
         """What has been done since that :meth:`as_before` cannot undo; ``None``: nothing that can be seen."""
@@ -179,21 +272,23 @@ class Reach:
         """Label, tensor and version, for who asks for edits only and is to keep nothing alive."""
         return [(seen.label, weakref.ref(seen.tensor), seen.version) for seen in self._tensors]
 
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """While it is entered all is as it was before the call; then as it was when it was entered."""
-        places = [(place, _contents(place)) for place, _ in self._places]
+    def as_before(self) -> Meanwhile:
+        """While it is entered all is as it was before the call; then as it was when this was called."""
+        places = [(place, contents_of(place)) for place, _ in self._places]
         numbers = self._numbers.now()
         frozen = [(seen.tensor, seen.requires_grad) for seen in self._tensors if _is_unlike(seen)]
-        try:
+
+        def enter() -> None:
             _restore(self._places, self._numbers)
             for tensor, flag in frozen:
                 tensor.requires_grad_(flag)
-            yield
-        finally:
+
+        def leave() -> None:
             for tensor, flag in frozen:
                 tensor.requires_grad_(not flag)
             _restore(places, numbers)
+
+        return Meanwhile(enter, leave)
 
 
 def _is_unlike(seen: _Tensor) -> bool:
@@ -202,8 +297,8 @@ def _is_unlike(seen: _Tensor) -> bool:
 
 def _restore(places: list[tuple[Any, list[Any]]], numbers: RandomStates) -> None:
     for place, contents in places:
-        if not _is_same(_contents(place), contents):
-            _put(place, contents)
+        if not is_same(contents_of(place), contents):
+            put(place, contents)
     numbers.restore()
 
 
@@ -216,64 +311,3 @@ def _attributes(value: object) -> Any:
 
 def _is_foreign(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in _FOREIGN
-
-
-def _contents(place: Any) -> list[Any]:
-    """Of what has keys: first all keys, then all values."""
-    if isinstance(place, dict):
-        return [*place.keys(), *place.values()] if place else []
-    if isinstance(place, nn.Module):
-        return _contents(place.__dict__)
-    if isinstance(place, type):
-        return [*vars(place), *vars(place).values()]
-    if isinstance(place, types.CellType):
-        try:
-            return [place.cell_contents]
-        except ValueError:  # nothing is in it yet
-            return []
-    return list(place)
-
-
-def _is_same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-def _put(place: Any, contents: list[Any]) -> None:
-    middle = len(contents) // 2
-    if isinstance(place, type | nn.Module):
-        _put_attributes(place, dict(zip(contents[:middle], contents[middle:], strict=True)))
-    elif isinstance(place, dict):
-        kind = OrderedDict if isinstance(place, OrderedDict) else dict  # classes of their own may refuse
-        if not _is_same(list(place), contents[:middle]):
-            kind.clear(place)
-        for key, value in zip(contents[:middle], contents[middle:], strict=True):
-            kind.__setitem__(place, key, value)
-    elif isinstance(place, types.CellType):
-        if contents:
-            place.cell_contents = contents[0]
-        else:
-            del place.cell_contents
-    else:
-        place.clear()
-        (place.update if isinstance(place, set) else place.extend)(contents)
-
-
-def _put_attributes(place: Any, wanted: dict[str, Any]) -> None:
-    """One by one: a module, or a class, that loses all of them for a moment may lose them for good by Ctrl-C."""
-    now = dict(vars(place))
-    for name in [*(now.keys() - wanted.keys()), *wanted]:
-        old, new = now.get(name, _ABSENT), wanted.get(name, _ABSENT)
-        if old is new or issubclass(type(old), StandIn) or issubclass(type(new), StandIn):
-            continue  # our own stand-ins come and go as they please
-        if isinstance(place, nn.Module):  # past setters that a module may have of its own
-            if new is _ABSENT:
-                del place.__dict__[name]
-            else:
-                place.__dict__[name] = new
-        elif new is _ABSENT:
-            delattr(place, name)
-        else:
-            setattr(place, name, new)
-
-
-_ABSENT = object()

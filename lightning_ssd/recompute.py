@@ -35,6 +35,7 @@ from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.fingerprint import Fingerprint
 from lightning_ssd.generators import RandomStates, default_sources
 from lightning_ssd.inplace import Origin, VersionProbe, inplace_error
+from lightning_ssd.put_back import num_noted, put_back_the_rest
 
 __all__ = ["Recomputable", "Watched", "device_of", "recompute", "watch", "who_else_decides"]
 
@@ -67,8 +68,8 @@ class Recomputable:
     """Whether every byte that a repetition saves is compared."""
     changed: str | None = None
     """Why it was found out in a repetition that the block had better be kept."""
-    unwritten: set[int] = field(default_factory=set)
-    """Saved integers that differ without meaning."""
+    unwritten: set[tuple[int, int]] = field(default_factory=set)
+    """Saved integers that differ without meaning, and are no indices: what the call saved, and which of it."""
 
     def refuse(self, module: nn.Module, reason: str) -> RecomputeError:
         """From now on it is kept. Returns the error to raise."""
@@ -87,6 +88,7 @@ def recompute(
     inputs: CallInputs,
     first: tuple[tuple[Any, ...], dict[str, Any]],
     block: Recomputable,
+    state: CallState,
 ) -> Any:
     """Call ``run`` with the arguments ``first``, and again whenever backward needs what it computed.
 
@@ -98,6 +100,7 @@ def recompute(
         inputs: made of ``first``; not ``opaque``.
         first: arguments and keyword arguments, as the caller gave them.
         block: is told if a repetition turns out not to be exact.
+        state: of the module and of modules and functions among the arguments; not ``opaque``.
 
     Raises:
         ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor.
@@ -107,7 +110,7 @@ def recompute(
     if device.type != "cpu" and all(tensor.device != device for tensor in tensors):
         # checkpoint looks after the random numbers of the devices of its inputs, and of no others.
         tensors.append(torch.empty(0, device=device))
-    call = _Call(module, run, inputs, first, block)
+    call = _Call(module, run, inputs, first, block, state)
     with call.inputs_watched(inputs):
         result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
     if call.edits is not None:
@@ -136,7 +139,7 @@ class Watched:
         edits = state.settle()
         if any(probe.version != probe.saved for probe in self._inputs):
             edits = "an input"
-        self.reason = None if edits is None else f"{edits} is edited in place by it"
+        self.reason = state.opaque if edits is None else f"{edits} is edited in place by it"
         self._others = state.probes()
 
     def look(self) -> None:
@@ -188,6 +191,7 @@ class _Call:
         inputs: CallInputs,
         first: tuple[Any, Any],
         block: Recomputable,
+        state: CallState,
     ) -> None:
         self.edits: str | None = None
         """After the first run: what it has edited in place that cannot be put back."""
@@ -198,7 +202,7 @@ class _Call:
         self._versions = [(tensor, tensor._version) for tensor in inputs.tensors]
         self._first: tuple[Any, Any] | None = first
         self._block = block
-        self._state = CallState([module, *inputs.modules], inputs.functions)
+        self._state = state
         self._saved = Fingerprint(full=block.full, weights=self._state.addresses)
         self._output: Fingerprint | None = None
 
@@ -233,10 +237,15 @@ class _Call:
         return result
 
     def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        with self._state.claimed() as reason:
-            if reason is not None:
-                raise self._block.refuse(self._module, reason)
-            self._repeat(tensors)
+        number = num_noted()
+        try:
+            with self._state.claim():
+                reason = self._state.why_not()
+                if reason is not None:
+                    raise self._block.refuse(self._module, reason)
+                self._repeat(tensors)
+        finally:
+            put_back_the_rest(number)
 
     def _repeat(self, tensors: tuple[torch.Tensor, ...]) -> None:
         args, kwargs = fill(self._pattern, tensors)
@@ -266,10 +275,13 @@ class _Call:
         if reason is None:
             integers = self._saved.differing_integers(again)
             written = [index for index in integers if not self._saved.may_be_unwritten(index)]
-            unknown = [index for index in integers if index not in self._block.unwritten]
+            kinds = self._saved.kinds
+            unknown = [index for index in integers if (kinds, index) not in self._block.unwritten]
             if written or (unknown and not self._has_same_output(tensors, numbers)):
                 reason = f"the values of saved tensor {(written or unknown)[0]}, integers, differ"
-            self._block.unwritten.update(unknown)
+            else:  # what might be an index after all is looked at in each call
+                known = [(kinds, index) for index in unknown if self._saved.cannot_be_index(index)]
+                self._block.unwritten.update(known)
         if reason is not None:
             raise self._block.refuse(
                 self._module,

@@ -31,6 +31,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.checkpoint import StreamedCheckpointIO
@@ -43,11 +44,43 @@ KINDS = {
     "offload": {"activations": "offload"},
     "budget": {"activations": "auto", "activation_budget": 160 << 10},
     "states": {"activations": "offload", "optimizer_states": "offload"},
+    "recompute": {"activations": "recompute"},
+    "plan": {"activations": "auto", "activation_budget": 160 << 10, "recompute_modules": "blocks"},
 }
+REMEMBERING = ("recompute", "plan")
 
 
-def make_model() -> torch.nn.Module:
+class Remembering(torch.nn.Module):
+    """Draws, and changes a buffer and an attribute, in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH)
+        self.dropout = torch.nn.Dropout(0.1)
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        factor = (1 + random.random()) * self.num_calls
+        return torch.tanh(self.dropout(self.norm(self.linear(x))) * factor)
+
+
+AFTER_FORWARD: list[str] = []
+"""What :func:`state_of` gave there, while backward runs."""
+
+
+def state_of(model: torch.nn.Module) -> str:
+    """What blocks remember, where random numbers are, and modes."""
+    modes = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    remembered = [getattr(block, "num_calls", 0) for block in model.children()]
+    buffers = [buffer.tolist() for buffer in model.buffers()]
+    return repr((buffers, remembered, modes, zlib.crc32(repr(random.getstate()).encode())))
+
+
+def make_model(kind: str = "offload") -> torch.nn.Module:
     torch.manual_seed(1)
+    if kind in REMEMBERING:
+        return torch.nn.Sequential(*(Remembering() for _ in range(3)))
     layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(3)]
     return torch.nn.Sequential(*layers)
 
@@ -60,12 +93,16 @@ def batch() -> torch.Tensor:
 def gradients(model: torch.nn.Module, offloader: Offloader | None) -> list[torch.Tensor]:
     """One pass; its bits."""
     model.zero_grad()
+    AFTER_FORWARD.clear()
+    random.seed(3)
     if offloader is None:
         model(batch()).square().mean().backward()
     else:
-        with offloader.saved_tensors():
+        with sdpa_kernel(SDPBackend.MATH), offloader.saved_tensors():
             loss = model(batch()).square().mean()
+        AFTER_FORWARD.append(state_of(model))
         loss.backward()
+        AFTER_FORWARD.clear()
         offloader.end_backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -76,8 +113,9 @@ class Trial:
     def __init__(self, directory: Path, kind: str) -> None:
         self.directory = directory
         self.kind = kind
+        AFTER_FORWARD.clear()
         self.offloader: Offloader | None = None
-        self.model = make_model()
+        self.model = make_model(kind)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters())
 
     def run(self) -> None:
@@ -100,7 +138,17 @@ class Trial:
         """After the interrupt: another pass has the bits of plain training, and closing works."""
         offloader = self.offloader
         if offloader is not None and offloader.is_open:
+            with offloader.saved_tensors():
+                pass  # whatever the interrupt has cut off is put back now
+            if AFTER_FORWARD and state_of(self.model) != AFTER_FORWARD[0]:
+                return f"backward has left {state_of(self.model)} instead of {AFTER_FORWARD[0]}"
+            buffers = [buffer.clone() for buffer in self.model.buffers()]
             expected = gradients(self.model, None)
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            if self.kind in REMEMBERING:
+                for block in self.model.children():
+                    block.num_calls -= 1  # type: ignore[operator]
             got = gradients(self.model, offloader)
             if not all(map(torch.equal, expected, got)):
                 return "the next pass has other bits"
@@ -280,7 +328,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("how", choices=["timer", "tracer"])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--kinds", default="offload,budget,states")
+    parser.add_argument("--kinds", default="offload,budget,states,recompute,plan")
     parser.add_argument("--num", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=int, nargs=2, default=(0, 1))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 
 from lightning_ssd.blocks import Blocks, find_blocks
 from lightning_ssd.errors import ConfigError
+from tests.helpers import Raised, Session, Setup, assert_identical, open_offloader, outcome
 from tests.parity import models
 from tests.watched_blocks import LAYER, Half, Watch, chain
 
@@ -137,6 +140,67 @@ def test_blocks_by_class_name() -> None:
     assert list(find_blocks(model, ["T5Stack", "LlamaDecoderLayer"])) == ["encoder", "decoder"]
     with pytest.raises(ConfigError, match=r"\['T5Blok'\].*no module of such a class.*T5Block, "):
         find_blocks(model, ["T5Blok"])
+
+
+class LazyBlock(nn.Module):
+    """Makes its parameters in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy, self.norm = nn.LazyLinear(8), nn.LazyBatchNorm1d()
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.lazy(x)).tanh()).sin()
+
+
+class LazyStage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LazyBlock() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(LazyBlock(), LazyBlock()), LazyStage])
+@pytest.mark.parametrize(
+    ("activations", "consent"),
+    [
+        *((mode, "") for mode in ("keep", "offload", "recompute", "recompute_offload", "auto")),
+        *((mode, "LazyBlock") for mode in ("recompute", "recompute_offload", "auto")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_modules(make: Callable[[], nn.Module], activations: str, consent: str, tmp_path: Path) -> None:
+    """Their first call is kept, since it cannot be made again; from the second on they are blocks like others."""
+
+    def program(session: Session) -> Any:
+        torch.manual_seed(1)
+        net, seen = make(), []
+        session.register(net)
+        for step in range(6):
+            with session.saved():
+                loss = net(torch.linspace(-1, 1, 32).view(4, 8) * (step + 1)).square().mean()
+            loss.backward()
+            session.end()
+            seen.append([loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+        return seen, [buffer.clone() for buffer in net.buffers()]
+
+    setup = Setup(activations=activations, drained=False, recompute_modules=consent)
+    if activations == "auto":
+        setup = replace(setup, activation_budget=1 << 26, settled=True)
+    expected = outcome(program, Session())
+    assert not isinstance(expected, Raised), expected
+    with open_offloader(tmp_path, setup) as offloader:
+        assert_identical(outcome(program, Session.of(offloader, setup)), expected)
 
 
 def test_compiled_blocks_are_left_out() -> None:

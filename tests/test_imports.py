@@ -21,8 +21,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("config", "events", "shards", "stats", "tensors", "memory", "malloc"),
         *("first_calls", "wording", "stand_in", "unclosed", "generators", "profiling", "waiting", "operation"),
+        "put_back",
     ),
-    ("undisturbed",),
+    ("undisturbed", "places"),
     (
         "storage",
         "around_forward",

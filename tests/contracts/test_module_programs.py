@@ -184,7 +184,7 @@ class SavesIntegers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.save_for_backward(torch.tensor(next(SavesIntegers.seeds)), index)
+        ctx.save_for_backward(torch.tensor(next(SavesIntegers.seeds), dtype=torch.uint64), index)
         return x[index]
 
     @staticmethod

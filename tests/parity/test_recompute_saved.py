@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import rrelu
 
 from lightning_ssd.errors import OffloadError, RecomputeError
+from lightning_ssd.fingerprint import Fingerprint
 from tests.helpers import Raised, Session, assert_identical, outcome
 from tests.parity.models import floats
 from tests.parity.recomputing import EVERY, Recomputing
@@ -145,3 +146,50 @@ def test_what_says_nothing_of_the_block_is_raised_as_it_is(error: Exception) -> 
 def test_other_indices_that_give_the_same_output_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     turn = lambda: monkeypatch.setitem(ORDER, "rows", ORDER["rows"].flip(0))  # noqa: E731
     assert_refused(training(lambda block, x: block.one(x)[ORDER["rows"]], torch.ones(64, 8), before_backward=turn))
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), ()])
+@pytest.mark.parametrize("rows", ["equal", "equal at first", "other"])
+def test_an_index_or_two_are_no_seeds(rows: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the rows of a table are equal, the output tells nothing, and of later steps even less."""
+    index = torch.zeros(shape, dtype=torch.int64)
+
+    def forward(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return block.one(x).tanh() + block.two.weight.index_select(0, ORDER["row"]).sum(0)
+
+    def program(session: Session) -> Any:
+        net = nn.ModuleList(Block(forward, 8) for _ in range(2))
+        session.register(net)
+        for step in range(2):
+            num_rows = 1 if rows == "equal" or (rows == "equal at first" and step == 0) else 8
+            with torch.no_grad():
+                for block in net:
+                    block.two.weight.copy_(floats(step, num_rows, 8))
+            ORDER["row"] = index
+            with session.saved():
+                loss = net[1](net[0](floats(step, 16, 8))).square().sum()
+            ORDER["row"] = index + 1
+            loss.backward()
+            session.end()
+        return [parameter.grad for parameter in net.parameters()]
+
+    monkeypatch.setitem(ORDER, "row", index)
+    assert_refused(program)
+
+
+def test_what_may_be_memory_that_nobody_has_written() -> None:
+    """Seeds and offsets of attention on CUDA, which are not written without dropout, and reserved space."""
+    far = torch.zeros(3, device="meta")
+    kinds = {
+        torch.zeros(5, dtype=torch.uint8): True,
+        torch.zeros(2, dtype=torch.uint64): True,
+        torch.zeros((), dtype=torch.uint64): True,
+        torch.zeros((), dtype=torch.int64): False,
+        torch.zeros(1, dtype=torch.int64): False,
+        torch.zeros(2, dtype=torch.int64): False,
+    }
+    for tensors, seeds in (([*kinds], [*kinds.values()]), ([*kinds, far], [True, True, True, True, False, False])):
+        fingerprint = Fingerprint()
+        for tensor in tensors:
+            fingerprint.add(tensor)
+        assert [fingerprint.may_be_unwritten(index) for index in range(len(kinds))] == seeds

@@ -318,7 +318,28 @@ class EditsWeight(Block):
         return 1.0
 
 
+class GoesBack(Block):
+    """A loss of its own, in forward."""
+
+    def prepare(self) -> None:
+        self.auxiliary = nn.Linear(WIDTH, 1)
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.auxiliary(x.detach()).square().mean().backward()
+        return 1.0
+
+
+class StartsAnew(GoesBack):
+    """The gradient of this call takes the place of the last one's."""
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.auxiliary.zero_grad()
+        return super().factor(x)
+
+
 REFUSED = {
+    GoesBack: "a GoesBack edits the gradient of Linear.weight in place",
+    StartsAnew: "a StartsAnew edits the gradient of Linear.weight in place",
     EditsTensor: "a EditsTensor edits EditsTensor.sum in place",
     EditsWeight: "a EditsWeight edits Linear.bias in place",
 }
@@ -369,7 +390,7 @@ def recomputes_all(trace: Any, machine: Any, goal: Any) -> Any:
 
 def test_a_plan_recomputes_only_what_edits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_ssd.scheduler, "make_plan", recomputes_all)
-    kinds = (OwnGenerator, OwnList, ClassAttribute, EditsTensor, Elsewhere)
+    kinds = (OwnGenerator, OwnList, ClassAttribute, EditsTensor, GoesBack, Elsewhere)
     program = training(*kinds, steps=6)
     expected = outcome(program, Session())
     setup = Setup(activations="auto", activation_budget=1 << 26, settled=True, recompute_modules="Block")
