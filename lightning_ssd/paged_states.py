@@ -18,7 +18,7 @@ from lightning_ssd.holders import are_apart, spans_of
 from lightning_ssd.inner_step import GroupChanges, InnerStep, State
 from lightning_ssd.master_weights import lift, lower
 from lightning_ssd.own_attributes import INCOMPLETE
-from lightning_ssd.partition import Partition, Subgroup
+from lightning_ssd.partition import Contents, Partition, Subgroup
 from lightning_ssd.planning.spreading import half_duplex_rate, respread, spread
 from lightning_ssd.planning.subgroups import Part, visit_order
 from lightning_ssd.profiling import spanned
@@ -138,7 +138,7 @@ class PagedStates:
         for index, subgroup in enumerate(self.partition.subgroups):
             if not subgroup.expected_bytes and subgroup.layout is not None and not any(subgroup.templates):
                 self.store.forget(index)
-                subgroup.layout = None
+                subgroup.forget_layout()
 
     def _fit_cache(self, largest_bytes: int) -> None:
         """More slots, each as large as the largest subgroup, where others have left host memory for them.
@@ -320,16 +320,16 @@ class PagedStates:
         subgroup = self.partition.subgroups[index]
         paged = [not self.partition.is_whole(part) for part in subgroup.parts]
         layout = Layout.of(states, self.files.device, self.store.block_bytes, paged)
+        contents = Contents(layout if layout.nbytes else None, layout.templates(states))
         if layout.nbytes > self._slot_bytes:  # more than a trial has told
             self._fit_cache(layout.nbytes)
         if layout != subgroup.layout or storage is None:
             storage = self.store.allocate(layout.nbytes) if layout.nbytes else None
+        else:
+            self.store.will_change(index)
         if storage is not None:
             layout.collect(states, storage)
-        # Not before: interrupted in between, old bytes would be read in a new layout.
-        subgroup.layout = layout if layout.nbytes else None
-        subgroup.templates = layout.templates(states)
-        self.store.give(index, storage, is_dirty=True, keep=keep)
+        self.store.give(index, storage, is_dirty=True, keep=keep, new=(subgroup, contents))
 
     def rebalance(self) -> None:
         """Next writes go where the drives have turned out to be faster."""
@@ -381,15 +381,12 @@ class PagedStates:
     def forget(self, number: int) -> None:
         """There is no such state any more. Nothing is moved for it."""
         for index, part in self.partition.places[number]:
-            subgroup = self.partition.subgroups[index]
-            if subgroup.layout is not None:
-                subgroup.layout = subgroup.layout.without(part)
-            subgroup.templates[part] = {}
+            self.partition.subgroups[index].forget(part)
 
     def replace(self, index: int, states: Sequence[State]) -> None:
         """Other states for the parts of one subgroup; what it keeps of them it copies."""
         self.store.forget(index)
-        self.partition.subgroups[index].layout = None
+        self.partition.subgroups[index].forget_layout()
         self._settle(index, owned(states, self.files.device), None, keep=False)
 
     @property

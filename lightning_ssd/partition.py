@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,16 @@ from lightning_ssd.planning.subgroups import ParameterSize, Part, make_subgroups
 from lightning_ssd.shards import as_piece, even_numel, is_shard, local_of, spec_of, wrap
 from lightning_ssd.state_layout import Field, Layout
 
-__all__ = ["Partition", "Subgroup", "shared"]
+__all__ = ["Contents", "Partition", "Subgroup", "shared"]
+
+
+class Contents(NamedTuple):
+    """What a subgroup's memory means. Changes as a whole, together with the memory."""
+
+    layout: Layout | None
+    """Of what moves; ``None``: nothing does."""
+    templates: list[State]
+    """Of each part: its state, in which what moves is marked."""
 
 
 @dataclass(slots=True)
@@ -24,13 +33,32 @@ class Subgroup:
     parts: tuple[Part, ...]
     expected_bytes: int = 0
     """What its states will take on a drive, as far as a trial tells."""
-    templates: list[State] = field(default_factory=list)
-    """Of each part: its state, in which what moves is marked."""
-    layout: Layout | None = None
-    """Of what moves; ``None``: nothing does."""
+    contents: Contents = field(init=False)
 
     def __post_init__(self) -> None:
-        self.templates = self.templates or [{} for _ in self.parts]
+        self.contents = Contents(None, [{} for _ in self.parts])
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of what moves; ``None``: nothing does."""
+        return self.contents.layout
+
+    @property
+    def templates(self) -> Sequence[State]:
+        """Of each part: its state, in which what moves is marked."""
+        return self.contents.templates
+
+    def forget(self, number: int) -> None:
+        """A part has no state any more. What its memory holds means nothing."""
+        layout, templates = self.contents
+        left = Contents(None if layout is None else layout.without(number), templates)
+        # No call in between: interrupted, a template would name what no layout has.
+        self.contents = left
+        templates[number] = {}
+
+    def forget_layout(self) -> None:
+        """Nothing of it has memory any more."""
+        self.contents = Contents(None, self.contents.templates)
 
     def field(self, number: int, key: Hashable) -> Field:
         """Where a moved tensor is."""
