@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from tests.interrupted_points import PointsIn
-from tests.optimizer_pairs import Pair, adamw, offloaded
+from tests.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, opened
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -67,3 +68,123 @@ def test_an_edited_state_outlives_an_interrupt_before_the_step(
             except AssertionError as error:
                 raise AssertionError(where) from error
     assert num > (3 if is_cut_short else 50)
+
+
+def test_states_that_the_inner_optimizer_has_loaded_outlive_an_interrupt_before_the_step(spill_dir: Path) -> None:
+    pair = Pair(adamw, ((64, 40),) * 6)
+    points, num = PointsIn("optimizer.py", "live_states.py"), 0
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        saved = copy.deepcopy(pair.twin.state_dict())
+        while True:
+            for state in saved["state"].values():
+                state["exp_avg"].fill_(num)
+            pair.inner.load_state_dict(copy.deepcopy(saved))
+            pair.twin.load_state_dict(copy.deepcopy(saved))
+            pair.set_gradients()
+            where = points.interrupt(optimizer.step)
+            if where is None or optimizer._broken is not None:
+                break
+            num += 1
+            optimizer.step()
+            pair.twin.step()
+            pair.check(optimizer)
+    assert num > 50
+
+
+def test_states_are_not_lost_when_taking_them_over_is_interrupted(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(adamw)
+    pair.step(pair.inner)
+    expected = copy.deepcopy(pair.inner.state_dict())
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_ssd.live_states.LiveStates.clear", interrupt)
+    with opened(spill_dir) as offloader, pytest.raises(KeyboardInterrupt):
+        offloader.offload_optimizer(pair.inner)
+    assert_same_states(pair.inner.state_dict(), expected)
+
+
+def test_a_step_is_incomplete_until_its_groups_have_changed(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(adamw)
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr("lightning_ssd.inner_step.GroupChanges.apply", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        with pytest.raises(RuntimeError, match="incomplete"):
+            optimizer.step()
+
+
+def test_a_load_is_complete_or_incomplete_or_has_not_begun(spill_dir: Path) -> None:
+    """At each point."""
+    pair = Pair(adamw, ((128, 150), (64, 40), (300, 200)))
+    points = PointsIn("optimizer.py", "state_loading.py", "paged_states.py", "live_states.py", "partition.py")
+    counts = {"incomplete": 0, "not begun": 0}
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        old = copy.deepcopy(optimizer.state_dict())
+        new = copy.deepcopy(old)
+        new["param_groups"][0]["lr"] = 1.0
+        for state in new["state"].values():
+            state["exp_avg"].fill_(3.0)
+        while points.interrupt(partial(optimizer.load_state_dict, new)) is not None:
+            if optimizer._broken is None:
+                is_new = optimizer.param_groups[0]["lr"] == 1.0
+                assert_same_states(optimizer.state_dict(), new if is_new else old)
+                counts["not begun"] += 1
+            else:
+                with pytest.raises(RuntimeError, match="incomplete"):
+                    optimizer.step()
+                counts["incomplete"] += 1
+            optimizer.load_state_dict(old)
+            assert_same_states(optimizer.state_dict(), old)
+        wrong = {**new, "param_groups": []}
+        optimizer.load_state_dict(old)
+        with pytest.raises(ValueError, match="group"):
+            optimizer.load_state_dict(wrong)
+        assert_same_states(optimizer.state_dict(), old)
+    assert min(counts.values()) > 5
+
+
+def test_a_state_dict_that_is_interrupted_leaves_the_hooks(spill_dir: Path) -> None:
+    pair = Pair(adamw, ((64, 40),) * 3)
+    points = PointsIn("state_saving.py", "inner_step.py", "optimizer.py")
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        optimizer.register_state_dict_post_hook(lambda optimizer, saved: {**saved, "mark": 1})
+        pair.step(optimizer)
+        groups = optimizer.param_groups
+        while (where := points.interrupt(optimizer.state_dict)) is not None:
+            assert "mark" in optimizer.state_dict(), where
+            assert pair.inner.state is optimizer._live
+            assert pair.inner.param_groups is groups
+
+
+class Own(torch.optim.Adam):
+    """Not one that is known to be elementwise."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, Own])
+def test_a_step_that_is_interrupted_leaves_the_optimizer_as_it_was(
+    kind: type[torch.optim.Adam], spill_dir: Path
+) -> None:
+    pair = Pair(lambda p: kind(p, fused=True), ((64, 40),) * 3)
+    points = PointsIn("optimizer.py", "inner_step.py")
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        optimizer.register_step_pre_hook(lambda *_: None)
+        pair.step(optimizer)
+        before = {name: value for name, value in vars(pair.inner).items() if name != "_opt_called"}
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+        while (where := points.interrupt(optimizer.step)) is not None:
+            optimizer._broken = None
+            after = {name: value for name, value in vars(pair.inner).items() if name != "_opt_called"}
+            assert before.keys() == after.keys(), where
+            assert all(after[name] is before[name] for name in before), where
