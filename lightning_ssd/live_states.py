@@ -63,16 +63,17 @@ class LiveStates(MutableMapping[Any, Any]):
         return lent[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self._states.lent[key] = value  # from now on it counts: what is stored may go in parts
         self._forget(key)
-        self._states.lent[key] = value
         self.note_order([key])
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
-        self._states.lent.pop(key, None)
-        self._order.pop(key, None)
+        self._states.lent[key] = {}  # from now on it counts: what is stored may go in parts
         self._forget(key)
+        self._order.pop(key, None)
+        self._states.lent.pop(key, None)
 
     def note_order(self, keys: Iterable[Any]) -> None:
         """Those of the keys that have got a state come behind those that had one."""

@@ -120,12 +120,12 @@ class PagedStates:
         new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None]
         self._retire(numbers)
         if new:
-            num_made = self.partition.extend(
+            self.partition.extend(
                 new,
                 lambda p: self.trials.element_bytes(p, numbers[id(p)]),
                 lambda p: self.trials.may_slice(p, numbers[id(p)]),
+                lambda num: self.store.add(spread(num, self._rates), len(self.partition.subgroups)),
             )
-            self.store.add(spread(num_made, self._rates))
             self._fit_cache(max(subgroup.expected_bytes for subgroup in self.partition.subgroups))
             self._reserve()
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from tests.interrupted_points import PointsIn
-from tests.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, opened
+from tests.optimizer_pairs import Pair, adamw, assert_same_parameters, assert_same_states, offloaded, opened
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -188,3 +188,72 @@ def test_a_step_that_is_interrupted_leaves_the_optimizer_as_it_was(
             after = {name: value for name, value in vars(pair.inner).items() if name != "_opt_called"}
             assert before.keys() == after.keys(), where
             assert all(after[name] is before[name] for name in before), where
+
+
+def _delete(optimizer: Optimizer, p: torch.Tensor) -> None:
+    del optimizer.state[p]
+
+
+@pytest.mark.parametrize("edit", [_replace, _delete])
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_an_edit_that_is_interrupted_is_made_or_not(
+    edit: Callable[[Optimizer, torch.Tensor], None], is_lent: bool, spill_dir: Path
+) -> None:
+    """Of a parameter in several subgroups."""
+    pair = Pair(_momentum, ((64, 40), (300, 200), (64, 40)))
+    points, p = PointsIn(*_STATES), pair.mine[1]
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        assert len(optimizer._states.partition.places[1]) > 1
+        while True:
+            optimizer.state[p] = {"momentum_buffer": torch.full_like(p, 2.0)}
+            optimizer._live.settle()
+            if is_lent:
+                optimizer.state[p]["momentum_buffer"].fill_(3.0)
+            old = {3.0} if is_lent else {2.0}
+            if (where := points.interrupt(partial(edit, optimizer, p))) is None:
+                break
+            state = optimizer.state.get(p) or {}
+            values = set(state["momentum_buffer"].flatten().tolist()) if state else None
+            assert values in (old, {1.0} if edit is _replace else None), where
+
+
+def test_a_late_parameter_is_updated_whatever_was_interrupted(spill_dir: Path) -> None:
+    pair = Pair(adamw, ((128, 150), (64, 40)))
+    points = PointsIn("paged_states.py", "partition.py", "state_store.py", "optimizer.py", "spreading.py")
+    num = 0
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        while True:
+            late = torch.nn.Parameter(torch.ones(100, 200))
+            where = points.interrupt(partial(optimizer.add_param_group, {"params": [late]}))
+            if where is None:
+                break
+            num += 1
+            pair.mine.append(late)
+            plain = [torch.nn.Parameter(late.detach().clone())]
+            pair.plain += plain
+            if all(late is not p for group in optimizer.param_groups for p in group["params"]):
+                optimizer.add_param_group({"params": [late]})
+            pair.twin.add_param_group({"params": plain})
+            pair.step(optimizer)
+            pair.check()
+            for parameters, each in ((pair.mine, optimizer), (pair.plain, pair.twin)):
+                del parameters[2:-1], each.param_groups[1:-1]  # or it would take longer each time
+        assert_same_parameters(pair.mine, pair.plain)
+    assert num > 50
+
+
+def test_closing_after_a_late_parameter_that_was_interrupted(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(adamw)
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr("lightning_ssd.paged_states.spread", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(300, 200))]})
+    assert_same_parameters(pair.mine, pair.plain)
