@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.byproducts import Byproducts
-from lightning_ssd.couplings import refuse_coupling, refuse_own_step
+from lightning_ssd.couplings import refuse_coupling, refuse_differentiable, refuse_own_step
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.events import EventLog
 from lightning_ssd.full_states import full_nbytes, full_states
@@ -69,6 +69,7 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         # Not Optimizer.__init__: groups, defaults and hooks are the inner one's.
         refuse_coupling(optimizer)
+        refuse_differentiable(optimizer)
         if isinstance(optimizer, OffloadedOptimizer):
             raise ConfigError("this optimizer's states are offloaded already; pass the optimizer that it wraps")
         self.inner = optimizer
@@ -199,6 +200,7 @@ class OffloadedOptimizer(Optimizer):
     def _prepare(self) -> None:
         """Before a step touches anything: what has become of the groups, the states and the optimizer."""
         refuse_own_step(self.inner)
+        refuse_differentiable(self.inner)
         self._look_for_others()
         self._states.register(self.param_groups)
         self._live.check()

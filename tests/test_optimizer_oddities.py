@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_ssd import slicing
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.inner_step import InnerStep
-from tests.optimizer_pairs import Nested, Pair, adamw, assert_same_states, equal, offloaded, wrapped
+from tests.optimizer_pairs import Nested, Pair, adamw, assert_same_states, equal, offloaded, opened, wrapped
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -272,3 +272,17 @@ def test_an_interrupted_trial_leaves_no_parameter_out(spill_dir: Path, monkeypat
         pair.step(optimizer)
         assert torch.equal(extra, extra_plain)
         pair.check(optimizer)
+
+
+def test_steps_that_gradients_go_through_are_refused(spill_dir: Path) -> None:
+    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="differentiable"):
+        offloader.offload_optimizer(torch.optim.Adam([nn.Parameter(torch.ones(3))], differentiable=True))
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        optimizer.param_groups[0]["differentiable"] = True
+        with pytest.raises(ConfigError, match="differentiable"):
+            optimizer.step()
+        optimizer.param_groups[0]["differentiable"] = False
+        pair.step(optimizer)
+        pair.check()
