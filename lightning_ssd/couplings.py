@@ -62,9 +62,9 @@ def refuse_differentiable(optimizer: Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ConfigError(
-                f"OffloadPolicy.optimizer_states='offload' expects differentiable=False; got {type(optimizer).__name__} "
-                f"with differentiable=True in param_groups[{number}], whose states belong to autograd's graph, which "
-                f"cannot wait on a drive. Use {_KEEP}"
+                f"OffloadPolicy.optimizer_states='offload' expects differentiable=False; got "
+                f"{type(optimizer).__name__} with differentiable=True in param_groups[{number}], whose states "
+                f"belong to autograd's graph, which cannot wait on a drive. Use {_KEEP}"
             )
 
 

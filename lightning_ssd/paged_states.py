@@ -23,7 +23,7 @@ from lightning_ssd.planning.spreading import half_duplex_rate, respread, spread
 from lightning_ssd.planning.subgroups import Part, visit_order
 from lightning_ssd.profiling import spanned
 from lightning_ssd.rehearsal import Rehearsal, Watch
-from lightning_ssd.shards import even_numel, is_shard
+from lightning_ssd.shards import even_numel, has_shape, is_shard
 from lightning_ssd.slicing import Trials
 from lightning_ssd.state_files import StateFiles
 from lightning_ssd.state_layout import Layout, is_unchanged, moved_out, must_stay, owned
@@ -105,21 +105,25 @@ class PagedStates:
             even_numel(p) * self.trials.element_bytes(p, number)
             for number, group in enumerate(groups)
             for p in group["params"]
+            if has_shape(p)
         )
         return subgroup_bytes(nbytes, len(self.files.tiers))
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def register(self, groups: Groups) -> None:
-        """Take in parameters that have come into the groups, in whatever way.
+        """Take in parameters that have come into the groups, in whatever way; those of lazy modules as soon as they have
+        a shape.
 
         Raises:
             OutOfSpaceError: the directories have no room for their states.
         """
         numbers = _group_numbers(groups)
-        new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None]
+        new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None and has_shape(p)]
         self._retire(numbers)
         if new:
+            if not self.partition.subgroups:
+                self.partition.max_bytes = self._subgroup_bytes(groups)
             self.partition.extend(
                 new,
                 lambda p: self.trials.element_bytes(p, numbers[id(p)]),

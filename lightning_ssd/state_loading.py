@@ -104,5 +104,10 @@ def _load(
             put(index, loaded)
             for parameter, state in shared:
                 keep(parameter, state)
+        for parameter in parameters:
+            number = id_of[id(parameter)]
+            if partition.number_of(parameter) is None and number in states:  # a lazy module's, without a shape yet
+                optimizer.load_state_dict({**saved, "state": {number: copy.deepcopy(states[number])}})
+                keep(parameter, optimizer.state[parameter])
     finally:
         optimizer.param_groups = groups
