@@ -112,8 +112,8 @@ class PagedStates:
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def register(self, groups: Groups) -> None:
-        """Take in parameters that have come into the groups, in whatever way; those of lazy modules as soon as they have
-        a shape.
+        """Take in parameters that have come into the groups, in whatever way; those of lazy modules when they have a
+        shape.
 
         Raises:
             OutOfSpaceError: the directories have no room for their states.
