@@ -188,7 +188,11 @@ class SurgeryTrial(Trial):
         self.offloader = Offloader(policy=OffloadPolicy(**KINDS[self.kind]), hardware=hardware)  # type: ignore[arg-type]
         self.offloader.open()
         self.mine.optimizer = self.offloader.offload_optimizer(self.mine.optimizer)
+        look = sys.getprofile()
+        sys.setprofile(None)  # each point once: not in the first steps, but where states go down before one
         while self.turn < len(self.mine.turns):
+            if self.mine.turns[self.turn] == self.mine.edit:
+                sys.setprofile(look)
             self.mine.turns[self.turn]()
             self.turn += 1
         self.offloader.close()
