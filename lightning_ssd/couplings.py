@@ -13,7 +13,14 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.holders import Span, have_elements_in_common, is_held, spans_of
 from lightning_ssd.shards import address_of, local_of
 
-__all__ = ["OwnMemory", "refuse_coupling", "refuse_own_parameters", "refuse_own_step", "refuse_owned"]
+__all__ = [
+    "OwnMemory",
+    "refuse_coupling",
+    "refuse_differentiable",
+    "refuse_own_parameters",
+    "refuse_own_step",
+    "refuse_owned",
+]
 
 _COUPLING = ("LBFGS", "Prodigy", "DAdapt", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad", "SAM", "KFAC")
 """Optimizers whose update of one parameter depends on others, or that evaluate the model themselves."""
@@ -44,6 +51,21 @@ def refuse_coupling(optimizer: Optimizer) -> None:
             "something (a wrapper, a variable) holds, which would not see it change. Let it look at the `state` of "
             f"what offload_optimizer() returns, let go of it, or use {_KEEP}"
         )
+
+
+def refuse_differentiable(optimizer: Optimizer) -> None:
+    """Refuse steps that gradients are to go through: what waits on a drive belongs to no graph.
+
+    Raises:
+        ConfigError: a group has the option.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ConfigError(
+                f"OffloadPolicy.optimizer_states='offload' expects differentiable=False; got "
+                f"{type(optimizer).__name__} with differentiable=True in param_groups[{number}], whose states "
+                f"belong to autograd's graph, which cannot wait on a drive. Use {_KEEP}"
+            )
 
 
 def refuse_owned(optimizer: Optimizer) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +22,8 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.own_attributes import INCOMPLETE, same
 
 __all__ = ["GroupChanges", "InnerStep", "State", "own_copy"]
+
+T = TypeVar("T")
 
 State = dict[Hashable, Any]
 """What an optimizer remembers of one parameter."""
@@ -119,19 +121,21 @@ class InnerStep:
         own = (vars(self._optimizer).get(f"_optimizer_step_{side}_hooks") for side in ("pre", "post"))
         return any(own) or bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
-    @contextmanager
-    def _without_hooks(self) -> Iterator[None]:
+    def _call(self, changes: GroupChanges | None) -> None:
         """Hooks belong to the whole step, and so do those that a base class' step would run once more."""
-        name = "_optimizer_step_pre_hooks"
-        if not self.has_hooks or name not in vars(self._optimizer):
-            yield
+        if changes is None or changes.byproducts is None:
+            self._step(self._optimizer)
             return
-        hooks = vars(self._optimizer)[name]
-        vars(self._optimizer)[name] = _NestedHooks()
+        own, name = vars(self._optimizer), "_optimizer_step_pre_hooks"
+        if not self.has_hooks or name not in own:
+            changes.call(self._step, self._optimizer)
+            return
+        hooks, nested = own[name], _NestedHooks()
         try:
-            yield
+            own[name] = nested
+            changes.call(self._step, self._optimizer)
         finally:
-            vars(self._optimizer)[name] = hooks
+            own[name] = hooks  # without a call, at which an interrupt could come
 
     def run(
         self,
@@ -169,15 +173,8 @@ class InnerStep:
         }
         state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         state.update((t, s) for t, s in zip(tensors, states, strict=True) if s is not None)
-        with (
-            self._around({tensor.device for tensor in tensors}, changes, is_idle),
-            self.lent(list(mine.values()), state),
-        ):
-            if changes is None or changes.byproducts is None:
-                self._step(self._optimizer)
-            else:
-                with self._without_hooks():
-                    changes.call(self._step, self._optimizer)
+        with self._around({tensor.device for tensor in tensors}, changes, is_idle):
+            self.lend(list(mine.values()), state, lambda: self._call(changes))
         if changes is not None:
             for index, after in mine.items():
                 changes.add(index, originals[index], after)
@@ -205,17 +202,19 @@ class InnerStep:
             tensors, theirs = [p for p, _ in parameters], [n for _, n in parameters]
             self.run(tensors, theirs, [None for _ in parameters], changes, is_idle=True)
 
-    @contextmanager
-    def lent(self, groups: list[dict[str, Any]] | None, state: Any) -> Iterator[None]:
-        """Let the optimizer have other groups (``None``: its own) and states for a while."""
+    def lend(self, groups: list[dict[str, Any]] | None, state: Any, call: Callable[[], T]) -> T:
+        """Let the optimizer have other groups (``None``: its own) and states for a call.
+
+        No context manager: an interrupt as one is entered or left would leave them there.
+        """
         optimizer = self._optimizer
         groups_before, state_before = optimizer.param_groups, optimizer.state
-        optimizer.state = state
-        if groups is not None:
-            optimizer.param_groups = groups
-        self.is_lending = True
         try:
-            yield
+            self.is_lending = True
+            optimizer.state = state
+            if groups is not None:
+                optimizer.param_groups = groups
+            return call()
         finally:
             self.is_lending = False
             optimizer.state = state_before

@@ -20,7 +20,7 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.holders import are_apart, is_held, spans_of
 from lightning_ssd.inner_step import State
 from lightning_ssd.paged_states import PagedStates
-from lightning_ssd.shards import is_shard, local_of
+from lightning_ssd.shards import has_shape, is_shard, local_of
 from lightning_ssd.state_layout import moves
 from lightning_ssd.state_snapshot import Snapshot
 
@@ -63,16 +63,17 @@ class LiveStates(MutableMapping[Any, Any]):
         return lent[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self._states.lent[key] = value  # from now on it counts: what is stored may go in parts
         self._forget(key)
-        self._states.lent[key] = value
         self.note_order([key])
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
-        self._states.lent.pop(key, None)
-        self._order.pop(key, None)
+        self._states.lent[key] = {}  # from now on it counts: what is stored may go in parts
         self._forget(key)
+        self._order.pop(key, None)
+        self._states.lent.pop(key, None)
 
     def note_order(self, keys: Iterable[Any]) -> None:
         """Those of the keys that have got a state come behind those that had one."""
@@ -213,7 +214,7 @@ class LiveStates(MutableMapping[Any, Any]):
                 "offloaded. Use OffloadPolicy.optimizer_states='keep'"
             )
         states = [state for state in lent.values() if state]
-        owners = [spans_of([parameter, state]) for parameter, state in lent.items()]
+        owners = [spans_of([p, state] if has_shape(p) else state) for p, state in lent.items()]
         owners.append(spans_of([p for p in self._states.partition.parameters if p not in lent]))
         if len({id(state) for state in states}) < len(states) or not are_apart(owners):
             raise ConfigError(

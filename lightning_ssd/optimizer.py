@@ -11,20 +11,20 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.byproducts import Byproducts
-from lightning_ssd.couplings import refuse_coupling, refuse_own_step
+from lightning_ssd.couplings import refuse_coupling, refuse_differentiable, refuse_own_step
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.events import EventLog
 from lightning_ssd.full_states import full_nbytes, full_states
 from lightning_ssd.inner_step import GroupChanges, InnerStep, State
 from lightning_ssd.live_states import LiveStates
-from lightning_ssd.paged_states import PagedStates
+from lightning_ssd.paged_states import PagedStates, Visit
 from lightning_ssd.shelf import Shelf
 from lightning_ssd.state_files import StateFiles
 from lightning_ssd.state_loading import load_states
@@ -69,6 +69,7 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         # Not Optimizer.__init__: groups, defaults and hooks are the inner one's.
         refuse_coupling(optimizer)
+        refuse_differentiable(optimizer)
         if isinstance(optimizer, OffloadedOptimizer):
             raise ConfigError("this optimizer's states are offloaded already; pass the optimizer that it wraps")
         self.inner = optimizer
@@ -94,7 +95,8 @@ class OffloadedOptimizer(Optimizer):
             self._look_for_others()
             self._live.settle()
         except BaseException:
-            self.inner.state = self._live.copy()
+            if vars(self.inner)["state"] is self._live:  # else they have not been taken over
+                self.inner.state = self._live.copy()
             raise
 
     # -- the user's optimizer ------------------------------------------------------------------------------------
@@ -180,15 +182,11 @@ class OffloadedOptimizer(Optimizer):
             visits = self._states.plan_visits(self.param_groups, self._num_steps)
             begin_s = time.perf_counter()
             try:
-                with self._told_by_scaler():
-                    self._states.update(visits, changes)
-                    # In a group without gradients there may be something to count all the same.
-                    idle = set(range(len(self.param_groups))).difference(*(visit.groups for visit in visits))
-                    self._inner_step.run_idle(idle, changes)
+                self._update(visits, changes)
+                changes.apply(self.param_groups)
             except BaseException as error:
                 self._broken = f"{type(error).__name__}: {error}"
                 raise
-        changes.apply(self.param_groups)
         self._live.note_order(p for group in self.param_groups for p in group["params"])
         self.inner._opt_called = True  # type: ignore[attr-defined]  # by this schedulers check the order of calls
         self._num_steps += 1
@@ -202,6 +200,7 @@ class OffloadedOptimizer(Optimizer):
     def _prepare(self) -> None:
         """Before a step touches anything: what has become of the groups, the states and the optimizer."""
         refuse_own_step(self.inner)
+        refuse_differentiable(self.inner)
         self._look_for_others()
         self._states.register(self.param_groups)
         self._live.check()
@@ -211,19 +210,27 @@ class OffloadedOptimizer(Optimizer):
         """Somebody may have given the inner optimizer other states, by assignment or by loading them into it."""
         states: Any = self.inner.state
         if states is not self._live and not self._inner_step.is_lending:
-            self.state = self._live
             self._live.take_over(states)
+            self.state = self._live  # not before: interrupted, they would be nowhere
 
-    @contextlib.contextmanager
-    def _told_by_scaler(self) -> Iterator[None]:
+    def _update(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
         """Fused optimizers unscale gradients themselves: ``GradScaler`` sets attributes on what it takes for them."""
-        told: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
-        vars(self.inner).update(told)
+        own, told = vars(self.inner), vars(self)
         try:
-            yield
+            if "grad_scale" in told:
+                own["grad_scale"] = told["grad_scale"]
+            if "found_inf" in told:
+                own["found_inf"] = told["found_inf"]
+            self._states.update(visits, changes)
+            # In a group without gradients there may be something to count all the same.
+            idle = set(range(len(self.param_groups))).difference(*(visit.groups for visit in visits))
+            self._inner_step.run_idle(idle, changes)
         finally:
-            for name in told:
-                del vars(self.inner)[name]
+            # Without a call, at which an interrupt could come.
+            if "grad_scale" in told:
+                del own["grad_scale"]
+            if "found_inf" in told:
+                del own["found_inf"]
 
     def _check_usable(self) -> None:
         self._check_open()
@@ -305,8 +312,9 @@ class OffloadedOptimizer(Optimizer):
             self._broken = None
             return
         self._states.register(self.param_groups)  # groups may have been put into param_groups since the last step
-        # From the first subgroup that is replaced to the last one, states are those of no training.
-        before = self._broken
+        # From the options of the groups to the last subgroup, it is that of no training.
+        before, groups = self._broken, self.param_groups
+        self._broken = "load_state_dict has not ended"
         try:
             load_states(
                 self.inner,
@@ -317,7 +325,8 @@ class OffloadedOptimizer(Optimizer):
                 has_master=self._states.trials.has_master,
             )
         except BaseException as error:
-            self._broken = before if self._broken is before else f"{type(error).__name__}: {error}"
+            # Other groups come first of all.
+            self._broken = before if self.inner.param_groups is groups else f"{type(error).__name__}: {error}"
             raise
         self._broken = None
         saved = (number for group in state_dict["param_groups"] for number in group["params"])
@@ -332,7 +341,6 @@ class OffloadedOptimizer(Optimizer):
 
     def _replace(self, index: int, states: Sequence[State]) -> None:
         """Other states for a subgroup."""
-        self._broken = "load_state_dict has not ended"
         if index == 0:
             self._live.clear()
         self._states.replace(index, states)

@@ -18,12 +18,12 @@ from lightning_ssd.holders import are_apart, spans_of
 from lightning_ssd.inner_step import GroupChanges, InnerStep, State
 from lightning_ssd.master_weights import lift, lower
 from lightning_ssd.own_attributes import INCOMPLETE
-from lightning_ssd.partition import Partition, Subgroup
+from lightning_ssd.partition import Contents, Partition, Subgroup
 from lightning_ssd.planning.spreading import half_duplex_rate, respread, spread
 from lightning_ssd.planning.subgroups import Part, visit_order
 from lightning_ssd.profiling import spanned
 from lightning_ssd.rehearsal import Rehearsal, Watch
-from lightning_ssd.shards import even_numel, is_shard
+from lightning_ssd.shards import even_numel, has_shape, is_shard
 from lightning_ssd.slicing import Trials
 from lightning_ssd.state_files import StateFiles
 from lightning_ssd.state_layout import Layout, is_unchanged, moved_out, must_stay, owned
@@ -105,27 +105,31 @@ class PagedStates:
             even_numel(p) * self.trials.element_bytes(p, number)
             for number, group in enumerate(groups)
             for p in group["params"]
+            if has_shape(p)
         )
         return subgroup_bytes(nbytes, len(self.files.tiers))
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def register(self, groups: Groups) -> None:
-        """Take in parameters that have come into the groups, in whatever way.
+        """Take in parameters that have come into the groups, in whatever way; those of lazy modules when they have a
+        shape.
 
         Raises:
             OutOfSpaceError: the directories have no room for their states.
         """
         numbers = _group_numbers(groups)
-        new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None]
+        new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None and has_shape(p)]
         self._retire(numbers)
         if new:
-            num_made = self.partition.extend(
+            if not self.partition.subgroups:
+                self.partition.max_bytes = self._subgroup_bytes(groups)
+            self.partition.extend(
                 new,
                 lambda p: self.trials.element_bytes(p, numbers[id(p)]),
                 lambda p: self.trials.may_slice(p, numbers[id(p)]),
+                lambda num: self.store.add(spread(num, self._rates), len(self.partition.subgroups)),
             )
-            self.store.add(spread(num_made, self._rates))
             self._fit_cache(max(subgroup.expected_bytes for subgroup in self.partition.subgroups))
             self._reserve()
 
@@ -138,7 +142,7 @@ class PagedStates:
         for index, subgroup in enumerate(self.partition.subgroups):
             if not subgroup.expected_bytes and subgroup.layout is not None and not any(subgroup.templates):
                 self.store.forget(index)
-                subgroup.layout = None
+                subgroup.forget_layout()
 
     def _fit_cache(self, largest_bytes: int) -> None:
         """More slots, each as large as the largest subgroup, where others have left host memory for them.
@@ -320,16 +324,16 @@ class PagedStates:
         subgroup = self.partition.subgroups[index]
         paged = [not self.partition.is_whole(part) for part in subgroup.parts]
         layout = Layout.of(states, self.files.device, self.store.block_bytes, paged)
+        contents = Contents(layout if layout.nbytes else None, layout.templates(states))
         if layout.nbytes > self._slot_bytes:  # more than a trial has told
             self._fit_cache(layout.nbytes)
         if layout != subgroup.layout or storage is None:
             storage = self.store.allocate(layout.nbytes) if layout.nbytes else None
+        else:
+            self.store.will_change(index)
         if storage is not None:
             layout.collect(states, storage)
-        # Not before: interrupted in between, old bytes would be read in a new layout.
-        subgroup.layout = layout if layout.nbytes else None
-        subgroup.templates = layout.templates(states)
-        self.store.give(index, storage, is_dirty=True, keep=keep)
+        self.store.give(index, storage, is_dirty=True, keep=keep, new=(subgroup, contents))
 
     def rebalance(self) -> None:
         """Next writes go where the drives have turned out to be faster."""
@@ -381,15 +385,12 @@ class PagedStates:
     def forget(self, number: int) -> None:
         """There is no such state any more. Nothing is moved for it."""
         for index, part in self.partition.places[number]:
-            subgroup = self.partition.subgroups[index]
-            if subgroup.layout is not None:
-                subgroup.layout = subgroup.layout.without(part)
-            subgroup.templates[part] = {}
+            self.partition.subgroups[index].forget(part)
 
     def replace(self, index: int, states: Sequence[State]) -> None:
         """Other states for the parts of one subgroup; what it keeps of them it copies."""
         self.store.forget(index)
-        self.partition.subgroups[index].layout = None
+        self.partition.subgroups[index].forget_layout()
         self._settle(index, owned(states, self.files.device), None, keep=False)
 
     @property

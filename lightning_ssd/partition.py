@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,16 @@ from lightning_ssd.planning.subgroups import ParameterSize, Part, make_subgroups
 from lightning_ssd.shards import as_piece, even_numel, is_shard, local_of, spec_of, wrap
 from lightning_ssd.state_layout import Field, Layout
 
-__all__ = ["Partition", "Subgroup", "shared"]
+__all__ = ["Contents", "Partition", "Subgroup", "shared"]
+
+
+class Contents(NamedTuple):
+    """What a subgroup's memory means. Changes as a whole, together with the memory."""
+
+    layout: Layout | None
+    """Of what moves; ``None``: nothing does."""
+    templates: list[State]
+    """Of each part: its state, in which what moves is marked."""
 
 
 @dataclass(slots=True)
@@ -24,13 +33,32 @@ class Subgroup:
     parts: tuple[Part, ...]
     expected_bytes: int = 0
     """What its states will take on a drive, as far as a trial tells."""
-    templates: list[State] = field(default_factory=list)
-    """Of each part: its state, in which what moves is marked."""
-    layout: Layout | None = None
-    """Of what moves; ``None``: nothing does."""
+    contents: Contents = field(init=False)
 
     def __post_init__(self) -> None:
-        self.templates = self.templates or [{} for _ in self.parts]
+        self.contents = Contents(None, [{} for _ in self.parts])
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of what moves; ``None``: nothing does."""
+        return self.contents.layout
+
+    @property
+    def templates(self) -> Sequence[State]:
+        """Of each part: its state, in which what moves is marked."""
+        return self.contents.templates
+
+    def forget(self, number: int) -> None:
+        """A part has no state any more. What its memory holds means nothing."""
+        layout, templates = self.contents
+        left = Contents(None if layout is None else layout.without(number), templates)
+        # No call in between: interrupted, a template would name what no layout has.
+        self.contents = left
+        templates[number] = {}
+
+    def forget_layout(self) -> None:
+        """Nothing of it has memory any more."""
+        self.contents = Contents(None, self.contents.templates)
 
     def field(self, number: int, key: Hashable) -> Field:
         """Where a moved tensor is."""
@@ -64,16 +92,15 @@ class Partition:
         parameters: Sequence[torch.Tensor],
         element_bytes: Callable[[torch.Tensor], int],
         is_sliceable: Callable[[torch.Tensor], bool],
-    ) -> int:
-        """Take in more parameters.
+        make_room: Callable[[int], None] = lambda num: None,
+    ) -> None:
+        """Take in more parameters: all, or where this is interrupted, none.
 
         Args:
             parameters: not known yet.
             element_bytes: of each, the bytes of states per element.
             is_sliceable: of each, whether slices of it may be updated.
-
-        Returns:
-            How many subgroups that made.
+            make_room: is told, before, how many subgroups that makes.
         """
         first = len(self.parameters)
         expected = [element_bytes(parameter) for parameter in parameters]
@@ -87,26 +114,30 @@ class Partition:
             is_cut = num_elements * size > self.max_bytes // 4 and is_sliceable(parameter)
             sizes.append(ParameterSize(local_of(parameter).numel() if is_cut else num_elements, size, is_cut))
         made = make_subgroups(sizes, self.max_bytes)
-        # Not before: what is known but in no subgroup, because a trial was interrupted, would never be updated.
-        for parameter in parameters:
-            self._numbers[id(parameter)] = len(self.parameters)
-            self.parameters.append(parameter)
-            local = local_of(parameter)
-            self.shapes.append((tuple(local.shape), local.stride()))
-            self.places.append([])
-        for parts in made:
-            index = len(self.subgroups)
-            moved = tuple(Part(part.parameter + first, part.start, part.stop) for part in parts)
-            for number, part in enumerate(moved):
-                self.places[part.parameter].append((index, number))
+        numbers = {id(parameter): first + number for number, parameter in enumerate(parameters)}
+        local = list(map(local_of, parameters))
+        shapes = [(tuple(part.shape), part.stride()) for part in local]
+        places: list[list[tuple[int, int]]] = [[] for _ in parameters]
+        subgroups = []
+        for index, parts in enumerate(made, len(self.subgroups)):
+            for number, part in enumerate(parts):
+                places[part.parameter].append((index, number))
             need = sum(part.num_elements * expected[part.parameter] for part in parts)
-            self.subgroups.append(Subgroup(moved, need))
-        return len(made)
+            moved = tuple(Part(part.parameter + first, part.start, part.stop) for part in parts)
+            subgroups.append(Subgroup(moved, need))
+        make_room(len(subgroups))
+        grown = self.subgroups + subgroups, self.places + places, self.shapes + shapes, [*self.parameters, *parameters]
+        known = self._numbers | numbers
+        # No call in between: what is known but in no subgroup, because of an interrupt, would never be updated.
+        self.subgroups, self.places, self.shapes, self.parameters = grown
+        self._numbers = known
 
     def retire(self, number: int) -> None:
         """Let go of a parameter that has left the groups, and has no state. Its parts stay, and are never visited."""
-        del self._numbers[id(self.parameters[number])]
-        self.parameters[number] = torch.empty(0, device="cpu")
+        key, nothing = id(self.parameters[number]), torch.empty(0, device="cpu")
+        # No call in between: what comes back after an interrupt would be known twice, and updated twice.
+        del self._numbers[key]
+        self.parameters[number] = nothing
         for index, _ in self.places[number]:
             subgroup = self.subgroups[index]
             if all(id(self.parameters[part.parameter]) not in self._numbers for part in subgroup.parts):

@@ -18,8 +18,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-__all__ = ["Gathered", "address_of", "as_piece", "even_numel", "gathered_of", "is_shard", "local_of", "spec_of", "wrap"]
+__all__ = [
+    "Gathered",
+    "address_of",
+    "as_piece",
+    "even_numel",
+    "gathered_of",
+    "has_shape",
+    "is_shard",
+    "local_of",
+    "spec_of",
+    "wrap",
+]
 
 
 def _module() -> Any:
@@ -43,8 +55,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def has_shape(tensor: torch.Tensor) -> bool:
+    """Whether it is more than a lazy module's promise of a parameter."""
+    return not isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+
+
 def address_of(tensor: torch.Tensor) -> int:
     """Where the storage of what this process has begins; 0: it has no memory that can be told."""
+    if not has_shape(tensor):
+        return 0
     local = local_of(tensor)
     try:
         return local.untyped_storage().data_ptr() if local.layout == torch.strided and local.numel() > 0 else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +18,7 @@ from lightning_ssd.storage.streams import Mark
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes
 from lightning_ssd.tensors import Region
 
-__all__ = ["Copy", "Hold", "Home", "Reader", "Where", "Writer", "copied"]
+__all__ = ["Copy", "Hold", "Home", "Owner", "Reader", "Where", "Writer", "copied"]
 
 
 class Where(enum.Enum):
@@ -78,6 +79,12 @@ class Hold:
     """While it lives, extents stay as they are. Memory that shows them keeps it alive. Whoever makes it has it watched
     by :class:`~lightning_ssd.returned_copies.ReturnedCopies`.
     """
+
+
+class Owner(Protocol):
+    """Who knows what the memory of a subgroup means."""
+
+    contents: Any
 
 
 @dataclass(slots=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -46,65 +45,69 @@ def load_states(
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, saved)
         saved = saved if changed is None else changed
-    with _without_hooks(optimizer), _own_state(optimizer):
-        states = saved["state"]
-        optimizer.load_state_dict({**saved, "state": {}})
-        groups = optimizer.param_groups
-        ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
-        parameters = list(chain.from_iterable(group["params"] for group in groups))
-        id_of = {id(parameter): number for number, parameter in zip(ids, parameters, strict=True)}
-        # By its parameter's type load_state_dict decides to which type it casts a state.
-        cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in parameters if has_master(p)}
-        optimizer.param_groups = [
-            {**group, "params": [cast_to.get(id(p), p) for p in group["params"]]} for group in groups
-        ]
-        try:
-            for index, subgroup in enumerate(partition.subgroups):
-                loaded: list[State] = []
-                shared: list[tuple[torch.Tensor, State]] = []
-                for part in subgroup.parts:
-                    parameter = partition.parameters[part.parameter]
-                    number = id_of.get(id(parameter))
-                    state = dict(states.get(number, {}))
-                    if id(parameter) not in cast_to:
-                        state.pop(MASTER, None)  # saved by a run that had copies; this one has none
-                    if not are_apart([spans_of(tensor) for tensor in tensors_in(state)]):
-                        if part.start == 0:
-                            optimizer.load_state_dict({**saved, "state": {number: copy.deepcopy(state)}})
-                            shared.append((parameter, optimizer.state[cast_to.get(id(parameter), parameter)]))
-                        state = {}
-                    if state:
-                        # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
-                        cut = partition.cut(part, state)
-                        optimizer.load_state_dict({**saved, "state": {number: cut}})
-                        state = dict(optimizer.state[cast_to.get(id(parameter), parameter)])
-                    loaded.append(state)
-                put(index, loaded)
-                for parameter, state in shared:
-                    keep(parameter, state)
-        finally:
-            optimizer.param_groups = groups
+    state, pre_hooks = optimizer.state, optimizer._optimizer_load_state_dict_pre_hooks
+    post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+    mine: Any = defaultdict(dict)  # load_state_dict puts others in its place
+    nothing: OrderedDict[int, Any] = OrderedDict()  # hooks belong to the whole load
+    try:
+        # No context manager: an interrupt as one is entered or left would leave them there.
+        optimizer.state = mine
+        optimizer._optimizer_load_state_dict_pre_hooks = nothing
+        optimizer._optimizer_load_state_dict_post_hooks = nothing
+        _load(optimizer, saved, partition, put, keep, has_master)
+    finally:
+        optimizer.state = state
+        optimizer._optimizer_load_state_dict_pre_hooks = pre_hooks
+        optimizer._optimizer_load_state_dict_post_hooks = post_hooks
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
 
-@contextmanager
-def _own_state(optimizer: Optimizer) -> Iterator[None]:
-    """``load_state_dict`` puts others in its place."""
-    before, optimizer.state = optimizer.state, defaultdict(dict)
+def _load(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    partition: Partition,
+    put: Callable[[int, Sequence[State]], None],
+    keep: Callable[[torch.Tensor, State], None],
+    has_master: Callable[[torch.Tensor], bool],
+) -> None:
+    states = saved["state"]
+    optimizer.load_state_dict({**saved, "state": {}})
+    groups = optimizer.param_groups
+    ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    parameters = list(chain.from_iterable(group["params"] for group in groups))
+    id_of = {id(parameter): number for number, parameter in zip(ids, parameters, strict=True)}
+    # By its parameter's type load_state_dict decides to which type it casts a state.
+    cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in parameters if has_master(p)}
+    optimizer.param_groups = [{**group, "params": [cast_to.get(id(p), p) for p in group["params"]]} for group in groups]
     try:
-        yield
+        for index, subgroup in enumerate(partition.subgroups):
+            loaded: list[State] = []
+            shared: list[tuple[torch.Tensor, State]] = []
+            for part in subgroup.parts:
+                parameter = partition.parameters[part.parameter]
+                number = id_of.get(id(parameter))
+                state = dict(states.get(number, {}))
+                if id(parameter) not in cast_to:
+                    state.pop(MASTER, None)  # saved by a run that had copies; this one has none
+                if not are_apart([spans_of(tensor) for tensor in tensors_in(state)]):
+                    if part.start == 0:
+                        optimizer.load_state_dict({**saved, "state": {number: copy.deepcopy(state)}})
+                        shared.append((parameter, optimizer.state[cast_to.get(id(parameter), parameter)]))
+                    state = {}
+                if state:
+                    # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
+                    cut = partition.cut(part, state)
+                    optimizer.load_state_dict({**saved, "state": {number: cut}})
+                    state = dict(optimizer.state[cast_to.get(id(parameter), parameter)])
+                loaded.append(state)
+            put(index, loaded)
+            for parameter, state in shared:
+                keep(parameter, state)
+        for parameter in parameters:
+            number = id_of[id(parameter)]
+            if partition.number_of(parameter) is None and number in states:  # a lazy module's, without a shape yet
+                optimizer.load_state_dict({**saved, "state": {number: copy.deepcopy(states[number])}})
+                keep(parameter, optimizer.state[parameter])
     finally:
-        optimizer.state = before
-
-
-@contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Hooks belong to the whole load."""
-    before = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
-    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
-    optimizer._optimizer_load_state_dict_post_hooks = OrderedDict()
-    try:
-        yield
-    finally:
-        optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks = before
+        optimizer.param_groups = groups

@@ -31,18 +31,26 @@ def saved_states(
     Raises:
         RuntimeError: a tensor of the dictionary was edited on the way, which would not reach the training.
     """
-    hooks: dict[str, Any] = {name: vars(optimizer)[name] for name in (_PRE, _POST) if name in vars(optimizer)}
-    for hook in hooks.get(_PRE, {}).values():
+    own = vars(optimizer)
+    pre_hooks, post_hooks = own.get(_PRE), own.get(_POST)
+    for hook in (pre_hooks or {}).values():
         hook(optimizer)
     states = snapshot()
     before = _fingerprint(states)
-    vars(optimizer).update({name: OrderedDict() for name in hooks})
+    nothing: OrderedDict[int, Any] = OrderedDict()
     try:
-        with inner_step.lent(None, states):
-            saved: dict[str, Any] = optimizer.state_dict()
+        # Without calls, at which an interrupt could come.
+        if pre_hooks is not None:
+            own[_PRE] = nothing
+        if post_hooks is not None:
+            own[_POST] = nothing
+        saved: dict[str, Any] = inner_step.lend(None, states, optimizer.state_dict)
     finally:
-        vars(optimizer).update(hooks)
-    for hook in hooks.get(_POST, {}).values():
+        if pre_hooks is not None:
+            own[_PRE] = pre_hooks
+        if post_hooks is not None:
+            own[_POST] = post_hooks
+    for hook in (post_hooks or {}).values():
         changed = hook(optimizer, saved)
         saved = saved if changed is None else changed
     if _fingerprint(states) != before:

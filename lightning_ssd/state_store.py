@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from lightning_ssd.refusals import Refusals
 from lightning_ssd.returned_copies import ReturnedCopies
 from lightning_ssd.slots import SlotMover, Slots
 from lightning_ssd.state_destinations import Destinations
-from lightning_ssd.state_home import Copy, Hold, Home, Reader, Where, copied
+from lightning_ssd.state_home import Copy, Hold, Home, Owner, Reader, Where, copied
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.mapped import PAGE_BYTES
 from lightning_ssd.storage.streams import Mark
@@ -93,9 +94,14 @@ class StateStore:
     def __len__(self) -> int:
         return len(self._homes)
 
-    def add(self, paths: Iterable[int]) -> None:
-        """More subgroups, with the tier that each is to be written to."""
-        self._homes += [Home(path=path) for path in paths]
+    def add(self, paths: Iterable[int], first: int | None = None) -> None:
+        """More subgroups, with the tier that each is to be written to.
+
+        Args:
+            paths: of each, the tier.
+            first: the number of the first one: homes beyond it, of an addition that was interrupted, are nobody's.
+        """
+        self._homes[first if first is not None else len(self) :] = [Home(path=path) for path in paths]
 
     @property
     def paths(self) -> list[int]:
@@ -192,7 +198,20 @@ class StateStore:
 
     # -- down ----------------------------------------------------------------------------------------------------
 
-    def give(self, index: int, storage: torch.UntypedStorage | None, *, is_dirty: bool, keep: bool) -> None:
+    def will_change(self, index: int) -> None:
+        """Before somebody writes to memory that he has taken: interrupted half-way, it is ahead of its drive."""
+        with self._lock:
+            self._homes[index].is_dirty = True
+
+    def give(
+        self,
+        index: int,
+        storage: torch.UntypedStorage | None,
+        *,
+        is_dirty: bool,
+        keep: bool,
+        new: tuple[Owner, Any] | None = None,
+    ) -> None:
         """End of use.
 
         Args:
@@ -200,19 +219,22 @@ class StateStore:
             storage: what holds it now: that of :meth:`take`, or a new one of :meth:`allocate`; ``None``: nothing.
             is_dirty: whether it has changed.
             keep: leave it in memory; else it is written if dirty, and its memory becomes free.
+            new: who is to know what the memory holds from now on, and what that is; ``None``: what it held.
         """
         with self._lock:
             home = self._homes[index]
+            if self._allocated is not storage:
+                self._free_allocated()
+            # No call in between: an interrupt would leave the bytes of one and the layout of the other.
             former, home.storage = home.storage, storage
-            if former is not storage:
-                self._free(former)
-            if self._allocated is storage:
-                self._allocated = None
+            self._allocated = None if former is storage else former
+            home.is_dirty = (home.is_dirty or is_dirty) and storage is not None
+            if new is not None:
+                new[0].contents = new[1]
             self._free_allocated()
             if storage is None:
                 self._refusals.is_written(home)
                 home.replace_copy(None)
-            home.is_dirty = (home.is_dirty or is_dirty) and storage is not None
             home.where = Where.AWAY if storage is None else Where.HERE
             if storage is not None and keep:
                 self.kept_bytes += storage.nbytes()

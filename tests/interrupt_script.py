@@ -33,8 +33,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, paged_states
 from lightning_ssd.checkpoint import StreamedCheckpointIO
+from tests.optimizer_pairs import assert_same_states
 
 PACKAGE = str(Path(__file__).resolve().parent.parent / "lightning_ssd")
 HANG_S = 30.0
@@ -46,6 +47,7 @@ KINDS = {
     "states": {"activations": "offload", "optimizer_states": "offload"},
     "recompute": {"activations": "recompute"},
     "plan": {"activations": "auto", "activation_budget": 160 << 10, "recompute_modules": "blocks"},
+    "surgery": {"activations": "keep", "optimizer_states": "offload"},
 }
 REMEMBERING = ("recompute", "plan")
 
@@ -164,6 +166,123 @@ class Trial:
         return None
 
 
+class Surgery:
+    """What is done to one model and its optimizer, turn by turn: each one idempotent but for steps."""
+
+    def __init__(self) -> None:
+        self.parameters = list(make_model().parameters())
+        torch.manual_seed(5)
+        self.late = [torch.nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))]
+        self.optimizer: Any = torch.optim.AdamW(self.parameters)
+        self.held: Any = None
+        self.turns = [self.step, self.step, self.edit, self.step, self.hold, self.step, self.grow]
+        self.turns += [self.step, self.load, self.step, self.drop, self.step]
+
+    def step(self) -> None:
+        for number, p in enumerate(self.parameters + self.late):
+            p.grad = torch.sin(p.detach() * 3 + number)
+        self.optimizer.step()
+
+    def edit(self) -> None:
+        self.optimizer.state[self.parameters[0]]["exp_avg"].zero_()
+        self.optimizer.state[self.parameters[2]] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.ones(WIDTH, WIDTH),
+            "exp_avg_sq": torch.ones(WIDTH, WIDTH),
+        }
+
+    def hold(self) -> None:
+        self.held = self.optimizer.state[self.parameters[4]]["exp_avg"]
+        self.held.fill_(2.0)
+
+    def grow(self) -> None:
+        if len(self.optimizer.param_groups) == 1:
+            self.optimizer.add_param_group({"params": self.late, "lr": 1e-2})
+
+    def load(self) -> None:
+        num = len(self.parameters + self.late)
+        state = {n: {"step": torch.tensor(9.0)} for n in range(num)}
+        for n, p in enumerate(self.parameters + self.late):
+            state[n].update(exp_avg=torch.full_like(p, 0.1), exp_avg_sq=torch.full_like(p, 0.2))
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        numbers = [list(range(num - 1)), [num - 1]]
+        groups = [{**own, "lr": 0.5, "params": mine} for own, mine in zip(options, numbers, strict=True)]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def drop(self) -> None:
+        self.held = None
+        self.optimizer.state.pop(self.parameters[0], None)
+
+    def is_like(self, plain: Surgery) -> bool:
+        """Whether both have the same bits."""
+        if not all(map(torch.equal, self.parameters + self.late, plain.parameters + plain.late)):
+            return False
+        try:
+            assert_same_states(self.optimizer.state_dict(), plain.optimizer.state_dict())
+        except AssertionError:
+            return False
+        return True
+
+
+class SurgeryTrial(Trial):
+    """Compared with a plain twin, for which the interrupted turn has not begun, or is complete."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        super().__init__(directory, kind)
+        self.mine, self.turn = Surgery(), 0
+
+    def run(self) -> None:
+        hardware = HardwareProfile(paths=[self.directory / "spill"], allow_unsuitable_paths=True, host_memory=0)
+        self.offloader = Offloader(policy=OffloadPolicy(**KINDS[self.kind]), hardware=hardware)  # type: ignore[arg-type]
+        self.offloader.open()
+        self.mine.optimizer = self.offloader.offload_optimizer(self.mine.optimizer)
+        look = sys.getprofile()
+        sys.setprofile(None)  # each point once: not in the first steps, but where states go down before one
+        while self.turn < len(self.mine.turns):
+            if self.mine.turns[self.turn] == self.mine.edit:
+                sys.setprofile(look)
+            self.mine.turns[self.turn]()
+            self.turn += 1
+        self.offloader.close()
+
+    def go_on(self) -> str | None:
+        try:
+            return self._compared()
+        finally:
+            self.offloader = self.mine = self.optimizer = None  # type: ignore[assignment]
+
+    def _compared(self) -> str | None:
+        offloader, mine, plain = self.offloader, self.mine, Surgery()
+        if offloader is None or not offloader.is_open or type(mine.optimizer) is torch.optim.AdamW:
+            return None
+        for turn in plain.turns[: self.turn]:
+            turn()
+        if mine.optimizer._broken is None and self.turn < len(mine.turns):
+            if mine.turns[self.turn].__name__ != "step":
+                mine.turns[self.turn]()
+                plain.turns[self.turn]()
+            elif not mine.is_like(plain):
+                plain.turns[self.turn]()  # it was complete
+                self.turn += 1
+            for number in range(self.turn, len(mine.turns)):
+                if not mine.is_like(plain):
+                    return f"other bits before turn {number}, {mine.turns[number].__name__}"
+                mine.turns[number]()
+                plain.turns[number]()
+            if not mine.is_like(plain):
+                return "other bits at the end"
+        elif mine.optimizer._broken is not None:
+            try:
+                mine.step()
+            except RuntimeError as error:
+                if "an earlier step of this optimizer is incomplete" not in str(error):
+                    raise
+            else:
+                return "trains on after an incomplete step"
+        offloader.close()
+        return None
+
+
 def left(directory: Path, before: set[str]) -> list[str]:
     """Threads, descriptors and files that are there still."""
     found = [f"thread {t.name}" for t in threading.enumerate() if t is not threading.main_thread()]
@@ -194,7 +313,9 @@ class Report:
         """Returns whether the interrupt came."""
         before = set(os.listdir("/proc/self/fd"))
         faulthandler.dump_traceback_later(HANG_S, exit=True)
-        trial, caught, began_s, run_began_s = Trial(directory, kind), None, 0.0, time.perf_counter()
+        made = (SurgeryTrial if kind == "surgery" else Trial)(directory, kind)
+        trial, caught, began_s, run_began_s = made, None, 0.0, time.perf_counter()
+        del made
         try:
             try:
                 arm()
@@ -328,13 +449,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("how", choices=["timer", "tracer"])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--kinds", default="offload,budget,states,recompute,plan")
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--num", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=int, nargs=2, default=(0, 1))
     args = parser.parse_args()
     torch.set_num_threads(1)
     report, kinds = Report(), args.kinds.split(",")
+    paged_states._MIN_SUBGROUP_BYTES = 32 << 10  # so that there are some
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         (Path(directory) / "spill").mkdir()
         if args.how == "timer":

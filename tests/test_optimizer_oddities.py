@@ -15,7 +15,17 @@ from torch.optim import Optimizer
 from lightning_ssd import slicing
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.inner_step import InnerStep
-from tests.optimizer_pairs import Nested, Pair, adamw, assert_same_states, equal, offloaded, wrapped
+from tests.optimizer_pairs import (
+    Nested,
+    Pair,
+    adamw,
+    assert_same_parameters,
+    assert_same_states,
+    equal,
+    offloaded,
+    opened,
+    wrapped,
+)
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -272,3 +282,57 @@ def test_an_interrupted_trial_leaves_no_parameter_out(spill_dir: Path, monkeypat
         pair.step(optimizer)
         assert torch.equal(extra, extra_plain)
         pair.check(optimizer)
+
+
+def test_steps_that_gradients_go_through_are_refused(spill_dir: Path) -> None:
+    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="differentiable"):
+        offloader.offload_optimizer(torch.optim.Adam([nn.Parameter(torch.ones(3))], differentiable=True))
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        optimizer.param_groups[0]["differentiable"] = True
+        with pytest.raises(ConfigError, match="differentiable"):
+            optimizer.step()
+        optimizer.param_groups[0]["differentiable"] = False
+        pair.step(optimizer)
+        pair.check()
+
+
+def _lazy() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.LazyLinear(200), nn.Tanh(), nn.LazyLinear(300), nn.Linear(300, 8)), torch.randn(16, 150)
+
+
+@pytest.mark.parametrize("make", [adamw, Nested])
+@pytest.mark.parametrize("first", ["a step", "states that are read", "states that are loaded"])
+def test_parameters_that_have_no_shape_before_the_first_batch(
+    first: str, make: Callable[[Any], Optimizer], spill_dir: Path
+) -> None:
+    """Those of lazy modules. A state may be loaded before."""
+    (mine, batch), (plain, _) = _lazy(), _lazy()
+    twin = make(list(plain.parameters()))
+    with offloaded(make(list(mine.parameters())), spill_dir) as (optimizer, _):
+        if first == "states that are read":
+            assert all(
+                optimizer.state[p] == twin.state[q] for p, q in zip(mine.parameters(), plain.parameters(), strict=True)
+            )
+        if first == "states that are loaded":
+            other, _ = _lazy()
+            source = make(list(other.parameters()))
+            _train(other, source, batch)
+            optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+            twin.load_state_dict(copy.deepcopy(source.state_dict()))
+            assert_same_states(optimizer.state_dict(), twin.state_dict())
+        for _ in range(3):
+            _train(mine, optimizer, batch)
+            _train(plain, twin, batch)
+        assert_same_parameters(list(mine.parameters()), list(plain.parameters()))
+        assert_same_states(optimizer.state_dict(), twin.state_dict())
+        assert len(optimizer._states.partition.parameters) == 6
+
+
+def _train(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> None:
+    torch.manual_seed(4)  # lazy modules draw their parameters
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
