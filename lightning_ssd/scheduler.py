@@ -373,7 +373,8 @@ class Scheduler:
         try:
             plan = task.result()
         except BudgetTooSmall as error:
-            is_kept = goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes
+            may_move = goal.written_bytes is None or trace.moved_bytes <= goal.written_bytes
+            is_kept = goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes and may_move
             if is_kept or not self._wishes.has_budget:
                 # Nobody has asked for the limit of scarce memory; nor does the planner know of every way to make room
                 # (copies that a retained graph drops, say). This pass was possible: go on like it.

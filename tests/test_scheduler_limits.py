@@ -177,6 +177,16 @@ def test_a_budget_that_only_wear_forbids_says_so() -> None:
         assert ("raise wear_budget" in str(raised.value)) is is_named
 
 
+def test_a_pass_that_kept_its_budget_by_writing_more_than_wear_allows_was_not_possible() -> None:
+    with opened(activation_budget=NBYTES // 2, wear_bytes_per_day=1) as made:
+        run_pass(made, make_trace(), peak_bytes=NBYTES // 4)
+        with pytest.raises(BudgetError, match="raise wear_budget"):
+            made.wait()
+    with opened(activation_budget=NBYTES // 2) as made:
+        run_pass(made, make_trace(), peak_bytes=NBYTES // 4)
+        made.wait()
+
+
 # -- scarce memory ----------------------------------------------------------------------------------------------------
 
 
