@@ -16,7 +16,7 @@ from lightning_ssd.accelerators import accelerator_of, device_types, what_is_mis
 from lightning_ssd.allocation import Allocation
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.malloc import NO_TCACHE, foreign_malloc, reuses_holes
+from lightning_ssd.malloc import foreign_malloc, reuses_holes
 from lightning_ssd.planning.limits import Wishes
 from lightning_ssd.scheduler import Scheduler
 from lightning_ssd.site import Site
@@ -89,8 +89,7 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, site: Site) -> Parts:
     if is_mapped and not reuses_holes():
         _log.info(
             "this glibc (before 2.38) seldom reuses the memory that a tensor has left, so that moving costs page "
-            "faults; start Python with GLIBC_TUNABLES=%s, or with tcmalloc preloaded",
-            NO_TCACHE,
+            "faults; with tcmalloc preloaded it costs less"
         )
     if policy.activations == "recompute":
         description = "blocks are recomputed, all else is kept in memory and counted"

@@ -12,12 +12,10 @@ from typing import Any, ClassVar, Self
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["NO_TCACHE", "MallocThreshold", "foreign_malloc", "reuses_holes", "trim"]
+__all__ = ["MallocThreshold", "foreign_malloc", "reuses_holes", "trim"]
 
 _KIB = 1024
 _LOOKS_FOR_ALIGNED_HOLES = (2, 38)
-NO_TCACHE = "glibc.malloc.tcache_count=0"
-"""In the environment's ``GLIBC_TUNABLES``: glibc keeps no small blocks aside for each thread."""
 _C_LIBRARIES = ("libc.", "libc-", "ld-")
 """Beginnings of the file names of glibc and musl."""
 
@@ -60,8 +58,7 @@ def reuses_holes() -> bool:
     if libc is None:
         return True
     libc.gnu_get_libc_version.restype = ctypes.c_char_p
-    version = tuple(int(number) for number in libc.gnu_get_libc_version().split(b".")[:2])
-    return version >= _LOOKS_FOR_ALIGNED_HOLES or NO_TCACHE in os.environ.get("GLIBC_TUNABLES", "").split(":")
+    return tuple(int(number) for number in libc.gnu_get_libc_version().split(b".")[:2]) >= _LOOKS_FOR_ALIGNED_HOLES
 
 
 def _glibc() -> tuple[Any, str | None]:
