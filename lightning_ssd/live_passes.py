@@ -89,6 +89,7 @@ class LivePasses:
         self._seen: dict[Hashable, _Seen] = {}
         self._looked_s = 0.0
         self._last_available: int | None = None
+        self._last_level = 0
 
     def __iter__(self) -> Iterator[SavedPass]:
         return iter(self._passes)
@@ -104,10 +105,9 @@ class LivePasses:
         keeps: Callable[[int], bool] = _never
         if self._scheduler is not None and self._scheduler.all_counts:
             self._allocation.enter(True, all_counts=True)  # what is free in the heap is not needed by anybody
-        needs_available = self._scheduler is not None or self._allocation.is_ours or self._runs_late
-        available_bytes = self._room(current.signature) if needs_available else None
+        available_bytes = self._memory_of(current.signature)
         if self._scheduler is not None:
-            level_bytes = self._level() - counters.resident_bytes
+            level_bytes = self._last_level - counters.resident_bytes
             current.guide, wants_trace = self._scheduler.guide(
                 current.signature,
                 level_bytes=level_bytes,
@@ -132,11 +132,18 @@ class LivePasses:
         if current not in self._passes:
             self._passes.append(current)
 
-    def _room(self, signature: Hashable) -> int | None:
-        """What is available now; a moment ago, where likely no hooks are needed: asking takes longer than the rest."""
+    def _memory_of(self, signature: Hashable) -> int | None:
+        """What is available now; a moment ago, where likely no hooks are needed: asking takes longer than the rest.
+
+        ``_last_level`` is of the same moment.
+        """
         seen, now_s = self._seen.get(signature), time.perf_counter()
         if seen is None or not seen.num_plain or now_s - self._looked_s > _FRESH_S:
-            self._looked_s, self._last_available = now_s, self.available()
+            self._looked_s = now_s
+            if self._scheduler is not None or self._allocation.is_ours or self._runs_late:
+                self._last_available = self.available()
+            if self._scheduler is not None:
+                self._last_level = self._level()
         return self._last_available
 
     def _needs_no_hooks(self, signature: Hashable, keeps: Callable[[int], bool]) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_ssd import global_modes
 from lightning_ssd.errors import RecomputeError
 from tests.helpers import Setup, open_offloader
 from tests.patience import PATIENCE_S
@@ -24,6 +25,12 @@ ATTENTION: Callable[[], AbstractContextManager[object]] = lambda: sdpa_kernel(SD
 
 MEETING: dict[str, Other] = {}
 """Out of reach of the blocks, which would put it back."""
+
+
+@pytest.fixture(autouse=True)
+def nobody_else_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloaders that other tests have left open count as training, in the main thread, as long as it lives."""
+    monkeypatch.setattr(global_modes, "_training", {})
 
 
 class Block(nn.Module):
