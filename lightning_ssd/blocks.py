@@ -260,12 +260,13 @@ class Blocks:
     @contextmanager
     def observe(self, observer: BlockObserver) -> Iterator[None]:
         """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
-        before, self._active.observer = self._active.observer, observer
         put_back_all()
+        before = self._active.observer
         if before is None and observer.wants_inputs:
             for wrapper in self._wrappers:
                 wrapper.begin_measuring()
         try:
+            self._active.observer = observer
             yield
         finally:
             self._active.observer = before

@@ -20,6 +20,10 @@ pytestmark = pytest.mark.usefixtures("small_subgroups")
 _STATES = ("live_states.py", "paged_states.py", "partition.py", "state_layout.py", "state_store.py", "slots.py")
 
 
+def interrupt(*args: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 def _momentum(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
 
@@ -99,9 +103,6 @@ def test_states_are_not_lost_when_taking_them_over_is_interrupted(
     pair.step(pair.inner)
     expected = copy.deepcopy(pair.inner.state_dict())
 
-    def interrupt(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("lightning_ssd.live_states.LiveStates.clear", interrupt)
     with opened(spill_dir) as offloader, pytest.raises(KeyboardInterrupt):
         offloader.offload_optimizer(pair.inner)
@@ -110,9 +111,6 @@ def test_states_are_not_lost_when_taking_them_over_is_interrupted(
 
 def test_a_step_is_incomplete_until_its_groups_have_changed(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(adamw)
-
-    def interrupt(*args: Any) -> Any:
-        raise KeyboardInterrupt
 
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
         pair.step(optimizer)
@@ -246,9 +244,6 @@ def test_a_late_parameter_is_updated_whatever_was_interrupted(spill_dir: Path) -
 
 def test_closing_after_a_late_parameter_that_was_interrupted(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(adamw)
-
-    def interrupt(*args: Any) -> Any:
-        raise KeyboardInterrupt
 
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
         pair.step(optimizer)
