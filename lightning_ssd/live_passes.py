@@ -16,7 +16,7 @@ from lightning_ssd.planning.passes import PassProfile, ProfileBook
 from lightning_ssd.recorder import Recorder
 from lightning_ssd.saved_pass import PassBegin, SavedPass
 from lightning_ssd.saved_storage import State
-from lightning_ssd.scheduler import FinishedPass, Scheduler
+from lightning_ssd.scheduler import FinishedPass, PlainPass, Scheduler
 
 __all__ = ["LivePasses"]
 
@@ -25,7 +25,7 @@ _SAVED_SHARE = 0.5
 """Of the available memory, what saved tensors of a device may take while nothing is planned: gradients are to come."""
 _MAX_PLAIN = 63
 """Passes without hooks between two with them: what they save may have changed."""
-_FRESH_S = 0.1
+_FRESH_S = 0.25
 _MAX_UNENDED = 8
 """Passes, until it is said that their ends are not told. Some accumulate gradients, and tell late."""
 
@@ -83,13 +83,16 @@ class LivePasses:
         self._runs_late = runs_late
         self._allocation = allocation
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
-        self._finished: deque[FinishedPass] = deque(maxlen=_MAX_PASSES)  # more, where nobody ends a backward
+        self._finished: deque[FinishedPass | PlainPass] = deque(
+            maxlen=_MAX_PASSES
+        )  # the oldest go, if nobody ends a pass
         self._may_be_forgotten = scheduler is not None
         self._kept_anyway = keeps_all
         self._seen: dict[Hashable, _Seen] = {}
         self._looked_s = 0.0
         self._last_available: int | None = None
         self._last_level = 0
+        self._last_plain: Hashable = None  # signature of the last pass, if that ran without hooks
 
     def __iter__(self) -> Iterator[SavedPass]:
         return iter(self._passes)
@@ -97,8 +100,30 @@ class LivePasses:
     def __reversed__(self) -> Iterator[SavedPass]:
         return reversed(self._passes)
 
+    def goes_on_plain(self, current: SavedPass) -> bool:
+        """Whether a forward that begins now needs no hooks, as the last one a moment ago; if so, it has entered.
+
+        Looking at everything again takes as long as one percent of a short pass.
+        """
+        signature = current.signature
+        if signature is None or signature != self._last_plain or self._passes or current.begin is not None:
+            return False
+        if self._scheduler is not None:
+            if time.perf_counter() - self._looked_s > _FRESH_S:
+                return False
+            if not (self._saves_nothing(signature) or self._scheduler.goes_on_keeping(signature)):
+                return False
+        if not self._needs_no_hooks(signature, _always):
+            return False
+        current.begin = PassBegin(self._clock.stamp(), 0, 0, 0)
+        current.is_plain = True
+        self._ledger.counters.num_plain_passes += 1
+        self._passes.append(current)
+        return True
+
     def enter(self, current: SavedPass) -> None:
         """A forward begins."""
+        self._last_plain = None
         self.finish(all_freed=True)
         self.prune()
         counters, level_bytes = self._ledger.counters, 0
@@ -124,6 +149,7 @@ class LivePasses:
         if current.begin is None and current.recorder is None and self._needs_no_hooks(current.signature, keeps):
             current.is_plain = True
             counters.num_plain_passes += 1
+            self._last_plain = current.signature
         self._tell_allocation(current.guide, available_bytes)
         if current.begin is None:
             current.begin = PassBegin(self._clock.stamp(), level_bytes, counters.bytes_written, counters.bytes_read)
@@ -165,6 +191,7 @@ class LivePasses:
     def count_again(self) -> None:
         """Peaks begin anew: the next pass of each kind is counted, so that they have what it saves."""
         self._seen.clear()
+        self._last_plain = None
 
     def _see(self, current: SavedPass) -> None:
         """A pass with hooks has told what its kind saves."""
@@ -191,6 +218,11 @@ class LivePasses:
             if not current.is_finished:
                 current.stalls.append((begin, end))
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether all of them run without hooks."""
+        return all(current.is_plain for current in self._passes)
+
     def end_backward(self, write_rate: float, read_rate: float) -> list[PassProfile]:
         """A backward is over; return what its passes teach."""
         teaching = [p for p in self._passes if p.order and not p.is_spoilt]
@@ -209,11 +241,10 @@ class LivePasses:
         plain = [] if all_freed else [p for p in self._passes if p.is_plain and p.is_over and not p.is_finished]
         for current in plain:
             current.is_finished = True
-            if current.guide is not None and current.begin is not None and self._scheduler is not None:
-                # Nobody knows which of several the backward was of.
-                is_timed = len(self._passes) == 1
-                done = self._sum_up(current, current.guide, current.begin, is_plain=True, is_timed=is_timed)
-                self._finished.append(done)
+            if current.begin is not None and self._scheduler is not None:
+                is_timed = len(self._passes) == 1  # nobody knows which of several the backward was of
+                end = self._clock.stamp()
+                self._finished.append(PlainPass(current.signature, self._clock, current.begin.stamp, end, is_timed))
         for current in self._passes:
             if not (all_freed or current.records or current.is_plain) and current.is_over:
                 self._see(current)
@@ -226,9 +257,7 @@ class LivePasses:
             if current.guide is not None and current.begin is not None and self._scheduler is not None:
                 self._finished.append(self._sum_up(current, current.guide, current.begin))
 
-    def _sum_up(
-        self, current: SavedPass, guide: Guide, begin: PassBegin, *, is_plain: bool = False, is_timed: bool = True
-    ) -> FinishedPass:
+    def _sum_up(self, current: SavedPass, guide: Guide, begin: PassBegin) -> FinishedPass:
         counters = self._ledger.counters
         # From now on it is read outside of the lock: a graph that goes on elsewhere tells it nothing more.
         recorder, current.recorder = current.recorder, None
@@ -246,8 +275,6 @@ class LivePasses:
             peak_bytes=self._ledger.window_peak_bytes,
             written_bytes=counters.bytes_written - begin.written_bytes,
             read_bytes=counters.bytes_read - begin.read_bytes,
-            is_plain=is_plain,
-            is_timed=is_timed,
         )
 
     def learn(self) -> None:

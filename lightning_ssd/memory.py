@@ -114,14 +114,10 @@ def level_bytes(device: torch.device) -> int:
     """Memory in use now: of an accelerator's allocator, else the resident set of this process; 0 if unknown."""
     if (accelerator := accelerator_of(device)) is not None:
         return accelerator.allocated_bytes()
-    try:  # by plain system calls: passes on a CPU ask hundreds of times, and file objects take longer than the kernel
-        fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return int(_read_bytes("/proc/self/statm").split()[1]) * _PAGE
     except FileNotFoundError:
         return 0
-    try:
-        return int(os.read(fd, 128).split()[1]) * _PAGE
-    finally:
-        os.close(fd)
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -206,9 +202,25 @@ def _find_memory_cgroups(proc: Path, memberships: Sequence[str]) -> Iterator[tup
 def _read_lines(path: Path) -> list[str]:
     """Lines of a kernel file; none where this system does not have it."""
     try:
-        return path.read_text().splitlines()
+        return _read_bytes(path).decode().splitlines()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
+
+
+def _read_bytes(path: str | Path) -> bytes:
+    """A kernel file, by plain system calls: passes ask hundreds of times, and file objects take longer than the kernel.
+
+    Raises:
+        OSError: as ``open`` does.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = []
+        while part := os.read(fd, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(fd)
 
 
 def _read_number(path: Path) -> int | None:

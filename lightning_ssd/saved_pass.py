@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -24,6 +24,7 @@ from lightning_ssd.saved_storage import SavedStorage
 __all__ = ["PassBegin", "SavedPass"]
 
 _MAX_STALLS = 4096
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class SavedPass:
         self._unpack = unpack
         self._num_blocks = 0
         self._num_begun = self._num_added = 0
-        self._installed: list[ExitStack] = []
+        self._installed: list[AbstractContextManager[object]] = []
         self._guess: PassProfile | None = None
         self._is_new = False
         self._expected: tuple[int, ...] = ()
@@ -94,7 +95,7 @@ class SavedPass:
         _stay_out_of_compiled_code()
         self._enter(self)
         if self.is_plain:
-            self._installed.append(ExitStack())
+            self._installed.append(_NOTHING)
             return
         # Made here, and let go at the exit: they refer to us, and would keep us and themselves alive in a cycle. The
         # graph has its own reference to what it still needs.
@@ -109,7 +110,8 @@ class SavedPass:
     ) -> None:
         self._installed.pop().__exit__(exc_type, exc, traceback)
         if not self._installed:
-            self._leave()
+            if not self.is_plain:
+                self._leave()
             self.keeps_alive = None
             if self.recorder is not None:
                 self.recorder.forward_ended()

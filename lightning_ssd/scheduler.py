@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from lightning_ssd.clock import Clock, Stamp
 from lightning_ssd.errors import OffloaderClosedError
@@ -34,7 +35,7 @@ from lightning_ssd.recorder import Recorder
 from lightning_ssd.stalls import stall_seconds
 from lightning_ssd.undisturbed import Task
 
-__all__ = ["Agree", "FinishedPass", "Scheduler"]
+__all__ = ["Agree", "FinishedPass", "PlainPass", "Scheduler"]
 
 Agree = Callable[[Sequence[float]], list[float]]
 """Gives the smallest of each number over all processes; every process calls it equally often."""
@@ -66,9 +67,16 @@ class FinishedPass:
     peak_bytes: int
     written_bytes: int
     read_bytes: int
-    is_plain: bool = False
-    """It ran without hooks, so that nobody knows what it saved."""
-    is_timed: bool = True
+
+
+class PlainPass(NamedTuple):
+    """A pass whose backward is over, and that ran without hooks: all that is known is that it kept everything."""
+
+    signature: Hashable
+    clock: Clock
+    begin: Stamp
+    end: Stamp
+    is_timed: bool
     """It alone ran between its begin and its end."""
 
 
@@ -97,7 +105,7 @@ class Scheduler:
         self._searched: MoveSearch | None = None  # of the pass that was read last
         self._limits = Limits(wishes, num_sharing=num_sharing)
         self._kinds: OrderedDict[Hashable, PassKind] = OrderedDict()
-        self._unread: deque[FinishedPass] = deque()
+        self._unread: deque[FinishedPass | PlainPass] = deque()
         self._traced: list[tuple[PassKind, TracedPass]] = []
         self._peak_bytes = 0  # of the pass that was traced last
         self._is_following = False
@@ -153,14 +161,24 @@ class Scheduler:
         )
         return guide, kind.wants_trace
 
+    def goes_on_keeping(self, signature: Hashable) -> bool:
+        """Whether nothing has come up since the last pass of this kind, which kept everything without a trace."""
+        kind = self._kinds.get(signature)
+        if kind is None or kind.task is not None or kind.wants_trace:
+            return False
+        return all(kind.keeps(sizes) or not known.plan.moves for sizes, known in kind.plans.items())
+
     # -- after a pass --------------------------------------------------------------------------------------------
 
-    def observe(self, done: FinishedPass) -> None:
+    def observe(self, done: FinishedPass | PlainPass) -> None:
         """Learn from a pass."""
         # The device may still be busy with this pass; with the one before it is done for sure.
         self._unread.append(done)
         while len(self._unread) > done.clock.lag:
-            self._read(self._unread.popleft())
+            oldest = self._unread.popleft()
+            kind = self._kinds.get(oldest.signature)
+            if kind is not None:
+                self._read_plain(kind, oldest) if isinstance(oldest, PlainPass) else self._read(kind, oldest)
 
     def border(self) -> None:
         """A backward is over, and its passes have been observed: agree, put plans in force, begin new ones.
@@ -180,18 +198,12 @@ class Scheduler:
             else:
                 kind.is_trace_asked_for = True  # two passes of one kind in one backward: one plan at a time
 
-    def _read(self, done: FinishedPass) -> None:
-        kind = self._kinds.get(done.signature)
-        if kind is None:
-            return
+    def _read(self, kind: PassKind, done: FinishedPass) -> None:
         if done.guide.ran_out and self._limits.ran_out():
             _log.info(
                 "a pass has saved more than there is room for: memory is planned from now on as if it were a budget"
             )
             kind.is_trace_asked_for = True  # of a pass under that limit, in which memory returns
-            return
-        if done.is_plain:
-            self._read_plain(kind, done)
             return
         known = done.guide.completed()
         self._is_following = known is not None and done.guide.recompute == kind.recompute
@@ -221,9 +233,9 @@ class Scheduler:
         return MoveSearch(self._wishes.max_slowdown, cost)
 
     @staticmethod
-    def _read_plain(kind: PassKind, done: FinishedPass) -> None:
+    def _read_plain(kind: PassKind, done: PlainPass) -> None:
         search = kind.only_search
-        if search is not None and done.guide.keeps_all:
+        if search is not None:
             search.kept(done.clock.seconds(done.begin, done.end) if done.is_timed else None)
             if search.wants_trace:
                 kind.wait_for_trace()

@@ -151,12 +151,15 @@ class TensorCache:
         if self._fetcher.closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
         self._passes.warn_of_forgotten_ends()
-        self.parameters.refresh()
         with self.ledger.lock:
+            if self._passes.goes_on_plain(current):
+                return
             self.ledger.settle()
             self.ledger.recount()
             self._prune()
             self._passes.enter(current)
+        if not current.is_plain:
+            self.parameters.refresh()
 
     def _leave(self) -> None:
         """A forward is over."""
@@ -172,9 +175,11 @@ class TensorCache:
         """
         self.check_process()
         with self.ledger.lock:
-            self.ledger.settle()
-            self._settle_stalls()
-            rates = None if self._meter is None else self._meter.machine().ssd
+            are_plain = self._passes.are_plain
+            if not are_plain:
+                self.ledger.settle()
+                self._settle_stalls()
+            rates = None if are_plain or self._meter is None else self._meter.machine().ssd
             if rates is None:
                 self._passes.finish(all_freed=False)
             else:
@@ -185,7 +190,8 @@ class TensorCache:
         self._passes.learn()
         with self.ledger.lock:
             self._passes.prune()
-            self._prune()
+            if not are_plain:
+                self._prune()
         self._warn_of_writes()
 
     def _settle_stalls(self) -> None:

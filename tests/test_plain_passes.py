@@ -137,6 +137,76 @@ def test_little_room_needs_hooks(free: int, tmp_path: Path, monkeypatch: pytest.
         assert step(opened) is (room < 2 * 4 * NBYTES)
 
 
+@pytest.mark.parametrize(("fresh_s", "asked"), [(0.0, 4), (60.0, 2)])
+def test_memory_is_asked_for_now_and_then(
+    fresh_s: float, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hooks always, and in the first pass without; then only when what is known has become old."""
+    calls = []
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: calls.append(device) or 1 << 30)
+    monkeypatch.setattr(live_passes, "_FRESH_S", fresh_s)
+    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
+    with Offloader(policy=OffloadPolicy(), hardware=hardware) as opened:
+        assert [step(opened) for _ in range(4)] == [True, False, False, False]
+    assert len(calls) == asked
+
+
+def test_room_that_becomes_less_is_seen_once_what_is_known_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [1 << 30]
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: free[0])
+    monkeypatch.setattr(live_passes, "_FRESH_S", 60.0)
+    with offloader(tmp_path, "auto") as opened:
+        step(opened)
+        scheduler = opened._parts.scheduler
+        assert scheduler is not None
+        (kind,) = scheduler._kinds.values()
+        assert kind.only_search is not None
+        kind.only_search._num_to_keep = 1 << 20
+        assert not any(step(opened) for _ in range(3))
+        free[0] = 4 * NBYTES
+        assert not step(opened)
+        monkeypatch.setattr(live_passes, "_FRESH_S", 0.0)
+        assert step(opened)
+
+
+def test_a_trace_that_is_asked_for_ends_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(live_passes, "_FRESH_S", 60.0)
+    with offloader(tmp_path, "auto") as opened:
+        step(opened)
+        scheduler = opened._parts.scheduler
+        assert scheduler is not None
+        (kind,) = scheduler._kinds.values()
+        assert kind.only_search is not None
+        kind.only_search._num_to_keep = 1 << 20
+        assert not any(step(opened) for _ in range(3))
+        kind.is_trace_asked_for = True
+        assert step(opened)
+
+
+def test_weights_that_come_meanwhile_are_known_to_the_next_pass_with_hooks(tmp_path: Path) -> None:
+    with offloader(tmp_path) as opened:
+        module = torch.nn.Linear(64, 64, bias=False)
+        opened.register_module(module)
+        for _ in range(3):
+            with opened.saved_tensors(signature="kind"):
+                loss = module(leaf()).sum()
+            loss.backward()
+            opened.end_backward()
+            module.weight = torch.nn.Parameter(torch.rand(64, 64))
+        opened.reset_peaks()
+        before = opened.stats.num_kept_parameters
+        with opened.saved_tensors(signature="kind"):
+            assert has_hooks()
+            # a view of the weight that nobody could know by itself
+            loss = (leaf() * module.weight.data.t()).sum()
+        loss.backward()
+        opened.end_backward()
+        assert opened.stats.num_kept_parameters - before == 1
+
+
 def test_a_budget_needs_hooks(tmp_path: Path) -> None:
     with offloader(tmp_path, "auto", activation_budget="1GiB") as opened:
         assert all(step(opened) for _ in range(4))
