@@ -229,8 +229,9 @@ class Scheduler:
         return self._searched
 
     def _begin_search(self) -> MoveSearch:
-        cost = self.machine.cost_s_per_byte if self._learnt_cost is None else self._learnt_cost
-        return MoveSearch(self._wishes.max_slowdown, cost)
+        if self._learnt_cost is None:
+            return MoveSearch(self._wishes.max_slowdown, self.machine.cost_s_per_byte, is_guess=True)
+        return MoveSearch(self._wishes.max_slowdown, self._learnt_cost)
 
     @staticmethod
     def _read_plain(kind: PassKind, done: PlainPass) -> None:
@@ -405,7 +406,7 @@ class Scheduler:
         search = self._search(kind, sizes) if goal.budget_bytes is None else None
         if plan.recompute != trace.recomputed:
             if search is not None:
-                search.planned(moves=True)
+                search.planned(None)
             # Another pass altogether: it is traced and planned again as it really is.
             kind.begin_to_recompute(plan.recompute, inner_bytes(trace, plan.recompute), sizes)
             self.num_plans += 1
@@ -415,7 +416,7 @@ class Scheduler:
         chosen = new if old is None else self._better(old, new, machine)
         kind.put_in_force(chosen)
         if search is not None:
-            search.planned(moves=chosen.plan.moves)
+            search.planned((chosen.moved_bytes or None) if chosen.plan.moves else 0)
         self.num_plans += chosen is new
 
     @staticmethod

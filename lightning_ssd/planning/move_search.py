@@ -36,15 +36,18 @@ _MIN_SCATTER = 0.01
 _NUM_ERRORS = 1.3
 """A difference of so many standard errors is evidence."""
 _MIN_TRIED, _MAX_TRIED = 3, 10
-_NUM_FAR_OFF, _FAR_OFF = 2, 0.1
-"""So few passes are enough, where they are beyond what was asked for by so much more."""
+_FAR_OFF = (0.25, 0.1)
+"""One pass, two passes are enough, where they are beyond what was asked for by so much more."""
 _OUT_OF_HAND = 0.5
-"""And this far beyond it, one pass, even the first that follows a plan."""
+"""This far beyond it, the first pass that follows a plan counts, too."""
 _NUM_SLOWER, _SLOWER = 3, 1.05
 _BAND = 1.2
 """Costs closer than this lead to plans that no measurement tells apart."""
 _MAX_GROWTH = 3.0
 _FIRST_RECHECK, _MAX_RECHECK = 64, 512
+_FIRST_EXCESS, _MIN_ASKED = 0.2, 0.005
+"""The first plan is an experiment: a guess is worth little, and a pass that moves much tells the cost at once. If the
+guess is right, such a pass takes this much longer than one that keeps everything."""
 _GUESSED_REST, _REST, _MAX_REST = 8, 64, 4096
 _SPENT = 0.016
 """Of the time of all passes, what trying may cost; in the beginning, of this many passes:"""
@@ -65,10 +68,13 @@ class MoveSearch:
 
     Args:
         max_slowdown: time of a pass that was asked for, relative to keeping everything.
-        cost_s_per_byte: of moving, beyond waiting for transfers; a guess, or what was learnt elsewhere.
+        cost_s_per_byte: of moving, beyond waiting for transfers.
+        is_guess: nothing has been measured, here or elsewhere: the first plan is there to learn from.
     """
 
-    def __init__(self, max_slowdown: float, cost_s_per_byte: float = 0.0) -> None:
+    def __init__(self, max_slowdown: float, cost_s_per_byte: float = 0.0, *, is_guess: bool = False) -> None:
+        if is_guess:
+            cost_s_per_byte *= min(max(max_slowdown - 1, _MIN_ASKED) / _FIRST_EXCESS, 1.0)
         self.cost_s_per_byte = cost_s_per_byte
         """What the next plan is to be made with."""
         self.slowdown: float | None = None
@@ -88,7 +94,10 @@ class MoveSearch:
         self._goes_up: bool | None = None  # the cost, when it was last learnt
         self._num_turns = 0
         self._num_passes = 0
-        self._spent = 0.0  # in passes
+        self._num_tried = 0  # passes of the present trial
+        self._spent = 0.0  # on earlier ones, in passes
+        self._good_bytes: int | None = None  # moved by a plan that has left room for moving more
+        self._is_known = False  # the next plan moves no more than that one
 
     # -- what the next pass does -------------------------------------------------------------------------------------
 
@@ -138,10 +147,15 @@ class MoveSearch:
         if self._wants_plan and not self._num_to_keep:
             self._wants_plan, self._awaits_plan = False, True
 
-    def planned(self, moves: bool) -> None:
-        """The plan has been made. Where it moves nothing, everything is kept for a while, before less is asked for."""
+    def planned(self, nbytes: int | None) -> None:
+        """The plan has been made. Where it moves nothing, everything is kept for a while, before less is asked for.
+
+        Args:
+            nbytes: that it moves; ``None``: unknown yet, but some.
+        """
         self._awaits_plan = False
-        if moves or self._num_to_keep:
+        self._is_known = bool(nbytes and self._good_bytes and nbytes <= _BAND * self._good_bytes)
+        if nbytes != 0 or self._num_to_keep:
             return
         if self.cost_s_per_byte > 0:
             self._keep_for_long()
@@ -169,35 +183,36 @@ class MoveSearch:
         if plan is not self._plan:
             self._plan = plan
             self._try()
-        self._spent += max(step_s / keep_s - self._limit, 0.0) if not self._is_settled else 0.0
-        is_out_of_hand = step_s > (self._limit + _OUT_OF_HAND) * keep_s
-        if self._num_to_skip and not is_out_of_hand:
+        self._num_tried += not self._is_settled
+        if self._num_to_skip:
             self._num_to_skip -= 1
-            return None
-        self._num_to_skip = 0
+            if step_s <= (self._limit + _OUT_OF_HAND) * keep_s:
+                return None
         self._moved_s.append(step_s)
         self._unstalled_s.append(step_s - predicted_stall_s)
         self.slowdown = _typical(self._moved_s) / keep_s
         if self._is_settled:
             self._look_again(keep_s)
             return None
-        return self._judge(nbytes, keep_s, is_out_of_hand)
+        return self._judge(nbytes, keep_s)
 
     def replan(self) -> None:
         """Something else than the cost of moving calls for another plan."""
         if not self.keeps:
+            self._forget_good()
             self._measure_keeping()
             self._wants_plan = True
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def _judge(self, nbytes: int, keep_s: float, is_out_of_hand: bool) -> str | None:
+    def _judge(self, nbytes: int, keep_s: float) -> str | None:
         num, excess, error = len(self._moved_s), _typical(self._moved_s) / keep_s - self._limit, self._error
         is_over, cost = num >= _MAX_TRIED, _typical(self._unstalled_s) - keep_s
-        is_far_off = is_out_of_hand or (num >= _NUM_FAR_OFF and excess > _FAR_OFF + error)
+        is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + error
         if is_far_off:
             self._num_turns = 0  # the machine is another one than before, or this is the first plan
         if is_far_off or (num >= _MIN_TRIED and excess > error) or (is_over and excess > error / 2):
+            self._forget_good()
             return self._learn(max(cost / nbytes, _BAND * self.cost_s_per_byte), "less is moved")
         if self._has_spent:
             self._keep_for_long()
@@ -206,10 +221,19 @@ class MoveSearch:
         if num >= _MAX_TRIED // 2 and _BAND * surely < self.cost_s_per_byte * nbytes:
             told = self._learn(max(cost / nbytes, self.cost_s_per_byte / _MAX_GROWTH), "more can be moved")
             if told is not None:
+                self._good_bytes = nbytes
                 return told
         if is_over:
-            self._is_settled, self._num_settled, self._rest = True, 0, _REST
+            self._settle()
         return None
+
+    def _forget_good(self) -> None:
+        self._good_bytes, self._is_known = None, False
+
+    def _settle(self) -> None:
+        self._spent += self._trial_cost
+        self._num_tried = self._num_settled = 0
+        self._is_settled, self._rest = True, _REST
 
     def _learn(self, cost: float, what: str) -> str | None:
         """Approach ``cost``, by less each time that the search turns round.
@@ -236,7 +260,12 @@ class MoveSearch:
 
     @property
     def _has_spent(self) -> bool:
-        return self._spent > _SPENT * max(self._num_passes, _SPENT_OVER)
+        return self._spent + self._trial_cost > _SPENT * max(self._num_passes, _SPENT_OVER)
+
+    @property
+    def _trial_cost(self) -> float:
+        """Of the present trial, in passes; by the typical one, since what disturbs a pass is not its fault."""
+        return 0.0 if self.slowdown is None else self._num_tried * max(self.slowdown - self._limit, 0.0)
 
     def _look_again(self, keep_s: float) -> None:
         """Keeping is measured again now and then, and when passes have become slower."""
@@ -245,9 +274,12 @@ class MoveSearch:
         slow_s = max(_SLOWER * _typical(self._moved_s), (self._limit + _NUM_ERRORS * self._scatter) * keep_s)
         if min(last) > slow_s or self._num_settled >= self._recheck:
             self._recheck = min(2 * self._recheck, _MAX_RECHECK)
+            self._forget_good()
             self._measure_keeping()
 
     def _measure_keeping(self) -> None:
+        self._spent += self._trial_cost
+        self._num_tried, self._is_settled = 0, False
         self._num_to_keep, self._num_to_skip = _NUM_KEPT_AGAIN, 1
         self._is_back = True
         self._plan = None  # it is tried anew
@@ -263,6 +295,8 @@ class MoveSearch:
         self._unstalled_s.clear()
         self._num_to_skip = 1  # the first one maps memory that keeping had not to map
         self._is_settled = self._is_resting = False
+        if self._is_known:
+            self._settle()
 
     # -- statistics --------------------------------------------------------------------------------------------------
 

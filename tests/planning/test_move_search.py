@@ -35,7 +35,7 @@ class Machine:
         max_slowdown: float = LIMIT,
     ) -> None:
         self.extra_s = extra_s
-        self.search = MoveSearch(max_slowdown, guess_s / TOTAL)
+        self.search = MoveSearch(max_slowdown, guess_s / TOTAL, is_guess=True)
         self.pace = 1.0
         self.moved: list[float] = []
         """Share of all bytes that each pass moved."""
@@ -60,7 +60,7 @@ class Machine:
             if was_wanted:
                 search.submitted()
                 self._plan = object(), self._amount()
-                search.planned(moves=self._plan[1] > 0)
+                search.planned(self._plan[1])
             return
         plan, nbytes = self._plan
         share = nbytes / TOTAL
@@ -89,7 +89,7 @@ def test_the_first_passes_keep() -> None:
     assert search.keeps, "until there is a plan"
     search.submitted()
     assert search.keeps
-    search.planned(moves=True)
+    search.planned(TOTAL)
     assert not search.keeps
     assert search.keep_s == 1.0, "the first one warms up, and must not make everything else look fast"
 
@@ -128,11 +128,25 @@ def test_about_as_much_is_moved_as_was_asked_for(extra_s: Callable[[float], floa
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
-@pytest.mark.parametrize("cost_s", [0.05, 0.2, 0.5, 1.0, 4.0])
-def test_trying_costs_two_passes_in_a_hundred(cost_s: float, noise: float) -> None:
-    runs = [Machine(lambda share: cost_s * share, noise=noise, seed=seed).run(100) for seed in range(15)]
+@pytest.mark.parametrize(("cost_s", "guess_s"), [(0.05, 0.1), (0.2, 0.1), (0.5, 0.1), (1.0, 0.1), (4.0, 0.8)])
+def test_trying_costs_two_passes_in_a_hundred(cost_s: float, guess_s: float, noise: float) -> None:
+    runs = [
+        Machine(lambda share: cost_s * share, guess_s=guess_s, noise=noise, seed=seed).run(100) for seed in range(15)
+    ]
     assert median(run.excess for run in runs) <= 1.2
     assert max(run.excess for run in runs) <= 2.5, "the last plan may still be on trial"
+
+
+def test_a_guess_that_was_far_too_low_costs_one_pass_for_long() -> None:
+    machine = Machine(lambda share: 4.0 * share, guess_s=0.1).run(200)
+    assert sum(share > 0 for share in machine.moved) == 1
+    assert machine.run(1800).excess <= 4 + 0.02 * 2000
+
+
+@pytest.mark.parametrize("guess_s", [0.0, 0.05, 0.5, 2.0])
+def test_the_first_plan_moves_enough_to_learn_from_and_no_more(guess_s: float) -> None:
+    machine = Machine(lambda share: guess_s * share, guess_s=guess_s).run(NUM_KEPT + 1)
+    assert machine.moved[-1] == pytest.approx(min(1.0, 0.2 / guess_s if guess_s else 1.0), abs=0.01)
 
 
 @pytest.mark.parametrize("cost_s", [0.2, 0.6, 3.0])
@@ -142,6 +156,60 @@ def test_moving_that_never_pays_is_tried_rarer_and_rarer(cost_s: float) -> None:
     assert 1 <= len(tried) <= 60
     assert machine.excess <= 2 + 0.02 * 1000
     assert machine.moved[-1] == 0.0
+
+
+def followed(search: MoveSearch, plan: object, nbytes: int, step_s: float) -> int:
+    """Passes that follow a plan, until it is settled or another one is wanted."""
+    number = 0
+    while not search.keeps and search.state is not State.SETTLED:
+        search.moved(plan, nbytes, step_s, 0.0)
+        number += 1
+    return number
+
+
+def replanned(search: MoveSearch, nbytes: int) -> None:
+    while not search.wants_trace:
+        search.kept(1.0)
+    search.kept(1.0)
+    search.submitted()
+    search.planned(nbytes)
+
+
+def test_a_plan_that_moves_no_more_is_not_tried_again() -> None:
+    """Something else than its cost limits what can be moved."""
+    search = MoveSearch(LIMIT, 0.01 / TOTAL)
+    replanned(search, TOTAL)
+    assert followed(search, "first", TOTAL, 0.95) < 10, "there is room for moving more"
+    replanned(search, TOTAL)
+    assert followed(search, "second", TOTAL, 0.95) == 1
+    assert search.state is State.SETTLED
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_what_was_good_is_tried_again_when_something_has_changed(by_itself: bool) -> None:
+    search = MoveSearch(LIMIT, 0.01 / TOTAL)
+    replanned(search, TOTAL)
+    followed(search, "first", TOTAL, 0.95)
+    replanned(search, TOTAL)
+    followed(search, "second", TOTAL, 0.95)
+    if by_itself:
+        while not search.keeps:
+            search.moved("second", TOTAL, 1.5, 0.0)
+        while search.keeps:
+            search.kept(1.0)
+    else:
+        search.replan()
+        replanned(search, TOTAL)
+    assert followed(search, "third", TOTAL, 1.5) <= 3
+    assert search.keeps, "less is moved"
+
+
+def test_what_disturbs_a_few_passes_is_not_what_trying_costs() -> None:
+    search = MoveSearch(LIMIT)
+    replanned(search, TOTAL)
+    for step_s in (1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0):
+        search.moved("first", TOTAL, step_s, 0.0)
+    assert search.state is State.SETTLED
 
 
 def test_a_guess_that_was_too_high_is_corrected() -> None:
@@ -183,7 +251,7 @@ def test_waiting_that_was_planned_is_not_a_cost_of_moving() -> None:
     for step_s in (9.0, 1.0, 1.0):
         search.kept(step_s)
     search.submitted()
-    search.planned(moves=True)
+    search.planned(TOTAL)
     plan = object()
     while search.moved(plan, TOTAL, 1.2, 0.19) is None:
         pass
@@ -195,7 +263,7 @@ def test_where_no_plan_moves_anything_the_search_has_ended() -> None:
     for step_s in (9.0, 1.0, 1.0):
         search.kept(step_s)
     search.submitted()
-    search.planned(moves=False)
+    search.planned(0)
     assert search.state is State.SETTLED
     assert not search.keeps
     assert not search.wants_trace
