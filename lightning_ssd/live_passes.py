@@ -115,17 +115,26 @@ class LivePasses:
                 return False
         if not self._needs_no_hooks(signature, _always):
             return False
-        current.begin = PassBegin(self._clock.stamp(), 0, 0, 0)
+        current.begin = PassBegin(self._clock.stamp(), 0, 0, 0, 0)
         current.is_plain = True
         self._ledger.counters.num_plain_passes += 1
         self._passes.append(current)
         return True
 
     def enter(self, current: SavedPass) -> None:
-        """A forward begins."""
+        """A forward begins.
+
+        Raises:
+            RuntimeError: it was a pass already, whose backward is over.
+        """
         self._last_plain = None
         self.finish(all_freed=True)
         self.prune()
+        if current.is_finished:
+            raise RuntimeError(
+                "this saved_tensors() context was entered before, and the backward of that pass is over; "
+                "call offloader.saved_tensors() anew for each forward"
+            )
         counters, level_bytes = self._ledger.counters, 0
         keeps: Callable[[int], bool] = _never
         if self._scheduler is not None and self._scheduler.all_counts:
@@ -146,13 +155,17 @@ class LivePasses:
             keeps = _always
         elif self._runs_late and available_bytes is not None:
             current.limit_bytes = counters.resident_bytes + int(_SAVED_SHARE * available_bytes)
-        if current.begin is None and current.recorder is None and self._needs_no_hooks(current.signature, keeps):
+        is_told = self._scheduler is None or self._scheduler.learns_without_hooks(current.signature)
+        may_be_plain = current.begin is None and current.recorder is None and is_told
+        if may_be_plain and self._needs_no_hooks(current.signature, keeps):
             current.is_plain = True
             counters.num_plain_passes += 1
             self._last_plain = current.signature
         self._tell_allocation(current.guide, available_bytes)
         if current.begin is None:
-            current.begin = PassBegin(self._clock.stamp(), level_bytes, counters.bytes_written, counters.bytes_read)
+            current.begin = PassBegin(
+                self._clock.stamp(), level_bytes, counters.bytes_written, counters.bytes_read, counters.num_packed
+            )
             if not current.is_plain:
                 self._ledger.window_peak_bytes = counters.resident_bytes
         if current not in self._passes:
@@ -161,10 +174,12 @@ class LivePasses:
     def _memory_of(self, signature: Hashable) -> int | None:
         """What is available now; a moment ago, where likely no hooks are needed: asking takes longer than the rest.
 
+        Always now where a pass is alive: what those without hooks have saved since is counted nowhere else.
+
         ``_last_level`` is of the same moment.
         """
         seen, now_s = self._seen.get(signature), time.perf_counter()
-        if seen is None or not seen.num_plain or now_s - self._looked_s > _FRESH_S:
+        if seen is None or not seen.num_plain or self._passes or now_s - self._looked_s > _FRESH_S:
             self._looked_s = now_s
             if self._scheduler is not None or self._allocation.is_ours or self._runs_late:
                 self._last_available = self.available()
@@ -183,6 +198,10 @@ class LivePasses:
         seen.num_plain += 1
         return True
 
+    def _has_saved(self, current: SavedPass) -> bool:
+        """Whether it has saved tensors, if only small ones: without gradients none is, and nothing can be learnt."""
+        return current.begin is not None and self._ledger.counters.num_packed > current.begin.num_packed
+
     def _saves_nothing(self, signature: Hashable) -> bool:
         """Whether passes like it have nothing that could move."""
         seen = None if signature is None else self._seen.get(signature)
@@ -195,7 +214,7 @@ class LivePasses:
 
     def _see(self, current: SavedPass) -> None:
         """A pass with hooks has told what its kind saves."""
-        if current.signature is not None:
+        if current.signature is not None and not current.has_failed:
             if len(self._seen) >= _MAX_PASSES:
                 self._seen.clear()
             known = self._seen.get(current.signature)
@@ -239,14 +258,15 @@ class LivePasses:
             all_freed: only those whose graphs are gone; else a backward has just ended, and those that were in it are.
         """
         plain = [] if all_freed else [p for p in self._passes if p.is_plain and p.is_over and not p.is_finished]
+        num_open = sum(not current.is_finished for current in self._passes)
         for current in plain:
             current.is_finished = True
             if current.begin is not None and self._scheduler is not None:
-                is_timed = len(self._passes) == 1  # nobody knows which of several the backward was of
+                is_timed = num_open == 1  # nobody knows which of several the backward was of
                 end = self._clock.stamp()
                 self._finished.append(PlainPass(current.signature, self._clock, current.begin.stamp, end, is_timed))
         for current in self._passes:
-            if not (all_freed or current.records or current.is_plain) and current.is_over:
+            if not (all_freed or current.records or current.is_plain) and current.is_over and self._has_saved(current):
                 self._see(current)
             if current.is_finished or not current.is_complete:
                 continue

@@ -89,6 +89,11 @@ class PassKind:
         """The search for all passes, if there is but one."""
         return next(iter(self._searches.values())) if len(self._searches) == 1 else None
 
+    @property
+    def is_of_many(self) -> bool:
+        """Whether several sequences of sizes are searched for: without hooks nobody knows which one a pass is of."""
+        return len(self._searches) > 1
+
     def begin_to_recompute(self, blocks: frozenset[int], inner_bytes: dict[int, int], sizes: Sizes) -> None:
         """These blocks are recomputed from now on: another pass altogether, to be traced as it really is."""
         if not self.recompute and sizes in self._searches:

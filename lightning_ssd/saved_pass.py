@@ -36,6 +36,8 @@ class PassBegin:
     """Of all memory in use but saved tensors; 0 where nobody plans."""
     written_bytes: int
     read_bytes: int
+    num_packed: int
+    """Tensors that autograd had handed to us by then."""
 
 
 class SavedPass:
@@ -73,6 +75,7 @@ class SavedPass:
         self.begin: PassBegin | None = None
         self.stalls: deque[tuple[Stamp, Stamp]] = deque(maxlen=_MAX_STALLS)  # some graphs live on without a backward
         self.is_finished = False
+        self.has_failed = False  # its forward was left by an exception: what it saved is not all
         self.is_plain = False  # it keeps everything and nobody looks: no hooks at all
         self.records: list[SavedStorage] = []
         self.sizes: list[int] = []
@@ -109,6 +112,7 @@ class SavedPass:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._installed.pop().__exit__(exc_type, exc, traceback)
+        self.has_failed = self.has_failed or exc_type is not None
         if not self._installed:
             if not self.is_plain:
                 self._leave()

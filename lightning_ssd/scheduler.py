@@ -23,7 +23,7 @@ from lightning_ssd.pass_kind import PassKind, TracedPass
 from lightning_ssd.planning.comparison import Comparison, PlanReport
 from lightning_ssd.planning.guide import Guide, StoredPlan
 from lightning_ssd.planning.limits import Limits, Others, Wishes
-from lightning_ssd.planning.move_search import MoveSearch
+from lightning_ssd.planning.move_search import MoveSearch, State
 from lightning_ssd.planning.plan import Goal, Machine, Plan, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recomputation import inner_bytes, with_inner
@@ -161,10 +161,15 @@ class Scheduler:
         )
         return guide, kind.wants_trace
 
+    def learns_without_hooks(self, signature: Hashable) -> bool:
+        """Whether a pass of this kind teaches anything although nobody knows what it saves."""
+        kind = self._kinds.get(signature)
+        return kind is None or not kind.is_of_many
+
     def goes_on_keeping(self, signature: Hashable) -> bool:
         """Whether nothing has come up since the last pass of this kind, which kept everything without a trace."""
         kind = self._kinds.get(signature)
-        if kind is None or kind.task is not None or kind.wants_trace:
+        if kind is None or kind.task is not None or kind.wants_trace or kind.is_of_many or self._limits.all_counts:
             return False
         return all(kind.keeps(sizes) or not known.plan.moves for sizes, known in kind.plans.items())
 
@@ -233,8 +238,8 @@ class Scheduler:
             return MoveSearch(self._wishes.max_slowdown, self.machine.cost_s_per_byte, is_guess=True)
         return MoveSearch(self._wishes.max_slowdown, self._learnt_cost)
 
-    @staticmethod
-    def _read_plain(kind: PassKind, done: PlainPass) -> None:
+    def _read_plain(self, kind: PassKind, done: PlainPass) -> None:
+        self._is_following = False
         search = kind.only_search
         if search is not None:
             search.kept(done.clock.seconds(done.begin, done.end) if done.is_timed else None)
@@ -273,6 +278,8 @@ class Scheduler:
             if told is not None:
                 _log.info("planning again: %s", told)
         is_searched = search is not None and search.keep_s is not None
+        if is_searched and search is not None and search.state is not State.SETTLED:
+            return  # it is being looked at already, and will be planned again with the rates of then
         reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING, times_too=not is_searched)
         if reason is None:
             return

@@ -92,6 +92,11 @@ class Counters:
     failures: int = 0
     fallbacks: int = 0
 
+    @property
+    def num_packed(self) -> int:
+        """Tensors that autograd has handed to us, but for those of a storage that was saved already."""
+        return self.num_saved + self.num_kept_small + self.num_kept_foreign + self.num_kept_parameters
+
     def snapshot(self) -> OffloadStats:
         """A frozen copy."""
         return OffloadStats(**{name: getattr(self, name) for name in _NAMES})

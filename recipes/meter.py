@@ -28,8 +28,8 @@ class StepMeter:
     """Times steps and finds the memory peak above the resting level.
 
     The first steps are a warm-up: they make the optimizer's states, warm allocators, and are profiled. The resting
-    level is read after them, once free heap has been given back to the system; the peak begins anew there, for every
-    reader in the process.
+    level is read after them, once free heap has been given back to the system. From there on the peak begins anew with
+    each step, for every reader in the process.
 
     Args:
         device: whose peak counts; for the CPU that of the process.
@@ -40,6 +40,8 @@ class StepMeter:
         self.device = torch.device(device)
         self.num_warmup = num_warmup
         self.step_s: list[float] = []
+        self.peaks_bytes: list[int] = []
+        """Of each step after the warm-up, above the resting level; 0 where the system does not tell."""
         self._started_s = 0.0
         self._rest_bytes = 0
 
@@ -55,6 +57,9 @@ class StepMeter:
         if self.is_warm:
             trim()
             self._rest_bytes = self._read()[0]
+        elif len(self.step_s) > self.num_warmup:
+            self.peaks_bytes.append(max(0, self._read()[1] - self._rest_bytes))
+        if len(self.step_s) >= self.num_warmup:
             reset_host_peak()
             reset_device_peak(self.device)
 
@@ -71,7 +76,12 @@ class StepMeter:
     @property
     def peak_above_rest_bytes(self) -> int:
         """Highest memory use since the warm-up, minus the resting level; 0 where the system does not tell."""
-        return max(0, self._read()[1] - self._rest_bytes)
+        return max(self.peaks_bytes, default=0)
+
+    @property
+    def typical_peak_above_rest_bytes(self) -> int:
+        """The same in the median step: where now and then one keeps everything, to be compared with."""
+        return int(statistics.median(self.peaks_bytes or [0]))
 
     def _read(self) -> tuple[int, int]:
         now = read_memory(self.device)

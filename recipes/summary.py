@@ -30,6 +30,8 @@ class RunSummary:
     """Median of the steps after the warm-up."""
     peak_above_rest_bytes: int
     """Of the device; on a CPU of the process; since the warm-up."""
+    typical_peak_above_rest_bytes: int = 0
+    """The same in the median step."""
     weights_digest: str
     """Hash of all weights at the end."""
     counted: bool = False
@@ -78,6 +80,7 @@ class RunSummary:
             losses=list(losses),
             step_s=meter.median_step_s,
             peak_above_rest_bytes=meter.peak_above_rest_bytes,
+            typical_peak_above_rest_bytes=meter.typical_peak_above_rest_bytes,
             weights_digest=weights_digest,
             **counted,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,112 @@ def test_weights_that_come_meanwhile_are_known_to_the_next_pass_with_hooks(tmp_p
         loss.backward()
         opened.end_backward()
         assert opened.stats.num_kept_parameters - before == 1
+
+
+def test_a_kind_of_two_lengths_is_counted_pass_by_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without hooks nobody knows which one a pass is of, so that keeping would never end."""
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
+    with offloader(tmp_path, "auto", max_slowdown=50.0) as opened:
+        for number in range(40):
+            step(opened, length=4 + 2 * (number % 2))
+        scheduler = opened._parts.scheduler
+        assert scheduler is not None
+        (kind,) = scheduler._kinds.values()
+        assert kind.is_of_many
+        assert opened.stats.num_plain_passes <= NUM_KEPT
+        assert all(search._num_passes >= 15 for search in kind._searches.values())
+
+
+@pytest.mark.parametrize("activations", ["keep", "auto"])
+@pytest.mark.parametrize("how", ["raises", "no gradients"])
+def test_a_forward_that_saved_nothing_by_chance_teaches_nothing(how: str, activations: str, tmp_path: Path) -> None:
+    with offloader(tmp_path, activations) as opened:
+        for _ in range(2):
+            with suppress(ZeroDivisionError), opened.saved_tensors(signature="kind"):
+                if how == "raises":
+                    raise ZeroDivisionError
+                with torch.no_grad():
+                    program(leaf(), 4)
+            opened.end_backward()
+        assert step(opened)
+
+
+def test_memory_is_asked_for_while_a_pass_without_hooks_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has saved is counted nowhere else."""
+    free = [1 << 30]
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: free[0])
+    monkeypatch.setattr(live_passes, "_FRESH_S", 60.0)
+    with offloader(tmp_path, "auto") as opened:
+        step(opened)
+        scheduler = opened._parts.scheduler
+        assert scheduler is not None
+        (kind,) = scheduler._kinds.values()
+        assert kind.only_search is not None
+        kind.only_search._num_to_keep = 1 << 20
+        assert not any(step(opened) for _ in range(3))
+        losses, hooked = [], []
+        for room in (1 << 30, 1 << 30, 4 * NBYTES):
+            free[0] = room
+            with opened.saved_tensors(signature="kind"):
+                hooked.append(has_hooks())
+                losses.append(program(leaf(), 4))
+        assert hooked == [False, False, True]
+        sum(losses).backward()
+        opened.end_backward()
+
+
+@pytest.mark.parametrize("activations", ["keep", "auto", "offload"])
+def test_a_context_is_good_for_one_pass(activations: str, tmp_path: Path) -> None:
+    with offloader(tmp_path, activations) as opened:
+        for _ in range(2):  # the second one without hooks, where everything is kept
+            context = opened.saved_tensors(signature="kind")
+            with context:
+                loss = program(leaf(), 4)
+            with context:  # two forwards of one pass
+                loss = loss + program(leaf(), 4)
+            loss.backward()
+            opened.end_backward()
+            with pytest.raises(RuntimeError, match="entered before"), context:
+                pass
+        assert isinstance(step(opened), bool)
+
+
+def test_a_graph_that_is_kept_takes_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
+    with offloader(tmp_path, "auto") as opened:
+        with opened.saved_tensors(signature="kind"):
+            loss = program(leaf(), 4)
+        loss.backward(retain_graph=True)
+        opened.end_backward()
+        opened.wait_for_plan()
+        scheduler = opened._parts.scheduler
+        assert scheduler is not None
+        (kind,) = scheduler._kinds.values()
+        search = kind.only_search
+        assert search is not None
+        search._num_to_keep = 1 << 20
+        kind.is_trace_asked_for = False
+        before = len(search._kept_s)
+        assert not any(step(opened) for _ in range(3))
+        assert len(search._kept_s) == before + 3
+        loss.backward()
+
+
+def test_a_pass_without_hooks_has_no_readings_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
+    with offloader(tmp_path, "auto", max_slowdown=50.0) as opened:
+        while not (opened.stats.bytes_written and "plan/measured_step_s" in opened.drain_metrics()):
+            step(opened)
+        scheduler = opened._parts.scheduler
+        assert scheduler is not None
+        (kind,) = scheduler._kinds.values()
+        assert kind.only_search is not None
+        kind.only_search._num_to_keep = 4
+        while step(opened):
+            pass
+        assert "plan/measured_step_s" not in opened.drain_metrics()
 
 
 def test_a_budget_needs_hooks(tmp_path: Path) -> None:

@@ -83,18 +83,37 @@ def test_a_summary_is_a_line_and_a_file(tmp_path: Path) -> None:
     assert "saved activations" not in summary(counted=False).line()
 
 
-def test_the_demo_tells_what_was_saved_and_shouts_when_weights_differ() -> None:
-    plain = summary(offload="none", counted=False, peak_above_rest_bytes=400 * MIB, step_s=1.0)
-    words = demo.verdict(plain, summary())
+def demo_runs(**offloaded: object) -> dict[str, RunSummary]:
+    plain = summary(
+        offload="none",
+        counted=False,
+        peak_above_rest_bytes=440 * MIB,
+        typical_peak_above_rest_bytes=400 * MIB,
+        step_s=1.0,
+    )
+    planned = summary(offload="auto", typical_peak_above_rest_bytes=300 * MIB, step_s=1.02, plan="Moved half.")
+    return {"none": plain, "auto": planned, "ssd": summary(typical_peak_above_rest_bytes=100 * MIB, **offloaded)}
+
+
+def test_the_demo_tells_what_was_saved() -> None:
+    words = demo.verdict(demo_runs())
     assert "bit for bit" in words
     assert "100 MiB above its resting level instead of 400 MiB (25 %)" in words
     assert "20 MiB of 80 MiB saved activations" in words
-    assert "DIFFER" in demo.verdict(plain, summary(weights_digest="other"))
-    lines = demo.table(plain, summary()).splitlines()
-    assert 'activations="offload"' in lines[0]
-    assert "ssd_offload" not in lines[0], "that alone would plan, and may keep everything"
-    assert any(line.startswith("process peak above rest") and line.endswith("0.25") for line in lines)
-    assert any(line.startswith("step time") and line.endswith("1.50") for line in lines)
+    assert "300 instead of 400 MiB above rest, 1.02 instead of 1.00 s. Moved half." in words
+    lines = demo.table(demo_runs()).splitlines()
+    assert lines[0].split() == ["plain", "Lightning", '"ssd_offload"', 'activations="offload"']
+    peaks = next(line for line in lines if line.startswith("process peak above rest"))
+    assert peaks.endswith("100 (0.25)")
+    assert "300 (0.75)" in peaks
+    assert any(line.startswith("step time") and line.endswith("1.50 (1.50)") for line in lines)
+
+
+@pytest.mark.parametrize("mode", ["auto", "ssd"])
+@pytest.mark.parametrize("changes", [{"weights_digest": "other"}, {"losses": [3.0, 2.4]}])
+def test_the_demo_shouts_when_anything_differs(mode: str, changes: dict[str, object]) -> None:
+    runs = demo_runs()
+    assert "DIFFER" in demo.verdict({**runs, mode: dataclasses.replace(runs[mode], **changes)})  # type: ignore[arg-type]
 
 
 # -- entry points --------------------------------------------------------------------------------------------------
@@ -350,6 +369,7 @@ def test_the_demo_from_the_command_line(spill_dir: Path, forks: list[str]) -> No
     assert done.returncode == 0, done.stderr
     assert "Verdict: Losses and weights are bit for bit those of plain Lightning." in done.stdout
     assert json.loads((spill_dir / "ssd" / "summary.json").read_text())["written_bytes_per_step"] > 0
+    assert (spill_dir / "auto" / "summary.json").is_file()
 
 
 def test_the_demo_passes_a_failure_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

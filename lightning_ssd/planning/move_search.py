@@ -80,6 +80,7 @@ class MoveSearch:
         self.slowdown: float | None = None
         """Of the latest plan, as measured."""
         self._limit = max_slowdown
+        self._offs: deque[float] = deque(maxlen=2 * _WINDOW)  # of earlier passes from their median, relative
         self._kept_s: deque[float] = deque(maxlen=_WINDOW)
         self._moved_s: deque[float] = deque(maxlen=_WINDOW)
         self._unstalled_s: deque[float] = deque(maxlen=_WINDOW)
@@ -96,7 +97,8 @@ class MoveSearch:
         self._num_passes = 0
         self._num_tried = 0  # passes of the present trial
         self._spent = 0.0  # on earlier ones, in passes
-        self._good_bytes: int | None = None  # moved by a plan that has left room for moving more
+        self._good_bytes: int | None = None  # moved by the latest plan that has kept its promise
+        self._good_slowdown = 1.0
         self._is_known = False  # the next plan moves no more than that one
 
     # -- what the next pass does -------------------------------------------------------------------------------------
@@ -137,6 +139,7 @@ class MoveSearch:
     def _keep_time(self, step_s: float) -> None:
         keep_s = self.keep_s
         if keep_s is not None and self._is_back and abs(step_s / keep_s - 1) > max(_SLOWER - 1, 3 * self._scatter):
+            self._offs.extend(_offs(self._kept_s))
             self._kept_s.clear()  # the machine has changed: what was measured before says nothing of it
             self._num_to_keep = max(self._num_to_keep, 1)
         self._is_back = False
@@ -199,7 +202,6 @@ class MoveSearch:
     def replan(self) -> None:
         """Something else than the cost of moving calls for another plan."""
         if not self.keeps:
-            self._forget_good()
             self._measure_keeping()
             self._wants_plan = True
 
@@ -221,11 +223,15 @@ class MoveSearch:
         if num >= _MAX_TRIED // 2 and _BAND * surely < self.cost_s_per_byte * nbytes:
             told = self._learn(max(cost / nbytes, self.cost_s_per_byte / _MAX_GROWTH), "more can be moved")
             if told is not None:
-                self._good_bytes = nbytes
+                self._note_good(nbytes)
                 return told
         if is_over:
+            self._note_good(nbytes)
             self._settle()
         return None
+
+    def _note_good(self, nbytes: int) -> None:
+        self._good_bytes, self._good_slowdown = nbytes, self.slowdown or 1.0
 
     def _forget_good(self) -> None:
         self._good_bytes, self._is_known = None, False
@@ -271,10 +277,11 @@ class MoveSearch:
         """Keeping is measured again now and then, and when passes have become slower."""
         self._num_settled += 1
         last = list(self._moved_s)[-_NUM_SLOWER:]
-        slow_s = max(_SLOWER * _typical(self._moved_s), (self._limit + _NUM_ERRORS * self._scatter) * keep_s)
-        if min(last) > slow_s or self._num_settled >= self._recheck:
+        slow_s = max(_SLOWER * self._good_slowdown, self._limit + _NUM_ERRORS * self._scatter) * keep_s
+        is_slower = len(last) == _NUM_SLOWER and min(last) > slow_s
+        if is_slower or self._num_settled >= self._recheck:
             self._recheck = min(2 * self._recheck, _MAX_RECHECK)
-            self._forget_good()
+            self._forget_good()  # as good as then, or not: it is tried again
             self._measure_keeping()
 
     def _measure_keeping(self) -> None:
@@ -291,6 +298,7 @@ class MoveSearch:
         self._wants_plan = self._is_resting = True
 
     def _try(self) -> None:
+        self._offs.extend(_offs(self._moved_s))
         self._moved_s.clear()
         self._unstalled_s.clear()
         self._num_to_skip = 1  # the first one maps memory that keeping had not to map
@@ -303,13 +311,17 @@ class MoveSearch:
     @property
     def _scatter(self) -> float:
         """Standard deviation of one pass, relative to it."""
-        off = [abs(t / median(times) - 1) for times in (self._kept_s, self._moved_s) if len(times) > 2 for t in times]
-        return max(_MIN_SCATTER, 1.48 * median(off) if off else 0.0)
+        offs = [*self._offs, *_offs(self._kept_s), *_offs(self._moved_s)]
+        return max(_MIN_SCATTER, 1.48 * median(offs) if offs else 0.0)
 
     @property
     def _error(self) -> float:
         """What the measured slowdown is uncertain by."""
         return _NUM_ERRORS * self._scatter * math.sqrt(1 / len(self._moved_s) + 1 / len(self._kept_s))
+
+
+def _offs(times: Sequence[float]) -> list[float]:
+    return [abs(one / median(times) - 1) for one in times] if len(times) > 1 else []
 
 
 def _typical(times: Sequence[float]) -> float:

@@ -66,10 +66,10 @@ class _EventMark:
 
     __slots__ = ("_accelerator", "_stream", "event")
 
-    def __init__(self, accelerator: Accelerator, stream: Any) -> None:
+    def __init__(self, accelerator: Accelerator, stream: Any, event: Any = None) -> None:
         self._accelerator = accelerator
         self._stream = stream
-        self.event = accelerator.event()
+        self.event = accelerator.event() if event is None else event
         self.event.record(stream)
 
     @spanned("lightning_ssd::device")
@@ -112,8 +112,13 @@ class StreamCopies:
         # device that another process trains on; leaving the device does not.
         with self._accelerator.as_current(), self._accelerator.using(stream):
             stream.wait_event(cast(_EventMark, after).event)
+            event = self._accelerator.event()  # first: without one, nobody could tell when the buffer is free again
             target.copy_(source, non_blocking=True)
-            return _EventMark(self._accelerator, stream)
+            try:
+                return _EventMark(self._accelerator, stream, event)
+            except BaseException:
+                stream.synchronize()
+                raise
 
     def is_capturing(self) -> bool:
         return self._accelerator.is_capturing()

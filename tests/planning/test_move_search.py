@@ -192,15 +192,15 @@ def test_what_was_good_is_tried_again_when_something_has_changed(by_itself: bool
     followed(search, "first", TOTAL, 0.95)
     replanned(search, TOTAL)
     followed(search, "second", TOTAL, 0.95)
-    if by_itself:
-        while not search.keeps:
-            search.moved("second", TOTAL, 1.5, 0.0)
-        while search.keeps:
-            search.kept(1.0)
-    else:
+    if not by_itself:
         search.replan()
         replanned(search, TOTAL)
-    assert followed(search, "third", TOTAL, 1.5) <= 3
+    for _ in range(4):
+        search.moved("third", TOTAL, 1.5, 0.0)
+    assert search.keeps, "and measured again"
+    while search.keeps:
+        search.kept(1.0)
+    assert followed(search, "fourth", TOTAL, 1.5) <= 3
     assert search.keeps, "less is moved"
 
 

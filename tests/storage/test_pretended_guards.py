@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from tests.storage.owners import Owner, random_storage
 from tests.storage.pretended import PretendedDevice, PretendedMark
 from tests.storage.pretended_training import DriveOfDevice, pretended_device
 from tests.storage.test_pretended import Passed, offloader
+
+_DESCHEDULED_S = 0.2
 
 Remove = Callable[[pytest.MonkeyPatch, PretendedDevice], None]
 Scenario = Callable[[Path, PretendedDevice], None]
@@ -104,6 +107,34 @@ def read_in_chunks(directory: Path, device: PretendedDevice) -> None:
         with opened.saved_tensors():
             loss = (x * 2).exp().sum()
         opened.flush()
+        loss.backward()
+
+
+def read_by_turns(directory: Path, device: PretendedDevice) -> None:
+    """One of two workers is late to tell of the copy that it has queued first."""
+    copy_in, numbers = device.copy_in, itertools.count()
+
+    def late(*args: Any) -> Any:
+        mark = copy_in(*args)
+        if next(numbers) == 0:
+            time.sleep(_DESCHEDULED_S)
+        return mark
+
+    device.copy_in = late  # type: ignore[method-assign]
+    read_in_chunks(directory, device)
+
+
+def read_twice(directory: Path, device: PretendedDevice) -> None:
+    """A graph is kept: its second backward reads again."""
+    x = torch.ones(4096, requires_grad=True)
+    with offloader(directory, device) as opened:
+        with opened.saved_tensors():
+            y = x * 2
+            for _ in range(24):
+                y = y.sin()
+            loss = y.sum()
+        opened.flush()
+        loss.backward(retain_graph=True)
         loss.backward()
 
 
@@ -187,6 +218,8 @@ SCENARIOS: dict[str, Scenario] = {
     "parts": saved_in_parts,
     "filled": filled_after_saving,
     "chunks": read_in_chunks,
+    "turns": read_by_turns,
+    "twice": read_twice,
     "dropped": dropped_and_found,
     "unused": read_for_nobody,
     "host": through_host_memory,
@@ -224,6 +257,27 @@ def without_mark_of_last_copy(patch: pytest.MonkeyPatch, device: PretendedDevice
         return settle
 
     patch.setattr(tiers._Read, "_bring", first)
+
+
+def without_order_of_copies(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """The last one to tell of its copy need not be the last one to queue it."""
+    init = tiers._Read.__init__
+
+    def unordered(read: Any, *args: Any, **kwargs: Any) -> None:
+        init(read, *args, **kwargs)
+        read._order = nullcontext()
+
+    patch.setattr(tiers._Read, "__init__", unordered)
+
+
+def without_mark_of_second_read(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """That of the first one is taken for all."""
+    ended = SavedStorage.read_ended
+
+    def first(record: SavedStorage, storage: Any, mark: Any, error: Any) -> None:
+        ended(record, storage, mark if record.mark is None else record.mark, error)
+
+    patch.setattr(SavedStorage, "read_ended", first)
 
 
 def without_mark_of_dropped(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
@@ -295,6 +349,8 @@ GUARDS: dict[str, tuple[str, Remove, str]] = {
         "out uses memory before main has",
     ),
     "the last mark stands for all": ("chunks", without_mark_of_last_copy, "main uses memory before in has"),
+    "copies are queued and told of in one order": ("turns", without_order_of_copies, "main uses memory before in has"),
+    "a second read has a mark of its own": ("twice", without_mark_of_second_read, "main uses memory before in has"),
     "a dropped copy keeps its mark": ("dropped", without_mark_of_dropped, "main uses memory before in has"),
     "an unused slot waits for its read": ("unused", without_wait_for_unused, "a slot was given back while"),
     "a slot's read waits for the allocation": ("unused", without_mark_of_slots, "in uses memory before main has"),
