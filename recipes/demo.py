@@ -3,7 +3,7 @@
     python -m recipes.demo
     python -m recipes.demo trainer.max_steps=20 model=llama
 
-``strategy="ssd_offload"`` measures how much may be moved for two per cent of the time, which is little on some machines;
+``strategy="ssd_offload"`` measures how much may be moved for two per cent of the time: little on some machines;
 ``SSDOffloadStrategy(policy=OffloadPolicy(activations="offload"))`` moves all that is large. Each training is a process
 of its own with the same seed. Overrides are those of ``recipes.train``. Ends with a table and a verdict; the exit code
 is 1 if the weights are not bit for bit equal.
@@ -83,8 +83,8 @@ def verdict(runs: Mapping[str, RunSummary]) -> str:
     before, after = plain.typical_peak_above_rest_bytes, offloaded.typical_peak_above_rest_bytes
     share = f" ({100 * after / before:.0f} %)" if before else ""
     return (
-        f"Verdict: {exact} With all activations on SSD the process grew {after / _MIB:,.0f} MiB above its resting level "
-        f"instead of {before / _MIB:,.0f} MiB{share}: at most {offloaded.resident_peak_bytes / _MIB:,.0f} MiB of "
+        f"Verdict: {exact} With all activations on SSD the process grew {after / _MIB:,.0f} MiB above its resting "
+        f"level instead of {before / _MIB:,.0f} MiB{share}: at most {offloaded.resident_peak_bytes / _MIB:,.0f} MiB of "
         f"{offloaded.saved_peak_bytes / _MIB:,.0f} MiB saved activations were in memory at a time. For that, each "
         f"step wrote {offloaded.written_bytes_per_step / _MIB:,.0f} MiB to the SSD, read "
         f"{offloaded.read_bytes_per_step / _MIB:,.0f} MiB back, waited {offloaded.stall_s_per_step:.2f} s for it, and "
