@@ -17,6 +17,7 @@ from lightning_ssd.allocation import Allocation
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.malloc import foreign_malloc, reuses_holes
+from lightning_ssd.plan_cache import PlanCache, machine_of
 from lightning_ssd.planning.limits import Wishes
 from lightning_ssd.scheduler import Scheduler
 from lightning_ssd.site import Site
@@ -114,7 +115,8 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, site: Site) -> Parts:
         )
         wishes = _wishes(policy, wear.capacity_bytes, site.num_local_processes, is_mapped=is_mapped)
         num_sharing = 1 if site.has_own_memory else site.num_local_processes
-        scheduler = Scheduler(wishes, meter.machine, agree=site.agree, num_sharing=num_sharing)
+        cache = _open_plan_cache(policy, site)
+        scheduler = Scheduler(wishes, meter.machine, agree=site.agree, num_sharing=num_sharing, cache=cache)
         stack.callback(scheduler.close)
     description = f"{why}; in {', '.join(map(printable, directories))}"
     return Parts(
@@ -257,6 +259,13 @@ def _wishes(policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, i
         wear_bytes_per_day=None if wear is None else wear // num_processes,
         recompute=policy.recomputable_classes is not None,
     )
+
+
+def _open_plan_cache(policy: OffloadPolicy, site: Site) -> PlanCache | None:
+    if policy.plan_cache is None:
+        return None
+    machine = machine_of(site.device, site.paths, max_slowdown=policy.max_slowdown)
+    return PlanCache(Path(policy.plan_cache).expanduser().absolute(), machine)
 
 
 def _open_mover(

@@ -211,6 +211,11 @@ class OffloadPolicy:
     """Bytes per day that may be written, or "1.0DWPD" (drive writes per day, of the file systems' sizes). Only with
     ``activations="auto"``."""
 
+    plan_cache: str | os.PathLike[str] | None = None
+    """A JSON file that keeps how much may be moved, as measured, so that the next run on this machine with passes like
+    these begins with it; made where it is missing. ``None``: each run finds out anew. Only with ``activations="auto"``
+    and without a budget, where there is something to find out."""
+
     def __post_init__(self) -> None:
         owner = type(self).__name__
         _check_choice(owner, "activations", self.activations, _ACTIVATIONS)
@@ -225,6 +230,7 @@ class OffloadPolicy:
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not 1 <= slowdown < math.inf:
             raise ConfigError(f"{owner}.max_slowdown={slowdown!r}; allowed: a number of at least 1, such as 1.02")
         self._complete_modules(owner)
+        self._check_plan_cache(owner)
         self._refuse_ineffective(owner)
 
     def _check_wear(self, owner: str) -> None:
@@ -239,8 +245,25 @@ class OffloadPolicy:
             fault = "is not finite" if float(match[1]) else nothing
             raise ConfigError(f'{owner}.wear_budget={self.wear_budget!r} {fault}; allowed: for example "1.0DWPD"')
 
+    def _check_plan_cache(self, owner: str) -> None:
+        path = self.plan_cache
+        if path is None:
+            return
+        allowed = 'the path of a file, such as "checkpoints/plans.json"'
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"{owner}.plan_cache={path!r} is a {type(path).__name__}; allowed: {allowed}")
+        if not os.fspath(path) or os.path.isdir(path):
+            raise ConfigError(f"{owner}.plan_cache={os.fspath(path)!r} is a directory; allowed: {allowed}")
+
     def _refuse_ineffective(self, owner: str) -> None:
         """A setting that would be ignored must not be accepted: people would believe in it."""
+        budgets = [name for name in ("memory_budget", "activation_budget") if getattr(self, name) is not None]
+        if self.plan_cache is not None and (self.activations != "auto" or budgets):
+            beside = f"{budgets[0]}={getattr(self, budgets[0])!r}" if budgets else f"activations={self.activations!r}"
+            raise ConfigError(
+                f"{owner}.plan_cache={os.fspath(self.plan_cache)!r} with {beside} would be ignored; allowed: "
+                "activations='auto' without a budget, which finds out how much may be moved"
+            )
         for name in ("memory_budget", "activation_budget", "wear_budget"):
             value = getattr(self, name)
             if value is not None and self.activations != "auto":

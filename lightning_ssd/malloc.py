@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["MallocThreshold", "foreign_malloc", "reuses_holes", "trim"]
+__all__ = ["MallocThreshold", "foreign_malloc", "malloc_name", "reuses_holes", "trim"]
 
 _KIB = 1024
 _LOOKS_FOR_ALIGNED_HOLES = (2, 38)
@@ -55,10 +55,19 @@ def reuses_holes() -> bool:
     sets the rest aside for small requests of the thread, so that the hole is too small for the next one of that size.
     """
     libc, _ = _glibc()
-    if libc is None:
-        return True
+    return libc is None or tuple(map(int, _version(libc).split(".")[:2])) >= _LOOKS_FOR_ALIGNED_HOLES
+
+
+def malloc_name() -> str:
+    """Whose malloc this process has, with its version where it tells: ``"glibc 2.36"``."""
+    libc, reason = _glibc()
+    return foreign_malloc() or (f"glibc {_version(libc)}" if libc is not None else reason or "unknown")
+
+
+def _version(libc: Any) -> str:
     libc.gnu_get_libc_version.restype = ctypes.c_char_p
-    return tuple(int(number) for number in libc.gnu_get_libc_version().split(b".")[:2]) >= _LOOKS_FOR_ALIGNED_HOLES
+    version: bytes = libc.gnu_get_libc_version()
+    return version.decode()
 
 
 def _glibc() -> tuple[Any, str | None]:

@@ -20,6 +20,7 @@ from lightning_ssd.clock import Clock, Stamp
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.metrics import PlanReadings
 from lightning_ssd.pass_kind import PassKind, TracedPass
+from lightning_ssd.plan_cache import PlanCache
 from lightning_ssd.planning.comparison import Comparison, PlanReport
 from lightning_ssd.planning.guide import Guide, StoredPlan
 from lightning_ssd.planning.limits import Limits, Others, Wishes
@@ -88,10 +89,17 @@ class Scheduler:
         machine: the tiers' rates, measured until now.
         agree: makes processes that train together plan with the same numbers; ``None``: there is one process.
         num_sharing: processes of this run that share the device's memory.
+        cache: what earlier runs have learnt, and where this one leaves what it learns.
     """
 
     def __init__(
-        self, wishes: Wishes, machine: Callable[[], Machine], *, agree: Agree | None = None, num_sharing: int = 1
+        self,
+        wishes: Wishes,
+        machine: Callable[[], Machine],
+        *,
+        agree: Agree | None = None,
+        num_sharing: int = 1,
+        cache: PlanCache | None = None,
     ) -> None:
         self.trace: Trace | None = None
         self.num_plans = 0
@@ -100,6 +108,7 @@ class Scheduler:
         self._wishes = wishes
         self._measure = machine
         self._agree = agree
+        self._cache = cache
         self._agreed: Machine | None = None
         self._learnt_cost: float | None = None  # seconds per moved byte, by the latest search that knows
         self._searched: MoveSearch | None = None  # of the pass that was read last
@@ -230,10 +239,13 @@ class Scheduler:
             kind.wait_for_trace()
 
     def _search(self, kind: PassKind, sizes: tuple[int, ...]) -> MoveSearch:
-        self._searched = kind.search(sizes, self._begin_search)
+        self._searched = kind.search(sizes, partial(self._begin_search, sizes))
         return self._searched
 
-    def _begin_search(self) -> MoveSearch:
+    def _begin_search(self, sizes: tuple[int, ...]) -> MoveSearch:
+        learnt = None if self._cache is None else self._cache.get(sizes)
+        if learnt is not None:
+            return MoveSearch(self._wishes.max_slowdown, learnt=learnt)
         if self._learnt_cost is None:
             return MoveSearch(self._wishes.max_slowdown, self.machine.cost_s_per_byte, is_guess=True)
         return MoveSearch(self._wishes.max_slowdown, self._learnt_cost)
@@ -273,8 +285,11 @@ class Scheduler:
         )
         self.comparison.add(known, measured)
         if search is not None and known.plan.moves:
+            before = search.state
             told = search.moved(known, known.moved_bytes, measured.step_s, known.plan.prediction.stall_s)
             self._learnt_cost = search.cost_s_per_byte
+            if search.state is not before:
+                self._keep_learnt(search, known)
             if told is not None:
                 _log.info("planning again: %s", told)
         is_searched = search is not None and search.keep_s is not None
@@ -288,6 +303,13 @@ class Scheduler:
             kind.is_trace_asked_for = True
         else:
             search.replan()  # from a pass that keeps everything
+
+    def _keep_learnt(self, search: MoveSearch, known: StoredPlan) -> None:
+        """For the next run. Where blocks are recomputed, sizes do not tell what was learnt of."""
+        learnt = search.learnt
+        if self._cache is not None and learnt is not None and not known.plan.recompute:
+            self._cache.put(known.sizes, learnt)
+            self._cache.save()
 
     def _submit(self, kind: PassKind, traced: TracedPass) -> None:
         goal, machine = self._goal(traced.trace, kind.others), self.machine

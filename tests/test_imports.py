@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("call_state",),
     ("recompute",),
     ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger", "stalls", "run_ahead", "saved_parts"),
-    ("pass_kind",),
+    ("pass_kind", "plan_cache"),
     ("scheduler", "saved_storage", "kept_tensor"),
     ("saved_pass", "shard_hooks"),
     ("live_passes",),

@@ -23,9 +23,10 @@ import enum
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["NUM_KEPT", "MoveSearch", "State"]
+__all__ = ["NUM_KEPT", "Learnt", "MoveSearch", "State"]
 
 NUM_KEPT = 3
 """Passes that run with everything kept before the first plan comes into force; the first of them warms up."""
@@ -63,6 +64,17 @@ class State(enum.StrEnum):
     RESTING = "resting"
 
 
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a search has found, for one that begins where it has ended."""
+
+    cost_s_per_byte: float
+    good_bytes: int
+    """Moved by a plan that has kept its promise; 0: nothing is worth moving."""
+    slowdown: float
+    """Of that plan, as measured."""
+
+
 class MoveSearch:
     """Compares the passes that follow plans with those that keep everything, all of one kind and without a budget.
 
@@ -70,9 +82,20 @@ class MoveSearch:
         max_slowdown: time of a pass that was asked for, relative to keeping everything.
         cost_s_per_byte: of moving, beyond waiting for transfers.
         is_guess: nothing has been measured, here or elsewhere: the first plan is there to learn from.
+        learnt: in an earlier run, of the same passes on the same machine: a plan that moves no more than it did then
+            is followed without a trial, and left if passes are slow.
     """
 
-    def __init__(self, max_slowdown: float, cost_s_per_byte: float = 0.0, *, is_guess: bool = False) -> None:
+    def __init__(
+        self,
+        max_slowdown: float,
+        cost_s_per_byte: float = 0.0,
+        *,
+        is_guess: bool = False,
+        learnt: Learnt | None = None,
+    ) -> None:
+        if learnt is not None:
+            cost_s_per_byte, is_guess = learnt.cost_s_per_byte, False
         if is_guess:
             cost_s_per_byte *= min(max(max_slowdown - 1, _MIN_ASKED) / _FIRST_EXCESS, 1.0)
         self.cost_s_per_byte = cost_s_per_byte
@@ -90,15 +113,16 @@ class MoveSearch:
         self._wants_plan = True
         self._awaits_plan = self._is_settled = self._is_back = False
         self._num_settled, self._recheck = 0, _FIRST_RECHECK
-        self._rest = _GUESSED_REST  # nothing has been measured yet
+        self._rest = _REST if learnt is not None else _GUESSED_REST  # nothing has been measured yet
         self._is_resting = False
         self._goes_up: bool | None = None  # the cost, when it was last learnt
         self._num_turns = 0
         self._num_passes = 0
         self._num_tried = 0  # passes of the present trial
         self._spent = 0.0  # on earlier ones, in passes
-        self._good_bytes: int | None = None  # moved by the latest plan that has kept its promise
-        self._good_slowdown = 1.0
+        # Of the latest plan that has kept its promise.
+        self._good_bytes = None if learnt is None else learnt.good_bytes
+        self._good_slowdown = 1.0 if learnt is None else learnt.slowdown
         self._is_known = False  # the next plan moves no more than that one
 
     # -- what the next pass does -------------------------------------------------------------------------------------
@@ -119,6 +143,15 @@ class MoveSearch:
         if self.keeps:
             return State.RESTING if self._is_resting else State.KEEPING
         return State.SETTLED if self._is_settled else State.TRYING
+
+    @property
+    def learnt(self) -> Learnt | None:
+        """For another run; ``None``: nothing yet that would spare it trials."""
+        if self._is_resting:
+            return Learnt(2 * self.cost_s_per_byte, 0, 1.0)  # it was halved, to be tried when the rest is over
+        if self._is_settled and self._good_bytes is not None:
+            return Learnt(self.cost_s_per_byte, self._good_bytes, self._good_slowdown)
+        return None
 
     @property
     def keep_s(self) -> float | None:
@@ -271,7 +304,9 @@ class MoveSearch:
     @property
     def _trial_cost(self) -> float:
         """Of the present trial, in passes; by the typical one, since what disturbs a pass is not its fault."""
-        return 0.0 if self.slowdown is None else self._num_tried * max(self.slowdown - self._limit, 0.0)
+        if self.slowdown is None or not self._moved_s:
+            return 0.0
+        return self._num_tried * max(self.slowdown - self._limit, 0.0)
 
     def _look_again(self, keep_s: float) -> None:
         """Keeping is measured again now and then, and when passes have become slower."""
