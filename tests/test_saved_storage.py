@@ -111,6 +111,9 @@ class _Roomy:
     def write(self, *args: object, **kwargs: object) -> bool:
         return True
 
+    def read(self, *args: object, **kwargs: object) -> object:
+        return object()
+
     def free(self, stored: object) -> None:
         self.freed += 1
 
@@ -135,6 +138,24 @@ def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
     assert record.state is State.READY
     assert record.storage is not None, "what was handed out has gone"
     assert (tier.freed, record.ledger.num_writes) == (1, 0)
+
+
+@pytest.mark.parametrize("error", [None, OSError("gone")])
+def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error: OSError | None) -> None:
+    """Else another storage would be written there, and read in its place."""
+    record, tier = record_of(torch.arange(16.0)), _Roomy()
+    with record.ledger.lock:
+        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+    storage = record.write_begins()
+    record.write_ended(_Stored(), None)
+    assert record.state is State.ON_DISK
+    with record.ledger.lock:
+        record.start_read(torch.device("cpu"), urgent=True)
+        record.free()
+    assert tier.freed == 0
+    record.read_ended(None if error else storage, None, error)
+    assert tier.freed == 1
+    assert record.state is State.FREED
 
 
 def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> None:
