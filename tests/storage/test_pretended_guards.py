@@ -18,7 +18,7 @@ from lightning_ssd.saved_parts import SavedParts
 from lightning_ssd.saved_storage import SavedStorage, State
 from lightning_ssd.slots import SlotMover
 from lightning_ssd.state_store import StateStore
-from lightning_ssd.storage import tiers
+from lightning_ssd.storage import host_tier, tiers
 from lightning_ssd.storage.host_tier import HostTier
 from lightning_ssd.storage.integrity import Sampler
 from lightning_ssd.storage.movers import DeviceMover, StagedMover
@@ -27,7 +27,7 @@ from lightning_ssd.storage.staging import StagingPool
 from lightning_ssd.storage.tiers import SsdTier, StoredBytes, Tier
 from tests.patience import PATIENCE_S
 from tests.state_stores import CPU, put
-from tests.storage.owners import Owner, random_storage
+from tests.storage.owners import Owner, as_bytes, random_storage
 from tests.storage.pretended import PretendedDevice, PretendedMark
 from tests.storage.pretended_training import DriveOfDevice, pretended_device
 from tests.storage.test_pretended import Passed, offloader
@@ -110,8 +110,8 @@ def read_in_chunks(directory: Path, device: PretendedDevice) -> None:
         loss.backward()
 
 
-def read_by_turns(directory: Path, device: PretendedDevice) -> None:
-    """One of two workers is late to tell of the copy that it has queued first."""
+def make_late(device: PretendedDevice) -> None:
+    """Whoever queues the first copy loses the processor then."""
     copy_in, numbers = device.copy_in, itertools.count()
 
     def late(*args: Any) -> Any:
@@ -121,6 +121,11 @@ def read_by_turns(directory: Path, device: PretendedDevice) -> None:
         return mark
 
     device.copy_in = late  # type: ignore[method-assign]
+
+
+def read_by_turns(directory: Path, device: PretendedDevice) -> None:
+    """One of two workers is late to tell of the copy that it has queued first."""
+    make_late(device)
     read_in_chunks(directory, device)
 
 
@@ -206,6 +211,22 @@ def through_host_memory(directory: Path, device: PretendedDevice) -> None:
     )
 
 
+def host_by_turns(directory: Path, device: PretendedDevice) -> None:
+    """As with a drive: one of two workers is late to tell of the copy that it has queued first."""
+    make_late(device)
+    tier = HostTier(8 << 20, device, pin=False, events=EventLog(), chunk_bytes=64 << 10)
+    owner = Owner(random_storage(128 << 10))
+    assert tier.write(owner, 128 << 10, device.mark(), label="a storage")
+    owner.wait()
+    tier.read(owner, owner.place, CPU, urgent=False)
+    owner.wait()
+    assert owner.mark is not None
+    assert owner.reloaded is not None
+    device.wait_on_current_stream(owner.mark)
+    as_bytes(owner.reloaded).add(1)
+    tier.close()
+
+
 def past_the_host(directory: Path, device: PretendedDevice) -> None:
     """As with GPUDirect Storage: the drive reads and writes memory of the device, outside of any stream."""
     backend = DriveOfDevice(PosixBackend([directory], direct=False), device)
@@ -223,6 +244,7 @@ SCENARIOS: dict[str, Scenario] = {
     "dropped": dropped_and_found,
     "unused": read_for_nobody,
     "host": through_host_memory,
+    "host turns": host_by_turns,
     "direct": past_the_host,
 }
 
@@ -268,6 +290,17 @@ def without_order_of_copies(patch: pytest.MonkeyPatch, device: PretendedDevice) 
         read._order = nullcontext()
 
     patch.setattr(tiers._Read, "__init__", unordered)
+
+
+def without_order_of_host_copies(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    """The same of reads from host memory."""
+    init = host_tier._Read.__init__
+
+    def unordered(read: Any, *args: Any, **kwargs: Any) -> None:
+        init(read, *args, **kwargs)
+        read._order = nullcontext()
+
+    patch.setattr(host_tier._Read, "__init__", unordered)
 
 
 def without_mark_of_second_read(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
@@ -355,6 +388,11 @@ GUARDS: dict[str, tuple[str, Remove, str]] = {
     "an unused slot waits for its read": ("unused", without_wait_for_unused, "a slot was given back while"),
     "a slot's read waits for the allocation": ("unused", without_mark_of_slots, "in uses memory before main has"),
     "host: copy-in waits for the allocation": ("host", without_mark_of_host_reads, "in uses memory before main has"),
+    "host: copies are queued and told of in one order": (
+        "host turns",
+        without_order_of_host_copies,
+        "main uses memory before in has",
+    ),
     "host: extents are held": ("host", without_hold_of_extents, "host memory was given back while"),
     "direct: a write waits for the producer": ("direct", without_wait_of_drive, "the drive uses memory before main"),
     "direct: a read waits for the allocation": (
