@@ -108,6 +108,7 @@ class MoveSearch:
         self._moved_s: deque[float] = deque(maxlen=_WINDOW)
         self._unstalled_s: deque[float] = deque(maxlen=_WINDOW)
         self._plan: object = None
+        self._tried: object = None
         self._num_to_keep = NUM_KEPT
         self._num_to_skip = 1
         self._wants_plan = True
@@ -124,6 +125,7 @@ class MoveSearch:
         self._good_bytes = None if learnt is None else learnt.good_bytes
         self._good_slowdown = 1.0 if learnt is None else learnt.slowdown
         self._is_known = False  # the next plan moves no more than that one
+        self._is_confirmed = False  # keeping has been measured again since the present trial began
 
     # -- what the next pass does -------------------------------------------------------------------------------------
 
@@ -217,7 +219,8 @@ class MoveSearch:
         if self.keeps or keep_s is None:  # it had begun before that was decided
             return None
         if plan is not self._plan:
-            self._plan = plan
+            self._is_confirmed = plan is self._tried  # then keeping was measured between two of its trials
+            self._plan = self._tried = plan
             self._try()
         self._num_tried += not self._is_settled
         if self._num_to_skip:
@@ -253,15 +256,23 @@ class MoveSearch:
             self._keep_for_long()
             return None
         surely = cost + error * keep_s / (2 if is_over else 1)
-        if num >= _MAX_TRIED // 2 and _BAND * surely < self.cost_s_per_byte * nbytes:
+        may_be_cheaper = num >= _MAX_TRIED // 2 and self.cost_s_per_byte > 0 and not self._is_known
+        if may_be_cheaper and _BAND * surely < self.cost_s_per_byte * nbytes:
             told = self._learn(max(cost / nbytes, self.cost_s_per_byte / _MAX_GROWTH), "more can be moved")
             if told is not None:
                 self._note_good(nbytes)
                 return told
-        if is_over:
+        if is_over and self._is_confirmed:
             self._note_good(nbytes)
             self._settle()
+        elif is_over:
+            self._confirm()
         return None
+
+    def _confirm(self) -> None:
+        """Measure keeping once more before the plan is settled: the machine may have been slow the first time."""
+        self._is_confirmed = self._is_back = True
+        self._num_to_keep, self._num_to_skip = NUM_KEPT, 1
 
     def _note_good(self, nbytes: int) -> None:
         self._good_bytes, self._good_slowdown = nbytes, self.slowdown or 1.0
@@ -333,13 +344,16 @@ class MoveSearch:
         self._wants_plan = self._is_resting = True
 
     def _try(self) -> None:
-        self._offs.extend(_offs(self._moved_s))
-        self._moved_s.clear()
-        self._unstalled_s.clear()
         self._num_to_skip = 1  # the first one maps memory that keeping had not to map
         self._is_settled = self._is_resting = False
-        if self._is_known:
-            self._settle()
+        if not self._is_known:
+            self._offs.extend(_offs(self._moved_s))
+            self._moved_s.clear()
+            self._unstalled_s.clear()
+        elif self._moved_s:
+            self._is_confirmed = True  # the trial of that one goes on, beside keeping as it is now
+        else:
+            self._settle()  # as in an earlier run
 
     # -- statistics --------------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ def test_without_evidence_nothing_is_changed() -> None:
     """A plan that keeps its promise is followed; one slow pass among others says nothing."""
     machine = Machine(lambda share: 0.01, guess_s=0.0).run(30)
     assert machine.search.state is State.SETTLED
-    assert machine.moved[NUM_KEPT:] == [1.0] * (30 - NUM_KEPT)
+    assert machine.moved[NUM_KEPT:].count(1.0) == 30 - 2 * NUM_KEPT, "once more keeping is measured, in between"
     search = machine.search
     for number in range(30):
         assert search.moved(machine._plan and machine._plan[0], TOTAL, 1.01 if number % 3 else 4.0, 0.0) is None
@@ -175,13 +175,14 @@ def replanned(search: MoveSearch, nbytes: int) -> None:
     search.planned(nbytes)
 
 
-def test_a_plan_that_moves_no_more_is_not_tried_again() -> None:
+def test_the_trial_of_a_plan_that_moves_no_more_goes_on() -> None:
     """Something else than its cost limits what can be moved."""
     search = MoveSearch(LIMIT, 0.01 / TOTAL)
     replanned(search, TOTAL)
-    assert followed(search, "first", TOTAL, 0.95) < 10, "there is room for moving more"
+    before = followed(search, "first", TOTAL, 0.95)
+    assert search.wants_trace or search.keeps, "there is room for moving more"
     replanned(search, TOTAL)
-    assert followed(search, "second", TOTAL, 0.95) == 1
+    assert before + followed(search, "second", TOTAL, 0.95) <= 12
     assert search.state is State.SETTLED
 
 
@@ -207,9 +208,35 @@ def test_what_was_good_is_tried_again_when_something_has_changed(by_itself: bool
 def test_what_disturbs_a_few_passes_is_not_what_trying_costs() -> None:
     search = MoveSearch(LIMIT)
     replanned(search, TOTAL)
-    for step_s in (1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0):
+    disturbed = (1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0)
+    for step_s in disturbed:
+        search.moved("first", TOTAL, step_s, 0.0)
+    while search.keeps:
+        search.kept(1.0)
+    for step_s in disturbed:
         search.moved("first", TOTAL, step_s, 0.0)
     assert search.state is State.SETTLED
+
+
+def test_keeping_that_was_measured_while_the_machine_was_slow_settles_nothing() -> None:
+    """Beside it, a plan that costs a third looked fast."""
+    search = MoveSearch(LIMIT)
+    while not search.wants_trace:
+        search.kept(1.6)
+    search.kept(1.6)
+    search.submitted()
+    search.planned(TOTAL)
+    for _ in range(20):
+        if search.keeps:
+            break
+        search.moved("first", TOTAL, 1.33, 0.0)
+    while search.keeps and not search.wants_trace:
+        search.kept(1.0)
+    for _ in range(5):
+        if not search.keeps:
+            search.moved("first", TOTAL, 1.33, 0.0)
+    assert search.keeps, "less is moved"
+    assert search.cost_s_per_byte * TOTAL == pytest.approx(0.33, rel=0.05)
 
 
 def test_a_guess_that_was_too_high_is_corrected() -> None:
@@ -242,7 +269,7 @@ def test_where_moving_becomes_dear_less_is_moved_and_more_again_later() -> None:
 def test_keeping_is_measured_again_rarer_and_rarer() -> None:
     machine = Machine(lambda share: 0.0, guess_s=0.0).run(1500)
     kept = [number for number, share in enumerate(machine.moved) if not share][NUM_KEPT:]
-    assert len(kept) == 2 * 4, "after 64, 128, 256 and 512 passes"
+    assert len(kept) == NUM_KEPT + 2 * 4, "before it settles, and after 64, 128, 256 and 512 passes"
 
 
 def test_waiting_that_was_planned_is_not_a_cost_of_moving() -> None:
