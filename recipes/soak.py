@@ -134,8 +134,8 @@ class Soak:
     def run(self, steps: int) -> None:
         """Episodes until so many steps have been made."""
         while self.steps < steps:
-            with many_subgroups(), mock.patch.object(MoveSearch, "_judge"):
-                # Plans are followed, although moving never pays for models as small as these.
+            # Plans are followed, although moving never pays for models as small as these.
+            with many_subgroups(), mock.patch.object(MoveSearch, "_judge", lambda search, *_: search._settle()):
                 self._episode(min(self._dice.randint(*_EPISODE_STEPS), steps - self.steps))
             self.episodes += 1
             self._settle()

@@ -112,7 +112,7 @@ def plans_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Tests of the measuring override this.
     """
-    monkeypatch.setattr(MoveSearch, "_judge", lambda *_: None)
+    monkeypatch.setattr(MoveSearch, "_judge", lambda search, *_: search._settle())
     monkeypatch.setattr(MoveSearch, "_look_again", lambda *_: None)
     monkeypatch.setattr(assembly, "_mapping_cost", lambda: 0.0)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lightning_ssd.clock import Clock, HostClock
+from lightning_ssd.planning.move_search import NUM_KEPT
 from lightning_ssd.planning.plan import Machine
 from tests.fake_passes import FAST, NBYTES, LateClock, make_trace, opened, run_pass
 
@@ -68,7 +69,9 @@ def test_where_moving_is_free_all_that_helps_is_moved(clock: type[Clock]) -> Non
     run = Run(lambda share: 0.0)(40, clock=clock)
     assert run.shares[0] == 0
     assert run.shares[8] > 0.7
-    assert set(run.shares[8:]) == {run.shares[8]}
+    assert set(run.shares[8:]) == {0.0, run.shares[8]}
+    assert run.shares[8:].count(0.0) <= NUM_KEPT + clock.lag, "keeping is measured once more, before it is settled"
+    assert set(run.shares[-10:]) == {run.shares[8]}
 
 
 @pytest.mark.parametrize("clock", [HostClock, LateClock])
