@@ -198,7 +198,7 @@ def _make_small(patch: pytest.MonkeyPatch) -> None:
         "lightning_ssd.slicing._NUM_TINY": 20,
         "lightning_ssd.paged_states._MIN_SUBGROUP_BYTES": 32 << 10,
         "lightning_ssd.planning.subgroups.GRANULE": 1024,
-        "lightning_ssd.planning.move_search.MoveSearch._judge": lambda search, *_: search._settle(),  # plans are followed
+        "lightning_ssd.planning.move_search.MoveSearch._judge": lambda search, *_: search._settle(),
     }.items():
         patch.setattr(name, value)
 

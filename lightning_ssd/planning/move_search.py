@@ -220,7 +220,7 @@ class MoveSearch:
             return None
         if plan is not self._plan:
             self._is_confirmed = plan is self._tried  # then keeping was measured between two of its trials
-            self._plan = self._tried = plan
+            self._plan, self._tried = plan, None
             self._try()
         self._num_tried += not self._is_settled
         if self._num_to_skip:
@@ -328,14 +328,16 @@ class MoveSearch:
         if is_slower or self._num_settled >= self._recheck:
             self._recheck = min(2 * self._recheck, _MAX_RECHECK)
             self._forget_good()  # as good as then, or not: it is tried again
+            tried = self._plan
             self._measure_keeping()
+            self._tried = tried
 
     def _measure_keeping(self) -> None:
         self._spent += self._trial_cost
         self._num_tried, self._is_settled = 0, False
         self._num_to_keep, self._num_to_skip = _NUM_KEPT_AGAIN, 1
         self._is_back = True
-        self._plan = None  # it is tried anew
+        self._plan = self._tried = None  # it is tried anew
 
     def _keep_for_long(self) -> None:
         self._measure_keeping()
