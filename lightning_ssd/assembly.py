@@ -264,7 +264,14 @@ def _wishes(policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, i
 def _open_plan_cache(policy: OffloadPolicy, site: Site) -> PlanCache | None:
     if policy.plan_cache is None:
         return None
-    machine = machine_of(site.device, site.paths, max_slowdown=policy.max_slowdown)
+    machine = machine_of(
+        site.device,
+        site.paths,
+        max_slowdown=policy.max_slowdown,
+        verify=policy.verify,
+        encrypt=site.hardware.encrypt,
+        backend=site.hardware.backend,
+    )
     return PlanCache(Path(policy.plan_cache).expanduser().absolute(), machine)
 
 

@@ -235,7 +235,7 @@ class Scheduler:
         recorder = done.recorder if (wanted_trace or kind.wants_trace) and kind.task is None else None
         if recorder is not None and (wanted_trace or not (has_plan and kind.passes_over())):
             self._keep_trace(kind, done, recorder)
-        if search is not None and search.wants_trace and not wanted_trace:
+        if search is not None and search.wants_trace and (not wanted_trace or recorder is None):
             kind.wait_for_trace()
 
     def _search(self, kind: PassKind, sizes: tuple[int, ...]) -> MoveSearch:
@@ -288,6 +288,8 @@ class Scheduler:
             before = search.state
             told = search.moved(known, known.moved_bytes, measured.step_s, known.plan.prediction.stall_s)
             self._learnt_cost = search.cost_s_per_byte
+            if told is not None and self._cache is not None:
+                self._cache.drop(known.sizes)  # as much as that cannot be moved, or more can
             if search.state is not before:
                 self._keep_learnt(search, known)
             if told is not None:
@@ -446,6 +448,8 @@ class Scheduler:
         kind.put_in_force(chosen)
         if search is not None:
             search.planned((chosen.moved_bytes or None) if chosen.plan.moves else 0)
+            if not chosen.plan.moves:
+                self._keep_learnt(search, chosen)
         self.num_plans += chosen is new
 
     @staticmethod

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, tensor_cache
 from lightning_ssd.plan_cache import PlanCache, machine_of
 from lightning_ssd.planning.move_search import NUM_KEPT, Learnt, MoveSearch, State
+from tests.threads import at_once
 
 MACHINE = {"processor": "one", "malloc": "glibc 2.36"}
 LEARNT = Learnt(cost_s_per_byte=1e-9, good_bytes=1 << 30, slowdown=1.01)
@@ -79,7 +81,8 @@ def test_the_latest_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"form": 1}', '{"form": 1, "machines": 5}', "\x00", '{"machines": {}}']
+    "text",
+    ["", "{", "[" * 100_000, "[]", "null", '{"form": 1}', '{"form": 1, "machines": 5}', "\x00", '{"machines": {}}'],
 )
 def test_a_broken_file_is_told_of_and_overwritten(text: str, tmp_path: Path) -> None:
     path = tmp_path / "plans.json"
@@ -90,6 +93,48 @@ def test_a_broken_file_is_told_of_and_overwritten(text: str, tmp_path: Path) -> 
     one.put((1, 2), LEARNT)
     one.save()  # a second warning would be an error
     assert cache(path).get((1, 2)) == LEARNT
+
+
+@pytest.mark.parametrize("field", ["cost_s_per_byte", "good_bytes", "slowdown"])
+@pytest.mark.parametrize("value", ["a", None, float("nan"), float("inf"), -1, [], True])
+def test_a_value_that_nobody_has_measured_is_as_good_as_none(field: str, value: object, tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    saved(path)
+    content = json.loads(path.read_text())
+    (entry,) = content["machines"].values()
+    (kind,) = entry["kinds"].values()
+    kind[field] = value
+    path.write_text(json.dumps(content))
+    found = cache(path).get((1, 2))
+    assert found is None or value is True  # a number like others, to Python
+
+
+def test_what_does_not_hold_any_more_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    saved(path, (1,))
+    saved(path, (2,))
+    one = cache(path)
+    one.drop((1,))
+    one.drop((3,))
+    assert cache(path).get((1,)) is None
+    assert cache(path).get((2,)) == LEARNT
+
+
+def test_a_link_and_its_mode_stay(tmp_path: Path) -> None:
+    path, link = tmp_path / "plans.json", tmp_path / "link"
+    path.write_text('{"form": 1, "machines": {}}')
+    path.chmod(0o664)
+    link.symlink_to(path)
+    saved(link)
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o664
+    assert cache(path).get((1, 2)) == LEARNT
+
+
+def test_many_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    at_once(*[partial(saved, path, (number,)) for number in range(8)])
+    assert all(cache(path).get((number,)) == LEARNT for number in range(8))
 
 
 @pytest.mark.parametrize("kinds", [5, None, [], {"x": 3}])
@@ -110,7 +155,9 @@ def test_a_file_of_another_version_is_not_read(tmp_path: Path) -> None:
     path.write_text('{"form": 2, "machines": "of a kind that nobody knows yet"}')
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        saved(path)
         assert cache(path).get((1, 2)) is None
+    assert json.loads(path.read_text())["form"] == 2, "left as it is"
 
 
 def test_a_place_that_cannot_be_read_is_told_of(tmp_path: Path) -> None:
@@ -141,14 +188,38 @@ def test_a_full_drive_is_told_of_once_and_left_clean(tmp_path: Path, monkeypatch
 
 
 def test_a_search_begins_where_another_has_ended() -> None:
-    search = MoveSearch(1.02, learnt=LEARNT)
+    """Its trial is short, but keeping is measured once more: the first passes of a run are often slow."""
+    search, moved = MoveSearch(1.02, learnt=LEARNT), 0
     for _ in range(NUM_KEPT):
         search.kept(1.0)
     search.submitted()
     search.planned(LEARNT.good_bytes)
-    search.moved("plan", LEARNT.good_bytes, 1.01, 0.0)
-    assert search.state is State.SETTLED
-    assert search.learnt == LEARNT
+    while search.state is not State.SETTLED:
+        if search.keeps:
+            search.kept(1.0)
+        else:
+            search.moved("plan", LEARNT.good_bytes, 1.01, 0.0)
+            moved += 1
+    assert moved <= 8
+    assert search.learnt is not None
+    assert (search.learnt.cost_s_per_byte, search.learnt.good_bytes) == (LEARNT.cost_s_per_byte, LEARNT.good_bytes)
+
+
+@pytest.mark.parametrize("slowdown", [1.05, 1.2])
+def test_what_was_learnt_wrongly_is_found_out(slowdown: float) -> None:
+    search, moved = MoveSearch(1.02, learnt=LEARNT), 0
+    for _ in range(NUM_KEPT):
+        search.kept(1.0)
+    search.submitted()
+    search.planned(LEARNT.good_bytes)
+    while not search.wants_trace and not search._wants_plan:
+        if search.keeps:
+            search.kept(1.0)
+        else:
+            search.moved("plan", LEARNT.good_bytes, slowdown, 0.0)
+            moved += 1
+    assert moved <= 8
+    assert search.cost_s_per_byte > LEARNT.cost_s_per_byte
 
 
 def test_where_nothing_was_worth_moving_that_is_remembered() -> None:
@@ -210,8 +281,7 @@ def test_the_next_run_begins_where_the_last_one_ended(tmp_path: Path, monkeypatc
     first = run(tmp_path, path, until_settled=True)
     assert NUM_KEPT + 1 < first < 60
     assert path.is_file()
-    assert run(tmp_path, path, until_settled=True) == NUM_KEPT + 1
-    assert run(tmp_path, None, until_settled=True) > NUM_KEPT + 1
+    assert run(tmp_path, path, until_settled=True) < first
 
 
 def test_a_run_that_has_learnt_nothing_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +294,7 @@ def test_a_run_that_has_learnt_nothing_leaves_the_file(tmp_path: Path, monkeypat
 def test_the_machine_tells_what_a_cost_depends_on() -> None:
     here = machine_of(torch.device("cpu"), [Path("/a")], max_slowdown=1.02)
     assert here == machine_of(torch.device("cpu"), [Path("/a")], max_slowdown=1.02)
-    assert here != machine_of(torch.device("cpu"), [Path("/b")], max_slowdown=1.02)
+    assert here == machine_of(torch.device("cpu"), [Path("/b")], max_slowdown=1.02), "another directory of that drive"
+    assert here != machine_of(torch.device("cpu"), [Path("/proc")], max_slowdown=1.02)
     assert here != machine_of(torch.device("cpu"), [Path("/a")], max_slowdown=1.05)
     assert all(here.values())

@@ -82,8 +82,8 @@ class MoveSearch:
         max_slowdown: time of a pass that was asked for, relative to keeping everything.
         cost_s_per_byte: of moving, beyond waiting for transfers.
         is_guess: nothing has been measured, here or elsewhere: the first plan is there to learn from.
-        learnt: in an earlier run, of the same passes on the same machine: a plan that moves no more than it did then
-            is followed without a trial, and left if passes are slow.
+        learnt: in an earlier run, of the same passes on the same machine: the first plan is made with it, and its
+            trial is shorter where it moves no more than then.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class MoveSearch:
         self._num_settled, self._recheck = 0, _FIRST_RECHECK
         self._rest = _REST if learnt is not None else _GUESSED_REST  # nothing has been measured yet
         self._is_resting = False
+        self._rest_cost = cost_s_per_byte  # with which nothing was worth moving
         self._goes_up: bool | None = None  # the cost, when it was last learnt
         self._num_turns = 0
         self._num_passes = 0
@@ -150,7 +151,7 @@ class MoveSearch:
     def learnt(self) -> Learnt | None:
         """For another run; ``None``: nothing yet that would spare it trials."""
         if self._is_resting:
-            return Learnt(2 * self.cost_s_per_byte, 0, 1.0)  # it was halved, to be tried when the rest is over
+            return Learnt(self._rest_cost, 0, 1.0)
         if self._is_settled and self._good_bytes is not None:
             return Learnt(self.cost_s_per_byte, self._good_bytes, self._good_slowdown)
         return None
@@ -245,7 +246,8 @@ class MoveSearch:
 
     def _judge(self, nbytes: int, keep_s: float) -> str | None:
         num, excess, error = len(self._moved_s), _typical(self._moved_s) / keep_s - self._limit, self._error
-        is_over, cost = num >= _MAX_TRIED, _typical(self._unstalled_s) - keep_s
+        is_over = num >= (_MAX_TRIED // 2 if self._is_known else _MAX_TRIED)
+        cost = _typical(self._unstalled_s) - keep_s
         is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + error
         if is_far_off:
             self._num_turns = 0  # the machine is another one than before, or this is the first plan
@@ -340,22 +342,20 @@ class MoveSearch:
         self._plan = self._tried = None  # it is tried anew
 
     def _keep_for_long(self) -> None:
+        self._rest_cost = self.cost_s_per_byte
         self._measure_keeping()
         overspent = math.ceil(self._spent / _SPENT) - max(self._num_passes, _SPENT_OVER)
         self._num_to_keep, self._rest = max(self._rest, overspent), min(2 * self._rest, _MAX_REST)
         self._wants_plan = self._is_resting = True
 
     def _try(self) -> None:
+        # Keeping has been measured between this plan and the one before, which it moves no more than.
+        self._is_confirmed = self._is_confirmed or (self._is_known and bool(self._moved_s))
+        self._offs.extend(_offs(self._moved_s))
+        self._moved_s.clear()
+        self._unstalled_s.clear()
         self._num_to_skip = 1  # the first one maps memory that keeping had not to map
         self._is_settled = self._is_resting = False
-        if not self._is_known:
-            self._offs.extend(_offs(self._moved_s))
-            self._moved_s.clear()
-            self._unstalled_s.clear()
-        elif self._moved_s:
-            self._is_confirmed = True  # the trial of that one goes on, beside keeping as it is now
-        else:
-            self._settle()  # as in an earlier run
 
     # -- statistics --------------------------------------------------------------------------------------------------
 
