@@ -252,8 +252,8 @@ class OffloadPolicy:
         allowed = 'the path of a file, such as "checkpoints/plans.json"'
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(f"{owner}.plan_cache={path!r} is a {type(path).__name__}; allowed: {allowed}")
-        text = os.path.expanduser(os.fspath(path))
-        if not isinstance(text, str) or "\0" in text or text.startswith("~"):
+        text = os.path.expanduser(os.fsdecode(path))
+        if "\0" in text or text.startswith("~"):
             raise ConfigError(
                 f"{owner}.plan_cache={os.fspath(path)!r} is not a path of this system; allowed: {allowed}"
             )
