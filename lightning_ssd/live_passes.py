@@ -83,9 +83,8 @@ class LivePasses:
         self._runs_late = runs_late
         self._allocation = allocation
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
-        self._finished: deque[FinishedPass | PlainPass] = deque(
-            maxlen=_MAX_PASSES
-        )  # the oldest go, if nobody ends a pass
+        # The oldest go, where nobody ends a backward.
+        self._finished: deque[FinishedPass | PlainPass] = deque(maxlen=_MAX_PASSES)
         self._may_be_forgotten = scheduler is not None
         self._kept_anyway = keeps_all
         self._seen: dict[Hashable, _Seen] = {}

@@ -191,8 +191,12 @@ class Scheduler:
         while len(self._unread) > done.clock.lag:
             oldest = self._unread.popleft()
             kind = self._kinds.get(oldest.signature)
-            if kind is not None:
-                self._read_plain(kind, oldest) if isinstance(oldest, PlainPass) else self._read(kind, oldest)
+            if kind is None:
+                continue
+            if isinstance(oldest, PlainPass):
+                self._read_plain(kind, oldest)
+            else:
+                self._read(kind, oldest)
 
     def border(self) -> None:
         """A backward is over, and its passes have been observed: agree, put plans in force, begin new ones.

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, live_passes, tensor_cache
-from lightning_ssd.planning.move_search import NUM_KEPT
+from lightning_ssd.pass_kind import PassKind
+from lightning_ssd.planning.move_search import NUM_KEPT, MoveSearch
 
 NBYTES = 64 * 64 * 4
 
@@ -53,6 +54,21 @@ def step(opened: Offloader, signature: object = "kind", *, length: int = 4) -> b
     assert plain.grad is not None
     assert torch.equal(x.grad, plain.grad)
     return hooked
+
+
+def only_kind(opened: Offloader) -> PassKind:
+    """Of all passes so far."""
+    scheduler = opened._parts.scheduler
+    assert scheduler is not None
+    (kind,) = scheduler._kinds.values()
+    return kind
+
+
+def only_search(opened: Offloader) -> MoveSearch:
+    """Of the only kind."""
+    search = only_kind(opened).only_search
+    assert search is not None
+    return search
 
 
 def test_keeping_counts_one_pass_of_each_kind(tmp_path: Path) -> None:
@@ -99,11 +115,9 @@ def test_planned_passes_that_keep_everything(tmp_path: Path, monkeypatch: pytest
     with offloader(tmp_path, "auto") as opened:
         hooked = [step(opened) for _ in range(NUM_KEPT)]
         assert hooked == [True, False, True]
-        scheduler = opened._parts.scheduler
-        assert scheduler is not None
-        (kind,) = scheduler._kinds.values()
-        assert kind.only_search is not None
-        assert not kind.only_search.keeps, "passes without hooks count, too"
+        kind = only_kind(opened)
+        search = only_search(opened)
+        assert not search.keeps, "passes without hooks count, too"
         for known in kind.plans.values():
             moves = known.plan.moves
             assert step(opened) is moves
@@ -115,11 +129,7 @@ def test_a_kind_that_was_given_up_pays_nothing(tmp_path: Path, monkeypatch: pyte
     with offloader(tmp_path, "auto", max_slowdown=9.0) as opened:
         for _ in range(NUM_KEPT + 1):
             step(opened)
-        scheduler = opened._parts.scheduler
-        assert scheduler is not None
-        (kind,) = scheduler._kinds.values()
-        search = kind.only_search
-        assert search is not None
+        search = only_search(opened)
         search._num_to_keep = 5
         assert not any(step(opened) for _ in range(5))
         assert search._num_to_keep == 0
@@ -159,11 +169,8 @@ def test_room_that_becomes_less_is_seen_once_what_is_known_is_old(
     monkeypatch.setattr(live_passes, "_FRESH_S", 60.0)
     with offloader(tmp_path, "auto") as opened:
         step(opened)
-        scheduler = opened._parts.scheduler
-        assert scheduler is not None
-        (kind,) = scheduler._kinds.values()
-        assert kind.only_search is not None
-        kind.only_search._num_to_keep = 1 << 20
+        search = only_search(opened)
+        search._num_to_keep = 1 << 20
         assert not any(step(opened) for _ in range(3))
         free[0] = 4 * NBYTES
         assert not step(opened)
@@ -176,11 +183,9 @@ def test_a_trace_that_is_asked_for_ends_what_goes_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr(live_passes, "_FRESH_S", 60.0)
     with offloader(tmp_path, "auto") as opened:
         step(opened)
-        scheduler = opened._parts.scheduler
-        assert scheduler is not None
-        (kind,) = scheduler._kinds.values()
-        assert kind.only_search is not None
-        kind.only_search._num_to_keep = 1 << 20
+        kind = only_kind(opened)
+        search = only_search(opened)
+        search._num_to_keep = 1 << 20
         assert not any(step(opened) for _ in range(3))
         kind.is_trace_asked_for = True
         assert step(opened)
@@ -213,9 +218,7 @@ def test_a_kind_of_two_lengths_is_counted_pass_by_pass(tmp_path: Path, monkeypat
     with offloader(tmp_path, "auto", max_slowdown=50.0) as opened:
         for number in range(40):
             step(opened, length=4 + 2 * (number % 2))
-        scheduler = opened._parts.scheduler
-        assert scheduler is not None
-        (kind,) = scheduler._kinds.values()
+        kind = only_kind(opened)
         assert kind.is_of_many
         assert opened.stats.num_plain_passes <= NUM_KEPT
         assert all(search._num_passes >= 15 for search in kind._searches.values())
@@ -244,11 +247,8 @@ def test_memory_is_asked_for_while_a_pass_without_hooks_is_alive(
     monkeypatch.setattr(live_passes, "_FRESH_S", 60.0)
     with offloader(tmp_path, "auto") as opened:
         step(opened)
-        scheduler = opened._parts.scheduler
-        assert scheduler is not None
-        (kind,) = scheduler._kinds.values()
-        assert kind.only_search is not None
-        kind.only_search._num_to_keep = 1 << 20
+        search = only_search(opened)
+        search._num_to_keep = 1 << 20
         assert not any(step(opened) for _ in range(3))
         losses, hooked = [], []
         for room in (1 << 30, 1 << 30, 4 * NBYTES):
@@ -285,11 +285,8 @@ def test_a_graph_that_is_kept_takes_no_times(tmp_path: Path, monkeypatch: pytest
         loss.backward(retain_graph=True)
         opened.end_backward()
         opened.wait_for_plan()
-        scheduler = opened._parts.scheduler
-        assert scheduler is not None
-        (kind,) = scheduler._kinds.values()
-        search = kind.only_search
-        assert search is not None
+        kind = only_kind(opened)
+        search = only_search(opened)
         search._num_to_keep = 1 << 20
         kind.is_trace_asked_for = False
         before = len(search._kept_s)
@@ -303,11 +300,8 @@ def test_a_pass_without_hooks_has_no_readings_of_a_plan(tmp_path: Path, monkeypa
     with offloader(tmp_path, "auto", max_slowdown=50.0) as opened:
         while not (opened.stats.bytes_written and "plan/measured_step_s" in opened.drain_metrics()):
             step(opened)
-        scheduler = opened._parts.scheduler
-        assert scheduler is not None
-        (kind,) = scheduler._kinds.values()
-        assert kind.only_search is not None
-        kind.only_search._num_to_keep = 4
+        search = only_search(opened)
+        search._num_to_keep = 4
         while step(opened):
             pass
         assert "plan/measured_step_s" not in opened.drain_metrics()
@@ -335,11 +329,8 @@ def test_edits_are_seen_by_pytorch_itself(tmp_path: Path) -> None:
 def test_the_time_is_nobodys_where_several_forwards_run_first(tmp_path: Path) -> None:
     with offloader(tmp_path, "auto") as opened:
         step(opened)
-        scheduler = opened._parts.scheduler
-        assert scheduler is not None
-        (kind,) = scheduler._kinds.values()
-        search = kind.only_search
-        assert search is not None
+        kind = only_kind(opened)
+        search = only_search(opened)
         kind.is_trace_asked_for = search._wants_plan = False
         before = len(search._kept_s)
         losses = []

@@ -40,6 +40,19 @@ def expected() -> torch.Tensor:
     return x.grad
 
 
+def assert_trains_exactly(directory: Path) -> None:
+    """All is written before backward begins."""
+    x = leaf()
+    with offloader(directory) as opened:
+        with opened.saved_tensors():
+            loss = loss_of(x)
+        opened.flush()
+        loss.backward()
+        opened.end_backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected())
+
+
 @pytest.mark.parametrize(("available", "most"), [(16 * NBYTES, 4 * NBYTES), (8 * NBYTES, 2 * NBYTES), (None, None)])
 def test_looking_ahead_takes_a_quarter_of_what_is_free(
     available: int | None, most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -54,15 +67,7 @@ def test_looking_ahead_takes_a_quarter_of_what_is_free(
 
     monkeypatch.setattr(SavedStorage, "hold_ahead", counted)
     monkeypatch.setattr(PrefetchBudget, "nbytes", 16 * NBYTES)
-    x = leaf()
-    with offloader(tmp_path) as opened:
-        with opened.saved_tensors():
-            loss = loss_of(x)
-        opened.flush()
-        loss.backward()
-        opened.end_backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, expected())
+    assert_trains_exactly(tmp_path)
     assert max(seen) == (16 * NBYTES if most is None else most)
 
 
@@ -77,10 +82,6 @@ class LateMark:
 
     def synchronize(self) -> None:
         self._held.clear()
-
-
-class Passes(list[Any]):
-    """Of the prefetcher: one."""
 
 
 class OnePass:
@@ -99,7 +100,7 @@ def test_what_is_given_up_has_gone_before_memory_is_asked_for_again() -> None:
     record.key = type(record.key)(reloaded[0])
     record.mark = LateMark(reloaded)  # type: ignore[assignment]
     record.hold_ahead()
-    passes: Any = Passes([OnePass(record)])
+    passes: Any = [OnePass(record)]
     has_dropped, reads = Prefetcher(record.ledger, passes, torch.device("cpu")).give_up()
     assert (has_dropped, reads) == (True, [])
     assert not record.key.alive()
@@ -121,13 +122,5 @@ def test_the_last_that_is_tried_is_pytorchs_cache(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(fetcher, "accelerator_of", lambda device: accelerator)
     monkeypatch.setattr(SavedStorage, "start_read", full)
-    x = leaf()
-    with offloader(tmp_path) as opened:
-        with opened.saved_tensors():
-            loss = loss_of(x)
-        opened.flush()
-        loss.backward()
-        opened.end_backward()
+    assert_trains_exactly(tmp_path)
     assert accelerator.is_empty
-    assert x.grad is not None
-    assert torch.equal(x.grad, expected())

@@ -281,26 +281,19 @@ def without_mark_of_last_copy(patch: pytest.MonkeyPatch, device: PretendedDevice
     patch.setattr(tiers._Read, "_bring", first)
 
 
-def without_order_of_copies(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+def unordered(reads: Any) -> Remove:
     """The last one to tell of its copy need not be the last one to queue it."""
-    init = tiers._Read.__init__
 
-    def unordered(read: Any, *args: Any, **kwargs: Any) -> None:
-        init(read, *args, **kwargs)
-        read._order = nullcontext()
+    def remove(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+        init = reads.__init__
 
-    patch.setattr(tiers._Read, "__init__", unordered)
+        def without(read: Any, *args: Any, **kwargs: Any) -> None:
+            init(read, *args, **kwargs)
+            read._order = nullcontext()
 
+        patch.setattr(reads, "__init__", without)
 
-def without_order_of_host_copies(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    """The same of reads from host memory."""
-    init = host_tier._Read.__init__
-
-    def unordered(read: Any, *args: Any, **kwargs: Any) -> None:
-        init(read, *args, **kwargs)
-        read._order = nullcontext()
-
-    patch.setattr(host_tier._Read, "__init__", unordered)
+    return remove
 
 
 def without_mark_of_second_read(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
@@ -382,7 +375,7 @@ GUARDS: dict[str, tuple[str, Remove, str]] = {
         "out uses memory before main has",
     ),
     "the last mark stands for all": ("chunks", without_mark_of_last_copy, "main uses memory before in has"),
-    "copies are queued and told of in one order": ("turns", without_order_of_copies, "main uses memory before in has"),
+    "copies are queued and told of in one order": ("turns", unordered(tiers._Read), "main uses memory before in has"),
     "a second read has a mark of its own": ("twice", without_mark_of_second_read, "main uses memory before in has"),
     "a dropped copy keeps its mark": ("dropped", without_mark_of_dropped, "main uses memory before in has"),
     "an unused slot waits for its read": ("unused", without_wait_for_unused, "a slot was given back while"),
@@ -390,7 +383,7 @@ GUARDS: dict[str, tuple[str, Remove, str]] = {
     "host: copy-in waits for the allocation": ("host", without_mark_of_host_reads, "in uses memory before main has"),
     "host: copies are queued and told of in one order": (
         "host turns",
-        without_order_of_host_copies,
+        unordered(host_tier._Read),
         "main uses memory before in has",
     ),
     "host: extents are held": ("host", without_hold_of_extents, "host memory was given back while"),
