@@ -108,7 +108,6 @@ class MoveSearch:
         self._moved_s: deque[float] = deque(maxlen=_WINDOW)
         self._unstalled_s: deque[float] = deque(maxlen=_WINDOW)
         self._plan: object = None
-        self._tried: object = None
         self._num_to_keep = NUM_KEPT
         self._num_to_skip = 1
         self._wants_plan = True
@@ -126,7 +125,7 @@ class MoveSearch:
         self._good_bytes = None if learnt is None else learnt.good_bytes
         self._good_slowdown = 1.0 if learnt is None else learnt.slowdown
         self._is_known = False  # the next plan moves no more than that one
-        self._is_confirmed = False  # keeping has been measured again since the present trial began
+        self._is_confirmed = False  # keeping has been measured since this plan's first trial began
 
     # -- what the next pass does -------------------------------------------------------------------------------------
 
@@ -192,7 +191,7 @@ class MoveSearch:
         Args:
             nbytes: that it moves; ``None``: unknown yet, but some.
         """
-        self._awaits_plan = False
+        self._awaits_plan = self._is_confirmed = False
         self._is_known = bool(nbytes and self._good_bytes and nbytes <= _BAND * self._good_bytes)
         if nbytes != 0 or self._num_to_keep:
             return
@@ -220,8 +219,7 @@ class MoveSearch:
         if self.keeps or keep_s is None:  # it had begun before that was decided
             return None
         if plan is not self._plan:
-            self._is_confirmed = plan is self._tried  # then keeping was measured between two of its trials
-            self._plan, self._tried = plan, None
+            self._plan = plan
             self._try()
         self._num_tried += not self._is_settled
         if self._num_to_skip:
@@ -330,16 +328,15 @@ class MoveSearch:
         if is_slower or self._num_settled >= self._recheck:
             self._recheck = min(2 * self._recheck, _MAX_RECHECK)
             self._forget_good()  # as good as then, or not: it is tried again
-            tried = self._plan
             self._measure_keeping()
-            self._tried = tried
+            self._is_confirmed = True  # between two trials of the same plan
 
     def _measure_keeping(self) -> None:
         self._spent += self._trial_cost
-        self._num_tried, self._is_settled = 0, False
+        self._num_tried, self._is_settled, self._is_confirmed = 0, False, False
         self._num_to_keep, self._num_to_skip = _NUM_KEPT_AGAIN, 1
         self._is_back = True
-        self._plan = self._tried = None  # it is tried anew
+        self._plan = None  # it is tried anew
 
     def _keep_for_long(self) -> None:
         self._rest_cost = self.cost_s_per_byte
