@@ -57,11 +57,11 @@ format: $(STAMP) ## let ruff repair what it can
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## measure storage against fio, and steps against keeping, recomputing and naive disk hooks
-	$(BIN)/python -m recipes.bench_io --dir $(DIR)
-	$(BIN)/python -m recipes.bench_step --dir $(DIR)
+	$(BIN)/python -m recipes.benchmarks.io --dir $(DIR)
+	$(BIN)/python -m recipes.benchmarks.step --dir $(DIR)
 
 compat: $(STAMP) ## fast tests in an environment for each Python, PyTorch and Lightning that can be had (slow)
-	$(BIN)/python -m recipes.compat --pip-args='$(PIP_ARGS)' --out recipes/results/compat_cpu.md $(ARGS)
+	$(BIN)/python -m tests.compat.matrix --pip-args='$(PIP_ARGS)' --out docs/results/compat_cpu.md $(ARGS)
 
 clean: ## remove the environment and caches; outputs/ stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

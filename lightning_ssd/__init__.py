@@ -4,15 +4,15 @@ Importing the package registers ``Trainer(strategy="ssd_offload")``, ``Trainer(s
 ``Fabric(strategy="ssd_offload")``.
 """
 
-from lightning_ssd.callback import OffloadMonitor
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
-from lightning_ssd.fabric import SSDOffloadFabricStrategy
-from lightning_ssd.fabric import register as _register_fabric
-from lightning_ssd.fsdp import SSDOffloadFSDPStrategy
+from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.offloader import Offloader
-from lightning_ssd.stats import OffloadStats
-from lightning_ssd.strategy import SSDOffloadStrategy
-from lightning_ssd.strategy import register as _register
+from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
+from lightning_ssd.strategies.fabric import register as _register_fabric
+from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
+from lightning_ssd.strategies.ssd_offload import register as _register
+from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = [
     "HardwareProfile",

@@ -16,87 +16,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from lightning_ssd.common.validation import Size, parse_size, refuse_misread
 from lightning_ssd.errors import ConfigError
 
-__all__ = [
-    "HardwareProfile",
-    "OffloadPolicy",
-    "Size",
-    "expect",
-    "names_mistakes",
-    "parse_size",
-    "refuse_misread",
-    "typed",
-]
+__all__ = ["HardwareProfile", "OffloadPolicy", "names_mistakes"]
 
 _T = TypeVar("_T")
 
-Size = int | str
-"""Bytes as an integer, or text such as ``"512KiB"``, ``"1.5 GiB"``, ``"20GB"``."""
 
-_UNITS = {"": 1, "b": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("kmgtp", start=1)
-    for suffix, base in (("ib", 1024), ("b", 1000))
-}
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
 _ACTIVATIONS = ("auto", "offload", "keep", "recompute", "recompute_offload")
 _BLOCKS = "blocks"
 _WEAR = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*DWPD\s*", re.IGNORECASE)
-
-
-def parse_size(value: Size, *, name: str = "size") -> int:
-    """Read a size in bytes.
-
-    Args:
-        value: a non-negative integer, or a number followed by B, KiB, MiB, GiB, TiB, PiB (powers of 1,024) or
-            KB, MB, GB, TB, PB (powers of 1,000); case does not matter.
-        name: dotted name of the setting, for the error.
-
-    Raises:
-        ConfigError: if the value is of another form, negative or not finite.
-    """
-    allowed = 'bytes as an integer, or text such as "512KiB", "1.5GiB", "20GB"'
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; allowed: {allowed}")
-    if isinstance(value, int):
-        if value < 0:
-            raise ConfigError(f"{name}={value!r} is negative; allowed: {allowed}")
-        return value
-    match = _SIZE.fullmatch(value)
-    if match is None or match[2].lower() not in _UNITS:
-        hint = ""
-        if match is not None and re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
-            short = f"{match[1]}{match[2][0].upper()}"
-            hint = f'; did you mean "{short}B" (powers of 1,000) or "{short}iB" (of 1,024)?'
-        raise ConfigError(f"{name}={value!r} is not a size{hint}; allowed: {allowed}")
-    number, unit = match.groups()
-    exact = float(number) * _UNITS[unit.lower()]
-    if exact == math.inf:
-        raise ConfigError(f"{name}={value!r} is not finite; allowed: {allowed}")
-    nbytes: int = round(exact)
-    return nbytes
-
-
-def typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:
-    """What the user gave, or the default.
-
-    Raises:
-        ConfigError: it is of another type.
-    """
-    return cls() if value is None else expect(name, value, cls, example)
-
-
-def expect(name: str, value: object, cls: type[_T], example: str) -> _T:
-    """What the user gave.
-
-    Raises:
-        ConfigError: it is of another type.
-    """
-    if not isinstance(value, cls):
-        got = f"{name}={value!r} is a {type(value).__name__}"
-        raise ConfigError(f"{got}; allowed: {cls.__name__}, for example {example}")
-    return value
 
 
 class _UnknownSettingError(ConfigError, TypeError):
@@ -152,18 +82,6 @@ def _as_tuple(name: str, value: object, allowed: str) -> tuple[object, ...]:
     if not isinstance(value, Iterable) or isinstance(value, bytes):
         raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; allowed: {allowed}")
     return tuple(value)
-
-
-def refuse_misread(name: str, paths: Iterable[Any], allowed: str) -> None:
-    """Missing directories are made, so that one with such a name would be, too. One that is there is meant.
-
-    Raises:
-        ConfigError: a name looks like several in one, like an address, or like a variable.
-    """
-    for path in paths:
-        text: str = os.fspath(path)
-        if re.search(r"^\$|[:,;] *[/~]", text) and not os.path.isdir(text):
-            raise ConfigError(f"{name}: {text!r} would be one directory of that name; allowed: {allowed}")
 
 
 @names_mistakes

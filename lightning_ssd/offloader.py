@@ -12,30 +12,32 @@ from types import TracebackType
 import torch
 from torch.optim import Optimizer
 
-from lightning_ssd import metrics
-from lightning_ssd.accelerators import accelerator_of, has_streams, with_index
-from lightning_ssd.assembly import NOTHING, Parts, assemble, open_state_files, open_wear_meter
-from lightning_ssd.blocks import Blocks, find_blocks
-from lightning_ssd.config import HardwareProfile, OffloadPolicy, expect, names_mistakes, typed
+from lightning_ssd._assembly import NOTHING, Components, assemble, open_state_files, open_wear_meter
+from lightning_ssd._environment import Environment, HostMemory
+from lightning_ssd.activations.parameter_filter import device_of
+from lightning_ssd.activations.tensor_cache import TensorCache
+from lightning_ssd.common.accelerators import accelerator_of, has_streams, with_index
+from lightning_ssd.common.collectives import AllReduceMin
+from lightning_ssd.common.exit_guard import close_at_exit
+from lightning_ssd.common.first_calls import settle_first_calls
+from lightning_ssd.common.restore import put_back_all
+from lightning_ssd.common.uninterrupted import undisturbed
+from lightning_ssd.common.validation import expect, typed
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
-from lightning_ssd.events import EventLog
-from lightning_ssd.first_calls import settle_first_calls
-from lightning_ssd.memory import read_memory
-from lightning_ssd.optimizer import NO_OPTIMIZER, OffloadedOptimizer
-from lightning_ssd.parameters import device_of
-from lightning_ssd.planning.comparison import PlanReport
+from lightning_ssd.memory.readings import read_memory
+from lightning_ssd.optimizer.offloaded_optimizer import NO_OPTIMIZER, OffloadedOptimizer
 from lightning_ssd.planning.plan import Machine
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.put_back import put_back_all
-from lightning_ssd.scheduler import Agree
-from lightning_ssd.site import HostMemory, Site
-from lightning_ssd.stats import OffloadStats, OptimizerStats
+from lightning_ssd.recompute.block_discovery import find_blocks
+from lightning_ssd.recompute.blocks import Blocks
+from lightning_ssd.scheduling.plan_report import PlanReport
 from lightning_ssd.storage.backend import Backend
-from lightning_ssd.storage.streams import Copies, StreamCopies
-from lightning_ssd.tensor_cache import TensorCache
-from lightning_ssd.unclosed import close_in_any_case
-from lightning_ssd.undisturbed import undisturbed
-from lightning_ssd.wear_meter import WearMeter
+from lightning_ssd.telemetry import metrics
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
+from lightning_ssd.tiers.streams import CopyEngine, StreamCopies
+from lightning_ssd.wear.meter import WearMeter
 
 __all__ = ["Offloader"]
 
@@ -83,11 +85,11 @@ class Offloader:
         device: torch.device | str | None = None,
         default_directory: str | os.PathLike[str] | None = None,
         subdirectory: str = "",
-        agree: Agree | None = None,
+        agree: AllReduceMin | None = None,
         num_local_processes: int | None = None,
         local_rank: int | None = None,
         _wrap_backend: Callable[[Backend], Backend] | None = None,
-        _copies: Copies | None = None,
+        _copies: CopyEngine | None = None,
     ) -> None:
         self.policy = typed("policy", policy, OffloadPolicy, 'OffloadPolicy(activations="offload")')
         self.hardware = typed("hardware", hardware, HardwareProfile, 'HardwareProfile(paths=["/my/ssd"])')
@@ -102,7 +104,7 @@ class Offloader:
         self._events = EventLog()
         self._resources: ExitStack | None = None
         self._cache: TensorCache | None = None
-        self._parts: Parts = NOTHING
+        self._parts: Components = NOTHING
         self._wear: WearMeter | None = None
         self._host_memory = HostMemory(self.hardware, self._num_local)
         self._optimizers: list[OffloadedOptimizer] = []
@@ -131,7 +133,7 @@ class Offloader:
             stack = ExitStack()
             try:
                 self._open(stack, self._device or device_of(modules))
-                self._finalizer = close_in_any_case(self, stack)
+                self._finalizer = close_at_exit(self, stack)
                 self._resources = stack
             except BaseException:
                 undisturbed(stack.close, "lightning_ssd-close")
@@ -145,10 +147,10 @@ class Offloader:
         device = with_index(device)
         settle_first_calls()
         self._host_memory = HostMemory(self.hardware, self._num_local)
-        site = self._site(device, self._copies)
+        environment = self._environment(device, self._copies)
         # `stack` has what was opened, whatever becomes of the caller.
         parts = undisturbed(
-            partial(assemble, stack, self.policy, site), "lightning_ssd-open", undo=lambda parts: stack.close()
+            partial(assemble, stack, self.policy, environment), "lightning_ssd-open", undo=lambda parts: stack.close()
         )
         self._parts = parts
         self.description, self._wear, self._last_optimizer_stats = parts.description, parts.wear, ()
@@ -157,20 +159,20 @@ class Offloader:
             device=device,
             min_tensor_nbytes=self.policy.min_tensor_nbytes,
             events=self._events,
-            copies=site.copies,
+            copies=environment.copies,
             scheduler=parts.scheduler,
             recompute=self.policy.activations in ("recompute", "recompute_offload"),
-            allocation=parts.allocation,
+            heap_policy=parts.heap_policy,
         )
         stack.callback(self._cache.close)
         self._last_stats = self._sampled = OffloadStats()
         self._has_trained = self._has_failed = False
 
-    def _site(self, device: torch.device, copies: Copies | None) -> Site:
+    def _environment(self, device: torch.device, copies: CopyEngine | None) -> Environment:
         accelerator = accelerator_of(device)
         if copies is None and accelerator is not None and has_streams(device):
             copies = StreamCopies(accelerator)
-        return Site(
+        return Environment(
             hardware=self.hardware,
             device=device,
             copies=copies,
@@ -290,9 +292,9 @@ class Offloader:
         parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
             return optimizer
-        site = self._site(parameter.device, copies=None)
+        environment = self._environment(parameter.device, copies=None)
         name = "lightning_ssd-open"
-        files = undisturbed(partial(open_state_files, self.policy, site), name, undo=lambda files: files.close())
+        files = undisturbed(partial(open_state_files, self.policy, environment), name, undo=lambda files: files.close())
         try:
             offloaded = OffloadedOptimizer(
                 optimizer, files, master_weights=self.policy.master_weights, events=self._events
@@ -303,7 +305,7 @@ class Offloader:
             raise
         self._optimizers.append(offloaded)
         if self._wear is None:
-            self._wear = open_wear_meter(site)
+            self._wear = open_wear_meter(environment)
         return offloaded
 
     def saved_tensors(self, *, signature: Hashable = None) -> AbstractContextManager[None]:
@@ -332,7 +334,7 @@ class Offloader:
         cache.end_backward()
         if self._parts.reload is not None:
             self._parts.reload.release()
-        self._parts.allocation.border()
+        self._parts.heap_policy.border()
         if wear is not None and wear.is_rated and (warning := wear.border(self._moved().bytes_written)) is not None:
             warnings.warn(warning, stacklevel=2)
 
@@ -413,7 +415,7 @@ class Offloader:
         return scheduler.machine if scheduler is not None and self.is_open and not self._is_foreign else None
 
     def drain_metrics(self) -> dict[str, float]:
-        """What happened since the last call, under the keys of :data:`lightning_ssd.metrics.METRICS`."""
+        """What happened since the last call, under the keys of :data:`lightning_ssd.telemetry.metrics.METRICS`."""
         before, self._sampled = self._sampled, self._moved()
         scheduler, wear = self._parts.scheduler, self._wear
         return metrics.compute(

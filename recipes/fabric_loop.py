@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadStats, SSDOffloadFabricStrategy
-from lightning_ssd.site import PATHS_VARIABLE
+from lightning_ssd._environment import PATHS_VARIABLE
 from recipes.determinism import make_deterministic
 from recipes.meter import StepMeter, num_warmup, weights_digest
 from recipes.models import LanguageModel, build_network, compute_loss

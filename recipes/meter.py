@@ -9,9 +9,9 @@ import torch
 import xxhash
 from torch import nn
 
-from lightning_ssd.malloc import trim
-from lightning_ssd.memory import read_memory, reset_device_peak, reset_host_peak
-from lightning_ssd.shards import is_shard
+from lightning_ssd.common.dtensor import is_shard
+from lightning_ssd.memory.malloc import trim
+from lightning_ssd.memory.readings import read_memory, reset_device_peak, reset_host_peak
 
 __all__ = ["NUM_WARMUP", "StepMeter", "num_warmup", "weights_digest"]
 

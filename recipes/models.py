@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from lightning_ssd.blocks import find_blocks
-from lightning_ssd.first_calls import settle_first_calls
+from lightning_ssd.common.first_calls import settle_first_calls
+from lightning_ssd.recompute.block_discovery import find_blocks
 from recipes.data import MASK_TOKEN, PAD_TOKEN
 from recipes.mistakes import ConfigMistake
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lightning_ssd import assembly
-from lightning_ssd.planning.move_search import MoveSearch
+from lightning_ssd import _assembly
+from lightning_ssd.scheduling.move_search import MoveSearch
 
 if TYPE_CHECKING:
-    from tests.state_stores import Drive
+    from tests.support.state_stores import Drive
 
 # A shell lets its background jobs ignore Ctrl-C, and so would every process that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -44,15 +44,27 @@ _SET_BY_OTHERS = {
     "WANDB_MODE",  # WandbLogger(offline=True)
     "WANDB_SERVICE",
 }
+pytest_plugins = ["tests.support.tier_fixtures"]
+
 _THREAD_PREFIX = "lightning_ssd"
 _THREADS_GONE_WITHIN_S = 60.0
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _IMPORTED_FOR_FORKS = (
-    *("recipes.bench_worker", "recipes.optimizer_worker", "recipes.train"),
-    *("tests.ddp_script", "tests.fsdp_script", "tests.interrupt_script", "tests.pretended_backend_script"),
+    *("recipes.benchmarks.workers.step", "recipes.benchmarks.workers.optimizer", "recipes.train"),
+    *(
+        "tests.support.ddp_script",
+        "tests.support.fsdp_script",
+        "tests.support.interrupt_script",
+        "tests.support.pretended_backend_script",
+    ),
 )
 _IMPORTED_WITH_TRANSFORMERS = (
-    *("recipes.deepspeed_worker", "recipes.own_loop", "recipes.runner", "transformers.models.gpt2.modeling_gpt2"),
+    *(
+        "recipes.benchmarks.workers.deepspeed",
+        "recipes.own_loop",
+        "recipes.runner",
+        "transformers.models.gpt2.modeling_gpt2",
+    ),
 )
 
 
@@ -114,14 +126,14 @@ def plans_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(MoveSearch, "_judge", lambda search, *_: search._settle())
     monkeypatch.setattr(MoveSearch, "_look_again", lambda *_: None)
-    monkeypatch.setattr(assembly, "_mapping_cost", lambda: 0.0)
+    monkeypatch.setattr(_assembly, "_mapping_cost", lambda: 0.0)
 
 
 @pytest.fixture
 def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are many more than fit into memory, and a step is many calls."""
-    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
-    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
+    monkeypatch.setattr("lightning_ssd.optimizer.step.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
+    monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 1024)
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +208,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 def drive(tmp_path: Path) -> Drive:
     """For a store of optimizer states, in the test's directory."""
     # Not above: the helpers behind it freeze what the imports of a test file have made, and few have been made by then.
-    from tests.state_stores import Drive
+    from tests.support.state_stores import Drive
 
     return Drive(tmp_path)
 
@@ -204,7 +216,7 @@ def drive(tmp_path: Path) -> Drive:
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """The command before ``-m WORKER`` or ``-c CODE`` of processes that need no seconds of imports each."""
-    from tests.forked import forks_of
+    from tests.support.forked import forks_of
 
     modules = _IMPORTED_FOR_FORKS + (_IMPORTED_WITH_TRANSFORMERS if find_spec("transformers") else ())
     with forks_of(tmp_path_factory.mktemp("forks"), *modules) as command:
@@ -217,7 +229,7 @@ def forked_workers(forks: list[str], monkeypatch: pytest.MonkeyPatch) -> list[st
 
     Gives the statements that each of them begins with, none at first.
     """
-    from recipes import bench_child
+    from recipes.benchmarks.harness import process as bench_child
 
     begin, statements = bench_child._command, []
 

@@ -21,7 +21,7 @@ from lightning_ssd import (
     SSDOffloadFSDPStrategy,
     SSDOffloadStrategy,
 )
-from lightning_ssd.config import parse_size
+from lightning_ssd.common.validation import parse_size
 from lightning_ssd.errors import ConfigError
 
 

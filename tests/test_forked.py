@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import forks_of
-from tests.patience import PATIENCE_S
+from tests.support.forked import forks_of
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")

@@ -11,87 +11,50 @@ from pathlib import Path
 import pytest
 
 import lightning_ssd
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 PACKAGE = Path(lightning_ssd.__file__).parent
-# A module may import what stands above it here, and from its own line where that line is a directory.
-# A new module is a new word here; a new edge upwards is a design change.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "accelerators"),
-    (
-        *("config", "events", "shards", "stats", "tensors", "memory", "malloc"),
-        *("first_calls", "wording", "stand_in", "unclosed", "generators", "profiling", "waiting", "operation"),
-        "put_back",
-    ),
-    ("undisturbed", "places"),
-    (
-        "storage",
-        "around_forward",
-        "planning",
-        "metrics",
-        "inplace",
-        "parameters",
-        "reach",
-        "global_modes",
-        "call_inputs",
-        "fingerprint",
-        "clock",
-        "signature",
-        "graph_memory",
-        "stall_watch",
-        "verdict",
-    ),
-    ("call_state",),
-    ("recompute",),
-    ("allocation", "blocks", "recorder", "tier_meter", "wear_meter", "ledger", "stalls", "run_ahead", "saved_parts"),
-    ("pass_kind", "plan_cache"),
-    ("scheduler", "saved_storage", "kept_tensor"),
-    ("saved_pass", "shard_hooks"),
-    ("live_passes",),
-    ("prefetcher",),
-    ("fetcher",),
-    ("tensor_cache",),
-    ("own_attributes", "slots", "holders"),
-    ("couplings",),
-    ("byproducts",),
-    ("inner_step",),
-    ("rehearsal", "state_saving"),
-    ("master_weights",),
-    ("state_layout", "slicing", "state_home"),
-    ("refusals", "returned_copies", "state_destinations"),
-    ("partition", "state_store", "state_files"),
-    ("state_snapshot", "state_loading", "shard_checkpoint", "full_states", "shelf"),
-    ("paged_states",),
-    ("live_states",),
-    ("optimizer",),
-    ("site",),
-    ("assembly",),
-    ("offloader",),
-    ("ddp_options",),
-    ("parallel", "one_device"),
-    ("checkpoint", "size_trial"),
-    ("wiring",),
-    ("fsdp",),
-    ("strategy", "callback", "fabric"),
-    ("__init__",),
-)
-DIRECTORIES = {"storage", "planning"}
-# Package -> modules that may import it, wherever in the file. Others may not at all.
-RESERVED: dict[str, set[str]] = {
-    "lightning": {
-        "strategy",
-        "callback",
-        "parallel",
-        "checkpoint",
-        "size_trial",
-        "wiring",
-        "fsdp",
-        "fabric",
-        "one_device",
+# A package, or a module at the root -> what it imports of ours, by name of the package, from the bottom up.
+# A new name in a row is a design change.
+IMPORTS: dict[str, set[str]] = {
+    "errors": set(),
+    "planning": {"errors"},
+    "common": {"errors"},
+    "config": {"errors", "common"},
+    "memory": {"errors", "common"},
+    "recompute": {"errors", "common"},
+    "telemetry": {"common", "config", "memory"},
+    "storage": {"errors", "common", "memory"},
+    "wear": {"errors", "storage"},
+    "tiers": {"errors", "common", "planning", "memory", "telemetry", "storage"},
+    "scheduling": {"errors", "common", "planning", "memory", "telemetry"},
+    "activations": {"errors", "common", "planning", "memory", "telemetry", "tiers", "recompute", "scheduling"},
+    "optimizer.store": {"errors", "common", "memory", "storage", "tiers"},
+    "optimizer.step": {"errors", "common", "memory", "telemetry", "tiers", "optimizer.store"},
+    "optimizer.checkpoint": {"errors", "common", "memory", "tiers", "optimizer.store", "optimizer.step"},
+    "optimizer": {"errors", "common", "telemetry", "optimizer.store", "optimizer.step", "optimizer.checkpoint"},
+    "_environment": {"common", "config", "memory", "telemetry", "storage", "tiers"},
+    "_assembly": {
+        *("errors", "common", "config", "memory", "wear", "storage", "tiers", "scheduling", "activations"),
+        *("optimizer.store", "_environment"),
     },
+    "offloader": {
+        *("errors", "common", "planning", "config", "memory", "telemetry", "storage", "wear", "tiers", "scheduling"),
+        *("recompute", "activations", "optimizer", "_environment", "_assembly"),
+    },
+    "monitor": {"config", "memory", "telemetry", "offloader"},
+    "strategies": {
+        *("errors", "common", "config", "telemetry", "activations", "optimizer", "optimizer.checkpoint"),
+        *("_environment", "offloader"),
+    },
+    "__init__": {"config", "telemetry", "offloader", "monitor", "strategies"},
+}
+# Library -> packages or modules that may import it, wherever in the file. Others may not at all.
+RESERVED: dict[str, set[str]] = {
+    "lightning": {"monitor", "strategies"},
     "pytorch_lightning": set(),
     "kvikio": {"storage.kvikio"},
-    "cryptography": {"storage.encryption"},
+    "cryptography": {"storage.encrypted"},
     "hydra": set(),
     "omegaconf": set(),
     "wandb": set(),
@@ -127,30 +90,30 @@ def imported(source: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def layer(module: str) -> int:
-    for number, words in enumerate(LAYERS):
-        if module.split(".")[0] in words:
-            return number
-    raise AssertionError(f"{module} is in no layer; add it to LAYERS")
+def package_of(name: str) -> str:
+    """The package that a module of ours is in; a module at the root, or a package, is its own."""
+    path = PACKAGE.joinpath(*name.split("."))
+    if name in IMPORTS or not (path.with_suffix(".py").is_file() or path.is_dir()):
+        return name if name in IMPORTS else package_of(name.rpartition(".")[0]) if "." in name else ""
+    return name.rpartition(".")[0] or name
 
 
 def violations(module: str, source: str) -> list[str]:
     """What is wrong with the imports of one module."""
     found = []
+    package = package_of(module)
     for name in imported(source):
         root, _, rest = name.partition(".")
-        if root in RESERVED and module not in RESERVED[root]:
+        if root in RESERVED and not {module, package} & RESERVED[root]:
             found.append(f"{module} imports {name}; only {sorted(RESERVED[root]) or 'nobody'} may import {root}")
         if not root:
             found.append(f"{module} imports {name} relatively; imports are absolute")
         if root == "lightning_ssd":
-            first = rest.split(".")[0]
-            inside = first in DIRECTORIES and first == module.split(".")[0]
-            if (PACKAGE / first).is_dir() or (PACKAGE / f"{first}.py").is_file():
-                if not inside and layer(first) >= layer(module):
-                    found.append(f"{module} imports {name}, which is not below it")
-            else:
+            other = package_of(rest)
+            if not other:
                 found.append(f"{module} imports {name} from the package; name the module it is in")
+            elif other != package and other not in IMPORTS[package]:
+                found.append(f"{module} imports {name}, which is not below it")
     return found
 
 
@@ -163,31 +126,41 @@ def test_imports_point_down(module: str) -> None:
     ("module", "source", "match"),
     [
         ("errors", "import lightning_ssd.config", "not below"),
-        ("config", "from lightning_ssd.stats import OffloadStats", "not below"),
-        ("storage.arena", "from lightning_ssd.tensor_cache import TensorCache", "not below"),
-        ("storage.arena", "from lightning_ssd.planning import planner", "not below"),
-        ("tensor_cache", "def f():\n    from lightning_ssd import offloader", "not below"),
+        ("config", "from lightning_ssd.telemetry.stats import OffloadStats", "not below"),
+        ("storage.spill_file", "from lightning_ssd.activations.tensor_cache import TensorCache", "not below"),
+        ("storage.spill_file", "from lightning_ssd.planning import planner", "not below"),
+        ("scheduling.scheduler", "import lightning_ssd.storage.backend", "not below"),
+        ("activations.tensor_cache", "def f():\n    from lightning_ssd import offloader", "not below"),
+        ("activations.tensor_cache", "from lightning_ssd.optimizer.store.entry import StoredCopy", "not below"),
+        ("optimizer.store.entry", "from lightning_ssd.optimizer.step.types import State", "not below"),
         ("offloader", "from lightning_ssd import OffloadStats", "name the module"),
         ("offloader", "import lightning.pytorch as pl", "may import lightning"),
         ("storage.posix", "import kvikio.defaults", "may import kvikio"),
-        ("callback", "def f():\n    import wandb", "may import wandb"),
+        ("monitor", "def f():\n    import wandb", "may import wandb"),
         ("config", "from omegaconf import OmegaConf", "may import omegaconf"),
-        ("storage.tiers", "from .arena import Arena", "relatively"),
+        ("tiers.ssd", "from .base import Tier", "relatively"),
     ],
 )
-def test_the_layer_test_can_fail(module: str, source: str, match: str) -> None:
+def test_the_test_can_fail(module: str, source: str, match: str) -> None:
     assert any(match in violation for violation in violations(module, source))
 
 
 def test_allowed_imports_pass() -> None:
     assert not violations("errors", "if TYPE_CHECKING:\n    from lightning_ssd.config import OffloadPolicy")
-    assert not violations("storage.tiers", "from lightning_ssd.storage.arena import Arena\nimport torch")
+    assert not violations("tiers.ssd", "from lightning_ssd.storage.spill_file import Arena\nimport torch")
+    assert not violations("optimizer.step.types", "from lightning_ssd.optimizer.store import entry")
     assert not violations("storage.kvikio", "def f():\n    import kvikio")
 
 
-def test_every_layer_word_is_a_module() -> None:
-    known = {name.split(".")[0] for name in module_names()}
-    assert {word for words in LAYERS for word in words} <= known
+def test_rows_name_what_is_below_and_used() -> None:
+    """From the bottom up, so that no import goes round; and no row allows what nobody does."""
+    used: dict[str, set[str]] = {package: set() for package in IMPORTS}
+    for module, path in module_names().items():
+        names = {name for name in imported(path.read_text(encoding="utf-8")) if name.startswith("lightning_ssd.")}
+        used[package_of(module)] |= {package_of(name.partition(".")[2]) for name in names} - {package_of(module)}
+    assert used == IMPORTS
+    rows = list(IMPORTS)
+    assert all(rows.index(below) < number for number, row in enumerate(rows) for below in IMPORTS[row])
 
 
 def run_python(source: str) -> str:

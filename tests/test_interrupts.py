@@ -29,7 +29,7 @@ class Interrupted(Protocol):
 @pytest.fixture
 def interrupted(spill_dir: Path, forks: list[str]) -> Interrupted:
     def run(how: str, *options: object, timeout_s: float = 400) -> dict[str, Any]:
-        command = [*forks, "-m", "tests.interrupt_script", how, str(spill_dir), *map(str, options)]
+        command = [*forks, "-m", "tests.support.interrupt_script", how, str(spill_dir), *map(str, options)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == 0, done.stderr[-8000:]
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -72,7 +72,7 @@ def test_a_loop_of_lightning_ends_soon(how: str, spill_dir: Path, forks: list[st
     """The signal goes to all processes of the run, as from a terminal."""
     # Lightning kills the other process at once, which as a fork would hear of the signal a moment too late to clean up.
     begin = [sys.executable] if how == "ddp" else forks
-    command = [*begin, "-m", "tests.interrupted_loops", how, str(spill_dir)]
+    command = [*begin, "-m", "tests.support.interrupted_loops", how, str(spill_dir)]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert run.stdout is not None
@@ -94,7 +94,7 @@ def test_a_loop_of_lightning_ends_soon(how: str, spill_dir: Path, forks: list[st
 _CELLS = (
     """
 from pathlib import Path
-from tests.interrupt_script import *
+from tests.support.interrupt_script import *
 trial = Trial(Path({directory!r}), "offload")
 hardware = HardwareProfile(paths=[trial.directory], allow_unsuitable_paths=True, host_memory=0)
 policy = OffloadPolicy(activations="offload", min_tensor_bytes=1024)

@@ -17,9 +17,9 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, UnsuitablePathError
-from tests.offloader_steps import OFFLOAD_ALL, step
-from tests.patience import PATIENCE_S
-from tests.processes import BARE_PACKAGE
+from tests.support.offloader_steps import OFFLOAD_ALL, step
+from tests.support.patience import PATIENCE_S
+from tests.support.processes import BARE_PACKAGE
 
 
 def our_threads() -> list[str]:
@@ -179,8 +179,8 @@ def test_disk_use_and_books_are_constant_over_steps(spill_dir: Path) -> None:
         assert offloader.stats.resident_bytes == 0
         cache = offloader._cache
         assert cache is not None
-        assert cache.ledger.num_live == 0
-        assert cache.ledger.ahead_bytes == 0
+        assert cache.accounting.num_live == 0
+        assert cache.accounting.ahead_bytes == 0
         gc.collect()
         assert sum(arena.used_bytes for arena in offloader._parts.tiers.ssd._arenas) == 0  # type: ignore[union-attr]
 
@@ -226,17 +226,17 @@ def run_child(forks: list[str]) -> Callable[[str], str]:
     return run
 
 
-def test_dropped_unclosed_under_the_ledgers_lock(spill_dir: Path, run_child: Callable[[str], str]) -> None:
+def test_dropped_unclosed_under_the_accounting_lock(spill_dir: Path, run_child: Callable[[str], str]) -> None:
     """The garbage collector may find a forgotten offloader while we hold a lock that its workers wait for."""
     out = run_child(f"""
 import faulthandler, gc, torch, lightning_ssd as s
-from lightning_ssd.ledger import Ledger
+from lightning_ssd.activations.accounting import MemoryAccounting
 faulthandler.dump_traceback_later(240, exit=True)
-opened = Ledger.opened
+opened = MemoryAccounting.opened
 def collecting(self, record):
     gc.collect()
     opened(self, record)
-Ledger.opened = collecting
+MemoryAccounting.opened = collecting
 policy = s.OffloadPolicy(activations="offload", min_tensor_bytes=0)
 hardware = s.HardwareProfile(paths={str(spill_dir)!r})
 forgotten = s.Offloader(policy=policy, hardware=hardware).open()

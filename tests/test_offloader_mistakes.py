@@ -9,7 +9,7 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError
-from tests.offloader_steps import OFFLOAD_ALL, step
+from tests.support.offloader_steps import OFFLOAD_ALL, step
 
 
 def forgetful(offloader: Offloader, num_passes: int, *, end_each: int = 1 << 30) -> None:

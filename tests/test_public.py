@@ -57,7 +57,10 @@ def test_the_package_is_typed() -> None:
 ROOT = Path(lightning_ssd.__file__).parent.parent
 TEXTS = sorted(
     path
-    for pattern in ("*.md", "lightning_ssd/**/*.py", "recipes/**/*.py", "conf/**/*.yaml", "notebooks/*.ipynb")
+    for pattern in (
+        *("*.md", "docs/**/*.md", "conf/**/*.yaml", "notebooks/*.ipynb"),
+        *("lightning_ssd/**/*.py", "recipes/**/*.py", "tests/faults/*.py", "tests/compat/*.py"),
+    )
     for path in ROOT.glob(pattern)
 )
 

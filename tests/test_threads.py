@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from tests.patience import PATIENCE_S
-from tests.threads import at_once
+from tests.support.patience import PATIENCE_S
+from tests.support.threads import at_once
 
 
 def test_an_error_in_a_thread_is_raised() -> None:

@@ -1,1 +1,1 @@
-"""Decisions: pure arithmetic. No I/O, no clock, no tensors."""
+"""Decisions before a pass: pure arithmetic from a trace to a plan. No I/O, no clock, no tensors."""

@@ -7,7 +7,7 @@ and after the reads before it, and is asked for at the unpack at which window an
 took no time. All times are then sums and maxima of transfer times (a max-plus system), and hence:
 
 * ``step_s`` never grows with a rate, with the limit, or with the window;
-* ``floor_bytes``, the peak if writes took no time, does not depend on rates. A limit can be kept if this is not above
+* ``min_peak_bytes``, the peak if writes took no time, does not depend on rates. A limit can be kept if it is not above
   it. Then the same holds for every larger limit and every smaller window;
 * ``peak_bytes`` without a limit counts what is still being written as if no stall gave it time to end, and so never
   grows with a rate.
@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_ssd.planning.lifetimes import Kind, Lifetimes
+from lightning_ssd.planning.lifetimes import EventKind, Lifetimes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.simulator import moving_cost_s
@@ -38,7 +38,7 @@ class Bound:
 
     step_s: float
     peak_bytes: int
-    floor_bytes: int
+    min_peak_bytes: int
 
 
 def bound(
@@ -63,7 +63,7 @@ def bound(
 
 # Where a moved storage is. A kept one is counted when it comes and when it goes.
 _ABSENT, _HELD, _HELD_WRITTEN, _LEAVING, _OUT, _AHEAD, _BACK = range(7)
-_PACK, _UNPACK, _RELEASE = int(Kind.PACK), int(Kind.UNPACK), int(Kind.RELEASE)
+_PACK, _UNPACK, _RELEASE = int(EventKind.PACK), int(EventKind.UNPACK), int(EventKind.RELEASE)
 
 
 class _Lane:

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 
 from lightning_ssd.planning.lifetimes import Lifetimes, Units
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Goal, Machine, TierRates
-from lightning_ssd.planning.recomputation import recomputable, recomputed
+from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
+from lightning_ssd.planning.recompute_trace import recomputable, recomputed
 from lightning_ssd.planning.trace import Trace, TracedStorage
 
-__all__ = ["Candidate", "Variant", "family", "usable", "variants", "windows"]
+__all__ = ["Candidate", "RecomputeVariant", "family", "usable", "variants", "windows"]
 
 _MAX_UNITS = 200
 _MAX_STEPS = 32
@@ -33,7 +33,7 @@ _DENSITIES = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
 _SPREAD_STEPS = 4
 
 
-class Variant:
+class RecomputeVariant:
     """The pass with certain blocks recomputed."""
 
     def __init__(self, trace: Trace, blocks: frozenset[int], *, max_units: int = _MAX_UNITS) -> None:
@@ -58,7 +58,7 @@ class Variant:
 class Candidate:
     """One way to place the units of a variant."""
 
-    variant: Variant
+    variant: RecomputeVariant
     placements: tuple[Placement, ...]
     """One per unit."""
     ssd_bytes: int
@@ -81,7 +81,7 @@ def usable(machine: Machine) -> Machine:
     return replace(machine, ssd=known(machine.ssd), host=known(machine.host))
 
 
-def variants(trace: Trace, goal: Goal) -> list[Variant]:
+def variants(trace: Trace, goal: PlanObjective) -> list[RecomputeVariant]:
     """Nothing recomputed, then more and more blocks."""
     blocks = recomputable(trace) if goal.recompute else ()
     last = len(blocks) - 1
@@ -89,7 +89,7 @@ def variants(trace: Trace, goal: Goal) -> list[Variant]:
     for step in range(1, _MAX_VARIANTS):
         runs.append(frozenset(blocks[last - round(max(last, 0) * step / (_MAX_VARIANTS - 1)) : max(last, 0)]))
     runs.append(frozenset(blocks))
-    return [Variant(trace, run) for run in dict.fromkeys(runs)]
+    return [RecomputeVariant(trace, run) for run in dict.fromkeys(runs)]
 
 
 def windows(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ def windows(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(steps)
 
 
-def family(variant: Variant, machine: Machine, goal: Goal) -> Iterator[Candidate]:
+def family(variant: RecomputeVariant, machine: Machine, goal: PlanObjective) -> Iterator[Candidate]:
     """The candidates of a variant that the tiers and the goal have room for; keeping all is the first."""
     storages = variant.units.trace.storages
     total = sum(storages[i].nbytes for i in variant.ranking)
@@ -115,7 +115,7 @@ def family(variant: Variant, machine: Machine, goal: Goal) -> Iterator[Candidate
                 yield candidate
 
 
-def _moves(variant: Variant) -> Iterator[tuple[int, ...]]:
+def _moves(variant: RecomputeVariant) -> Iterator[tuple[int, ...]]:
     """Which units to move, best first."""
     sizes = [s.nbytes for s in variant.units.trace.storages]
     for count in _counts([sizes[i] for i in variant.ranking], _MAX_STEPS):
@@ -136,7 +136,7 @@ def _spread(ranked: Sequence[int], sizes: Sequence[int], density: float) -> tupl
     return tuple(index for index in ranked if index in chosen)
 
 
-def _candidate(variant: Variant, moved: Sequence[int], max_host_bytes: float) -> Candidate:
+def _candidate(variant: RecomputeVariant, moved: Sequence[int], max_host_bytes: float) -> Candidate:
     storages = variant.units.trace.storages
     placements = [Placement.KEEP] * len(storages)
     ssd_bytes = host_bytes = 0
@@ -151,7 +151,7 @@ def _candidate(variant: Variant, moved: Sequence[int], max_host_bytes: float) ->
     return Candidate(variant, tuple(placements), ssd_bytes, host_bytes, windows([storages[i].nbytes for i in moved]))
 
 
-def _has_room(candidate: Candidate, machine: Machine, goal: Goal) -> bool:
+def _has_room(candidate: Candidate, machine: Machine, goal: PlanObjective) -> bool:
     """All that is moved counts, although the first may be free again before the last comes: pessimistic and simple."""
     if goal.written_bytes is not None and candidate.ssd_bytes > goal.written_bytes:
         return False

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from lightning_ssd.planning.trace import Trace, TracedStorage
 
-__all__ = ["Kind", "Lifetimes", "Units"]
+__all__ = ["EventKind", "Lifetimes", "Units"]
 
 
-class Kind(enum.IntEnum):
+class EventKind(enum.IntEnum):
     """What happens to a storage. At one and the same time, lower ones come first."""
 
     FREE = 0
@@ -49,14 +49,14 @@ class Lifetimes:
         self.is_released = [s.last_used_s <= s.packed_s for s in storages]
         self.events = self._events(storages)
         kinds = [kind for _, kind, _ in self.events]
-        turn = kinds.index(Kind.UNPACK) if Kind.UNPACK in kinds else len(kinds)
+        turn = kinds.index(EventKind.UNPACK) if EventKind.UNPACK in kinds else len(kinds)
         # Nothing is saved any more once backward has begun: not so where it recomputes, or where a pass has several.
-        self.is_simple = Kind.PACK not in kinds[turn:]
+        self.is_simple = EventKind.PACK not in kinds[turn:]
 
     def _events(self, storages: Sequence[TracedStorage]) -> list[tuple[float, int, int]]:
         """(time, kind, index), sorted. Plain integers: they are compared a million times."""
-        pack, unpack, release = int(Kind.PACK), int(Kind.UNPACK), int(Kind.RELEASE)
-        free, late = int(Kind.FREE), int(Kind.LATE_FREE)
+        pack, unpack, release = int(EventKind.PACK), int(EventKind.UNPACK), int(EventKind.RELEASE)
+        free, late = int(EventKind.FREE), int(EventKind.LATE_FREE)
         events = []
         for i, s in enumerate(storages):
             last = max(s.packed_s, s.packed_s if s.wanted_s is None else s.wanted_s)

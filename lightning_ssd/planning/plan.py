@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_ssd.planning.placement import Placement
 
-__all__ = ["Goal", "Machine", "Plan", "Prediction", "TierRates"]
+__all__ = ["Machine", "Plan", "PlanObjective", "Prediction", "TierRates"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Goal:
+class PlanObjective:
     """What a plan must reach."""
 
     max_slowdown: float = 1.02

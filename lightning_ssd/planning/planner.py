@@ -22,14 +22,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_ssd.planning.bound import Bound, bound
-from lightning_ssd.planning.candidates import Candidate, Variant, family, usable, variants, windows
+from lightning_ssd.planning.candidates import Candidate, RecomputeVariant, family, usable, variants, windows
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Goal, Machine, Plan, Prediction
-from lightning_ssd.planning.recomputation import inner_storages, input_of
+from lightning_ssd.planning.plan import Machine, Plan, PlanObjective, Prediction
+from lightning_ssd.planning.recompute_trace import inner_storages, input_of
 from lightning_ssd.planning.simulator import predict
 from lightning_ssd.planning.trace import Trace
 
-__all__ = ["BudgetTooSmall", "Judged", "judge", "make_plan", "recomputing_budget", "smallest_budget"]
+__all__ = ["BudgetTooSmall", "ScoredCandidate", "judge", "make_plan", "recomputing_budget", "smallest_budget"]
 
 TOLERANCE = 1.002
 """Plans closer than this are equal."""
@@ -57,7 +57,7 @@ class BudgetTooSmall(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoredCandidate:
     """A candidate with one window, and its bound."""
 
     candidate: Candidate
@@ -69,7 +69,7 @@ class Judged:
 class _Choice:
     """A candidate in full detail, played."""
 
-    variant: Variant
+    variant: RecomputeVariant
     placements: tuple[Placement, ...]
     window: int
     limit: int | None
@@ -77,13 +77,13 @@ class _Choice:
 
     @staticmethod
     def of(
-        variant: Variant, placements: tuple[Placement, ...], machine: Machine, limit: int | None, window: int
+        variant: RecomputeVariant, placements: tuple[Placement, ...], machine: Machine, limit: int | None, window: int
     ) -> _Choice:
         prediction = predict(variant.lives, placements, machine, limit_bytes=limit, ahead_bytes=window)
         return _Choice(variant, placements, window, limit, prediction)
 
 
-def make_plan(trace: Trace, machine: Machine, goal: Goal) -> Plan:
+def make_plan(trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
     """Plan a pass.
 
     Without a budget: the lowest peak at no more than ``max_slowdown`` times the trace's own length, or everything kept
@@ -96,7 +96,7 @@ def make_plan(trace: Trace, machine: Machine, goal: Goal) -> Plan:
     Args:
         trace: of a pass like those to come.
         machine: the tiers; those with a rate of 0 (unknown) are not used.
-        goal: see :class:`~lightning_ssd.planning.plan.Goal`.
+        goal: see :class:`~lightning_ssd.planning.plan.PlanObjective`.
 
     Raises:
         BudgetTooSmall: no plan stays under the budget.
@@ -112,9 +112,9 @@ def make_plan(trace: Trace, machine: Machine, goal: Goal) -> Plan:
     return replace(plan, refused_bytes=free.prediction.written_bytes)
 
 
-def _make(trace: Trace, machine: Machine, goal: Goal) -> Plan:
+def _make(trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
     budget = goal.budget_bytes
-    all_kept = Variant(trace, frozenset())
+    all_kept = RecomputeVariant(trace, frozenset())
     keep = _Choice.of(all_kept, (Placement.KEEP,) * len(trace.storages), machine, None, 0)
     if budget is not None and keep.prediction.peak_bytes <= budget:
         return _plan(trace, goal, keep, machine)
@@ -129,14 +129,14 @@ def _make(trace: Trace, machine: Machine, goal: Goal) -> Plan:
     return _plan(trace, goal, _with_small_window(choice, machine, max_peak, max_step_s), machine)
 
 
-def smallest_budget(trace: Trace, machine: Machine, goal: Goal) -> int:
+def smallest_budget(trace: Trace, machine: Machine, goal: PlanObjective) -> int:
     """The least ``budget_bytes`` for which :func:`make_plan` finds a plan (bytes); the goal's own budget is ignored."""
     machine = usable(machine)
     candidates = [c for v in variants(trace, goal) for c in family(v, machine, goal)]
     return _smallest(candidates, machine)[0]
 
 
-def recomputing_budget(trace: Trace, machine: Machine, goal: Goal) -> int | None:
+def recomputing_budget(trace: Trace, machine: Machine, goal: PlanObjective) -> int | None:
     """The same if blocks might be recomputed besides; ``None``: they may be, or it would not be less."""
     if goal.recompute or trace.recomputed or not trace.blocks:
         return None
@@ -144,7 +144,7 @@ def recomputing_budget(trace: Trace, machine: Machine, goal: Goal) -> int | None
     return least if least < smallest_budget(trace, machine, goal) else None
 
 
-def judge(candidates: Iterable[Candidate], machine: Machine, goal: Goal) -> Iterator[Judged]:
+def judge(candidates: Iterable[Candidate], machine: Machine, goal: PlanObjective) -> Iterator[ScoredCandidate]:
     """Those candidates that reach the goal by their bounds, each with its best window.
 
     With a budget that is the widest one (least stall) whose floor is under the budget; without, the narrowest one
@@ -163,12 +163,12 @@ def judge(candidates: Iterable[Candidate], machine: Machine, goal: Goal) -> Iter
             yield found
 
 
-def _widest(candidate: Candidate, machine: Machine, budget: int) -> Judged | None:
+def _widest(candidate: Candidate, machine: Machine, budget: int) -> ScoredCandidate | None:
     low, high, found = 0, len(candidate.windows), None
     probe = 0  # the narrowest first: most that fail, fail here
     while low < high:
         judged = _judged(candidate, machine, budget, candidate.windows[probe])
-        if judged.bound.floor_bytes <= budget:
+        if judged.bound.min_peak_bytes <= budget:
             low, found = probe + 1, judged
         else:
             high = probe
@@ -176,7 +176,7 @@ def _widest(candidate: Candidate, machine: Machine, budget: int) -> Judged | Non
     return found
 
 
-def _narrowest(candidate: Candidate, machine: Machine, max_step_s: float) -> Judged | None:
+def _narrowest(candidate: Candidate, machine: Machine, max_step_s: float) -> ScoredCandidate | None:
     low, high, found = 1, len(candidate.windows), None
     probe = high - 1  # the widest first: most that fail, fail here
     while low < high:
@@ -189,15 +189,17 @@ def _narrowest(candidate: Candidate, machine: Machine, max_step_s: float) -> Jud
     return found
 
 
-def _judged(candidate: Candidate, machine: Machine, limit: int | None, window: int) -> Judged:
+def _judged(candidate: Candidate, machine: Machine, limit: int | None, window: int) -> ScoredCandidate:
     lives = candidate.variant.unit_lives
-    return Judged(candidate, window, bound(lives, candidate.placements, machine, limit_bytes=limit, ahead_bytes=window))
+    return ScoredCandidate(
+        candidate, window, bound(lives, candidate.placements, machine, limit_bytes=limit, ahead_bytes=window)
+    )
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
-def _lowest(candidates: Sequence[Candidate], machine: Machine, goal: Goal, keep: _Choice) -> _Choice:
+def _lowest(candidates: Sequence[Candidate], machine: Machine, goal: PlanObjective, keep: _Choice) -> _Choice:
     """The lowest peak that is not too slow."""
     judged = sorted(judge(candidates, machine, goal), key=lambda j: (j.bound.peak_bytes, j.bound.step_s))
     max_step_s = goal.max_slowdown * keep.prediction.step_s * _ROUNDING
@@ -212,7 +214,7 @@ def _lowest(candidates: Sequence[Candidate], machine: Machine, goal: Goal, keep:
     return keep
 
 
-def _fastest(candidates: Sequence[Candidate], machine: Machine, goal: Goal, budget: int) -> _Choice:
+def _fastest(candidates: Sequence[Candidate], machine: Machine, goal: PlanObjective, budget: int) -> _Choice:
     """The fastest plan under the budget."""
     smallest, last_resort = _smallest(candidates, machine)
     if budget < smallest:
@@ -235,23 +237,23 @@ def _fastest(candidates: Sequence[Candidate], machine: Machine, goal: Goal, budg
 def _smallest(candidates: Sequence[Candidate], machine: Machine) -> tuple[int, _Choice]:
     """The least limit that some candidate is known to keep, and that candidate."""
     # The floor does not depend on the tier: one of the candidates that move the same storages speaks for all.
-    first: dict[tuple[Variant, tuple[bool, ...]], Candidate] = {}
+    first: dict[tuple[RecomputeVariant, tuple[bool, ...]], Candidate] = {}
     for candidate in candidates:
         first.setdefault((candidate.variant, tuple(p is Placement.KEEP for p in candidate.placements)), candidate)
     floors = sorted(
         (_judged(c, machine, 0, c.windows[0]) for c in first.values()),  # limit 0: nothing is brought up ahead
-        key=lambda j: (j.bound.floor_bytes, j.bound.step_s),
+        key=lambda j: (j.bound.min_peak_bytes, j.bound.step_s),
     )
     found = [_under_least_limit(judged, machine) for judged in floors[:_MAX_SMALLEST]]
     choice = min(found, key=lambda c: (c.limit or 0, c.prediction.step_s))
     return choice.limit or 0, choice
 
 
-def _under_least_limit(judged: Judged, machine: Machine) -> _Choice:
+def _under_least_limit(judged: ScoredCandidate, machine: Machine) -> _Choice:
     """Raise the limit until the simulator keeps it: what has not ended its write yet may be in the way of a read."""
     variant, placements = judged.candidate.variant, judged.candidate.variant.expand(judged.candidate.placements)
     window = windows(_moved_sizes(variant, placements))[1 if variant.lives.is_simple else 0]
-    limit = bound(variant.lives, placements, machine, limit_bytes=0, ahead_bytes=window).floor_bytes
+    limit = bound(variant.lives, placements, machine, limit_bytes=0, ahead_bytes=window).min_peak_bytes
     for _ in range(_MAX_LIMITS):
         choice = _Choice.of(variant, placements, machine, limit, window)
         if choice.prediction.peak_bytes <= limit:
@@ -262,13 +264,13 @@ def _under_least_limit(judged: Judged, machine: Machine) -> _Choice:
     return _Choice.of(variant, placements, machine, free.prediction.peak_bytes, window)
 
 
-def _played(judged: Judged, machine: Machine, limit: int | None) -> _Choice:
+def _played(judged: ScoredCandidate, machine: Machine, limit: int | None) -> _Choice:
     variant = judged.candidate.variant
     placements = variant.expand(judged.candidate.placements)
     return _Choice.of(variant, placements, machine, limit, judged.window)
 
 
-def _moved_sizes(variant: Variant, placements: Sequence[Placement]) -> list[int]:
+def _moved_sizes(variant: RecomputeVariant, placements: Sequence[Placement]) -> list[int]:
     sizes = variant.lives.sizes
     return [sizes[i] for i, placement in enumerate(placements) if placement is not Placement.KEEP]
 
@@ -311,7 +313,7 @@ def _with_small_window(choice: _Choice, machine: Machine, max_peak: int, max_ste
     return min(fast, key=lambda t: (t.window < steps[1], t.window))
 
 
-def _plan(trace: Trace, goal: Goal, choice: _Choice, machine: Machine) -> Plan:
+def _plan(trace: Trace, goal: PlanObjective, choice: _Choice, machine: Machine) -> Plan:
     placements = [Placement.RECOMPUTE] * len(trace.storages)
     inner = inner_storages(trace, choice.variant.blocks)
     inputs = []

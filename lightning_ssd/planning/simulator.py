@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_ssd.planning.lifetimes import Kind, Lifetimes
+from lightning_ssd.planning.lifetimes import EventKind, Lifetimes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, Prediction, TierRates
 from lightning_ssd.planning.trace import Trace
@@ -81,7 +81,7 @@ def simulate(
 
     Args:
         trace: of the pass.
-        placements: one per storage: KEEP, HOST or SSD. (``recomputation.py`` makes the trace of recomputed blocks.)
+        placements: one per storage: KEEP, HOST or SSD. (``recompute_trace.py`` makes the trace of recomputed blocks.)
         machine: the tiers.
         limit_bytes: of resident saved activations; ``None``: none.
         ahead_bytes: how much may be brought up before it is asked for.
@@ -90,7 +90,7 @@ def simulate(
         ValueError: the placements do not fit the trace, or name a tier that is not there or whose rates are unknown.
     """
     log = _Log()
-    prediction = _Player(Lifetimes(trace), placements, machine, limit_bytes, ahead_bytes, log).play()
+    prediction = _Replay(Lifetimes(trace), placements, machine, limit_bytes, ahead_bytes, log).play()
     return Timeline(prediction, tuple(log.transfers), tuple(log.stalls), tuple(log.resident))
 
 
@@ -103,7 +103,7 @@ def predict(
     ahead_bytes: int,
 ) -> Prediction:
     """The sums alone, faster than :func:`simulate`; for searches."""
-    return _Player(lives, placements, machine, limit_bytes, ahead_bytes, None).play()
+    return _Replay(lives, placements, machine, limit_bytes, ahead_bytes, None).play()
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class _State(enum.IntEnum):
 
 # Plain integers are compared faster than enum members, a million times.
 _ABSENT, _READY, _LEAVING, _WRITTEN, _OUT, _AHEAD, _FREED = (int(s) for s in _State)
-_FREE, _RELEASE, _PACK, _UNPACK, _LATE_FREE = (int(k) for k in Kind)
+_FREE, _RELEASE, _PACK, _UNPACK, _LATE_FREE = (int(k) for k in EventKind)
 
 
 class _Lane:
@@ -154,7 +154,7 @@ class _Lane:
         self.write_bytes = self.read_bytes = 0
 
 
-class _Player:
+class _Replay:
     """One pass being played. Times are those of the pass, stalls included, unless called ``clock``."""
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Where bytes live and how they move. Knows nothing of autograd or Lightning."""
+"""Bytes on a drive: directories, spill files, and the backends that move bytes to and from them."""

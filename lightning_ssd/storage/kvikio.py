@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lightning_ssd.common.profiling import spanned
+from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import BackendUnavailableError, ShortTransferError, StorageError
-from lightning_ssd.profiling import spanned
-from lightning_ssd.storage.arena import Arena
+from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
-from lightning_ssd.storage.mapped import PAGE_BYTES
-from lightning_ssd.tensors import Region
+from lightning_ssd.storage.spill_file import Arena
 
 __all__ = ["KvikioBackend"]
 

@@ -12,14 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_ssd.common.profiling import spanned
+from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import ShortTransferError, StorageError
-from lightning_ssd.profiling import spanned
-from lightning_ssd.storage.arena import Arena, as_storage_error
+from lightning_ssd.memory.mmap import PAGE_BYTES
+from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
-from lightning_ssd.storage.mapped import PAGE_BYTES
-from lightning_ssd.storage.probe import DirectAlignment, direct_alignment
-from lightning_ssd.storage.staging import StagingPool
-from lightning_ssd.tensors import Region
+from lightning_ssd.storage.filesystem import DirectAlignment, direct_alignment
+from lightning_ssd.storage.spill_file import Arena, as_storage_error
 
 __all__ = ["PosixBackend"]
 

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parametrize
 
 from lightning_ssd.errors import RecomputeError
-from tests.helpers import Session
+from tests.support.helpers import Session
 
 WIDTH = 8
 MAX_ERRORS = 12

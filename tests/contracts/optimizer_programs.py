@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
-from tests import optimizer_pairs
 from tests.contracts.optimizer_kinds import KINDS
+from tests.support import optimizer_pairs
 
 SHAPES = ((40, 60),) * 6 + ((7,), (90, 70))
 """Each of the first ones more than a subgroup holds, a small one, and one that is cut where that is exact."""

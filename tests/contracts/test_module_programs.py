@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-import lightning_ssd.scheduler
-from lightning_ssd.call_state import CallState
+import lightning_ssd.scheduling.scheduler
 from lightning_ssd.errors import RecomputeError
-from lightning_ssd.fingerprint import Fingerprint
-from lightning_ssd.global_modes import GlobalModes
 from lightning_ssd.planning.planner import make_plan
-from lightning_ssd.planning.recomputation import recomputable
-from lightning_ssd.reach import Reach
+from lightning_ssd.planning.recompute_trace import recomputable
+from lightning_ssd.recompute.call_state import CallState
+from lightning_ssd.recompute.fingerprint import Fingerprint
+from lightning_ssd.recompute.global_modes import GlobalModes
+from lightning_ssd.recompute.side_effects import SideEffectSnapshot
 from tests.contracts.module_programs import CHANGES, ModuleProgram
-from tests.helpers import Raised, Session, Setup, assert_identical, open_offloader, outcome
+from tests.support.helpers import Raised, Session, Setup, assert_identical, open_offloader, outcome
 
 MODES: dict[str, Setup] = {
     "keep": Setup(activations="keep", drained=False),
@@ -42,7 +42,7 @@ def _recomputes_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
         made = make_plan(trace, machine, replace(goal, recompute=False))
         return replace(made, recompute=frozenset(recomputable(trace))) if goal.recompute else made
 
-    monkeypatch.setattr(lightning_ssd.scheduler, "make_plan", plan)
+    monkeypatch.setattr(lightning_ssd.scheduling.scheduler, "make_plan", plan)
 
 
 def run(program: ModuleProgram, mode: str, directory: Path) -> list[int]:
@@ -104,7 +104,7 @@ def _only_context(state: Any) -> Any:
 
 
 def _without_reach(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reach, "as_before", lambda reach: nullcontext())
+    patch.setattr(SideEffectSnapshot, "as_before", lambda reach: nullcontext())
 
 
 def _without_modes(patch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def _without_modes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_looking(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reach, "change", lambda reach: None)
+    patch.setattr(SideEffectSnapshot, "change", lambda reach: None)
 
 
 def _without_context(patch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ import pytest
 from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.live_states import LiveStates
-from lightning_ssd.optimizer import OffloadedOptimizer
+from lightning_ssd.optimizer.live_states import LiveStates
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.contracts.optimizer_kinds import KINDS
 from tests.contracts.optimizer_programs import ACTIONS, Program, play
-from tests.optimizer_pairs import opened
+from tests.support.optimizer_pairs import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:this optimizer's states share memory")
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:this optimizer's states share me
 @pytest.fixture(autouse=True)
 def tiny_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that most of a program's states are on the drive between steps."""
-    monkeypatch.setattr("lightning_ssd.paged_states._MIN_SUBGROUP_BYTES", 16 << 10)
-    monkeypatch.setattr("lightning_ssd.planning.subgroups.GRANULE", 1024)
+    monkeypatch.setattr("lightning_ssd.optimizer.step.paged_states._MIN_SUBGROUP_BYTES", 16 << 10)
+    monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 1024)
 
 
 @contextmanager
@@ -121,60 +121,79 @@ def _read_only(self: LiveStates, key: Any) -> Any:
 MENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     # What is taken out: by what, and the programs that must find it.
     "owned optimizers": (
-        {"couplings.refuse_owned": _nothing, "rehearsal.refuse_owned": _nothing, "rehearsal.Rehearsal.play": _nothing},
+        {
+            "optimizer.step.coupling.refuse_owned": _nothing,
+            "optimizer.step.dry_run.refuse_owned": _nothing,
+            "optimizer.step.dry_run.DryRun.play": _nothing,
+        },
         {"kind": "owning"},
     ),
     "own parameters": (
         {
-            "rehearsal.refuse_own_parameters": _nothing,
-            "rehearsal.Rehearsal.play": _nothing,
-            "rehearsal.Watch.check": _nothing,
+            "optimizer.step.dry_run.refuse_own_parameters": _nothing,
+            "optimizer.step.dry_run.DryRun.play": _nothing,
+            "optimizer.step.dry_run.Watch.check": _nothing,
         },
         {"kind": "OwnList"},
     ),
     "own parameters, later": (
-        {"rehearsal.refuse_own_parameters": _nothing, "rehearsal.Watch.check": _nothing},
+        {"optimizer.step.dry_run.refuse_own_parameters": _nothing, "optimizer.step.dry_run.Watch.check": _nothing},
         {"kind": "DecaysAll"},
     ),
     "own step": (
-        {"couplings.refuse_own_step": _nothing, "optimizer.refuse_own_step": _nothing},
+        {
+            "optimizer.step.coupling.refuse_own_step": _nothing,
+            "optimizer.offloaded_optimizer.refuse_own_step": _nothing,
+        },
         {"kind": "adamw", "action": "own_step"},
     ),
-    "train and eval": ({"live_states.LiveStates.__getitem__": lambda *_: {}}, {"kind": "ScheduleFree"}),
-    "edits in place": ({"live_states.LiveStates.__getitem__": _read_only}, {"kind": "adamw", "action": "zero"}),
+    "train and eval": ({"optimizer.live_states.LiveStates.__getitem__": lambda *_: {}}, {"kind": "ScheduleFree"}),
+    "edits in place": (
+        {"optimizer.live_states.LiveStates.__getitem__": _read_only},
+        {"kind": "adamw", "action": "zero"},
+    ),
     "edits in hooks": (
-        {"live_states.LiveStates.__getitem__": _read_only},
+        {"optimizer.live_states.LiveStates.__getitem__": _read_only},
         {"kind": "adamw", "action": "edit_in_hooks"},
     ),
-    "new values": ({"live_states.LiveStates.__getitem__": _read_only}, {"kind": "adamw", "action": "replace"}),
-    "deleted states": ({"live_states.LiveStates.__delitem__": _nothing}, {"kind": "adamw", "action": "delete_item"}),
-    "cleared states": ({"live_states.LiveStates.clear": _nothing}, {"kind": "adamw", "action": "clear"}),
-    "surgery": ({"live_states.LiveStates.__setitem__": _nothing}, {"kind": "adamw", "action": "densify"}),
+    "new values": (
+        {"optimizer.live_states.LiveStates.__getitem__": _read_only},
+        {"kind": "adamw", "action": "replace"},
+    ),
+    "deleted states": (
+        {"optimizer.live_states.LiveStates.__delitem__": _nothing},
+        {"kind": "adamw", "action": "delete_item"},
+    ),
+    "cleared states": ({"optimizer.live_states.LiveStates.clear": _nothing}, {"kind": "adamw", "action": "clear"}),
+    "surgery": ({"optimizer.live_states.LiveStates.__setitem__": _nothing}, {"kind": "adamw", "action": "densify"}),
     "assigned states": (
-        {"optimizer.OffloadedOptimizer._look_for_others": _nothing},
+        {"optimizer.offloaded_optimizer.OffloadedOptimizer._look_for_others": _nothing},
         {"kind": "adamw", "action": "assign"},
     ),
-    "one state for two": ({"live_states.LiveStates.check": _nothing}, {"kind": "adamw", "action": "share"}),
+    "one state for two": ({"optimizer.live_states.LiveStates.check": _nothing}, {"kind": "adamw", "action": "share"}),
     "one state for all": (
-        {"rehearsal.Rehearsal.play": _nothing, "paged_states.are_apart": bool},
+        {"optimizer.step.dry_run.DryRun.play": _nothing, "optimizer.step.paged_states.are_apart": bool},
         {"kind": "OneForAll"},
     ),
-    "views": ({"paged_states.must_stay": lambda *_: False}, {"kind": "Views"}),
-    "two names": ({"paged_states.must_stay": lambda *_: False}, {"kind": "TwoNames"}),
-    "alias of a parameter": ({"paged_states.must_stay": lambda *_: False}, {"kind": "KeepsParameter"}),
-    "alias of a gradient": ({"paged_states.must_stay": lambda *_: False}, {"kind": "KeepsGradient"}),
-    "held elsewhere": ({"paged_states.must_stay": lambda *_: False}, {"kind": "HoldsStates"}),
-    "held by the user": ({"live_states.is_held": lambda *_: False}, {"kind": "adamw", "action": "zero_held"}),
-    "returned values": ({"inner_step.GroupChanges.result": lambda _, loss: loss}, {"kind": "ReturnsText"}),
-    "hidden norms": ({"rehearsal._differ": lambda *_: False}, {"kind": "Clips"}),
-    "closures": ({"inner_step.GroupChanges.call": lambda _, step, o: step(o)}, {"kind": "EvaluatesTwice"}),
+    "views": ({"optimizer.step.paged_states.must_stay": lambda *_: False}, {"kind": "Views"}),
+    "two names": ({"optimizer.step.paged_states.must_stay": lambda *_: False}, {"kind": "TwoNames"}),
+    "alias of a parameter": ({"optimizer.step.paged_states.must_stay": lambda *_: False}, {"kind": "KeepsParameter"}),
+    "alias of a gradient": ({"optimizer.step.paged_states.must_stay": lambda *_: False}, {"kind": "KeepsGradient"}),
+    "held elsewhere": ({"optimizer.step.paged_states.must_stay": lambda *_: False}, {"kind": "HoldsStates"}),
+    "held by the user": ({"optimizer.live_states.is_held": lambda *_: False}, {"kind": "adamw", "action": "zero_held"}),
+    "returned values": ({"optimizer.step.stepper.GroupChanges.result": lambda _, loss: loss}, {"kind": "ReturnsText"}),
+    "hidden norms": ({"optimizer.step.dry_run._differ": lambda *_: False}, {"kind": "Clips"}),
+    "closures": ({"optimizer.step.stepper.GroupChanges.call": lambda _, step, o: step(o)}, {"kind": "EvaluatesTwice"}),
     "hooks of a base class": (
-        {"inner_step._NestedHooks.values": lambda _: ()},
+        {"optimizer.step.stepper._NestedHooks.values": lambda _: ()},
         {"kind": "ReturnsText", "action": "edit_in_hooks"},
     ),
-    "a load of its own": ({"optimizer.OffloadedOptimizer._loads_by_itself": False}, {"kind": "OwnLoad"}),
-    "another error": ({"optimizer.OffloadedOptimizer.step": _unknown}, {"kind": "around"}),
-    "a late refusal": ({"optimizer.OffloadedOptimizer.step": _refused_late}, {"kind": "around"}),
+    "a load of its own": (
+        {"optimizer.offloaded_optimizer.OffloadedOptimizer._loads_by_itself": False},
+        {"kind": "OwnLoad"},
+    ),
+    "another error": ({"optimizer.offloaded_optimizer.OffloadedOptimizer.step": _unknown}, {"kind": "around"}),
+    "a late refusal": ({"optimizer.offloaded_optimizer.OffloadedOptimizer.step": _refused_late}, {"kind": "around"}),
 }
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import Session
 from tests.parity.graph_programs import Program, gradients, network
 from tests.parity.models import floats
+from tests.support.helpers import Session
 
 
 def nested_contexts(session: Session) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import Session
 from tests.parity.models import Perceptrons, floats
+from tests.support.helpers import Session
 
 Program = Callable[[Session], Any]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import Session
+from tests.support.helpers import Session
 
 Program = Callable[[Session], Any]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
-from lightning_ssd.optimizer import OffloadedOptimizer
-from lightning_ssd.strategy import SSDOffloadStrategy
-from tests.helpers import assert_identical
-from tests.trainers import (
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
+from tests.support.helpers import assert_identical
+from tests.support.trainers import (
     LIGHTNING_NOISE,
     Net,
     fit,

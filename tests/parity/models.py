@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import Batch, Training
+from tests.support.helpers import Batch, Training
 
 VOCABULARY = 311
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ssd.blocks import Blocks, find_blocks
-from tests.helpers import (
+from lightning_ssd.recompute.block_discovery import find_blocks
+from lightning_ssd.recompute.blocks import Blocks
+from tests.parity.models import Perceptrons, floats, mean_square
+from tests.support.helpers import (
     Batch,
     Raised,
     Session,
@@ -18,7 +20,6 @@ from tests.helpers import (
     assert_identical,
     outcome,
 )
-from tests.parity.models import Perceptrons, floats, mean_square
 
 Chooses = Callable[[int], bool]
 EVERY: Chooses = lambda index: True  # noqa: E731

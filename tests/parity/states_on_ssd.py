@@ -9,9 +9,9 @@ import lightning as L
 import pytest
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
-from lightning_ssd.optimizer import OffloadedOptimizer
-from lightning_ssd.strategy import SSDOffloadStrategy
-from tests.trainers import LIGHTNING_NOISE, Net, result
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
+from tests.support.trainers import LIGHTNING_NOISE, Net, result
 
 MARKS = [
     *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import DRAINED, EAGER, Training, assert_parity
 from tests.parity.models import Perceptrons, floats, gpt2_training, mean_square
+from tests.support.helpers import DRAINED, EAGER, Training, assert_parity
 
 BACKEND = "aot_eager"
 

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.planning.comparison import PlanReport
-from lightning_ssd.stats import OffloadStats, OptimizerStats
+from lightning_ssd.scheduling.plan_report import PlanReport
+from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
+from recipes.benchmarks.workers.optimizer import CopiesByHand, states_digest
+from recipes.benchmarks.workers.optimizer_job import Kind
 from recipes.determinism import make_deterministic
-from recipes.optimizer_job import Kind
-from recipes.optimizer_worker import CopiesByHand, states_digest
-from tests.helpers import Session, assert_identical, assert_released, moved
-from tests.leftovers import assert_nothing_left
 from tests.parity.lightning_pairs import MARKS, both, everything
-from tests.trainers import Net, fit
+from tests.support.helpers import Session, assert_identical, assert_released, moved
+from tests.support.leftovers import assert_nothing_left
+from tests.support.trainers import Net, fit
 
 VOCABULARY, NUM_BLOCKS = 97, 4
 SLEEP_CYCLES = 1_000_000  # about half a millisecond

@@ -12,9 +12,9 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers import DRAINED, EAGER, Session, assert_identical, assert_released, moved, open_offloader
 from tests.parity.models import Perceptrons, floats
-from tests.processes import run_script
+from tests.support.helpers import DRAINED, EAGER, Session, assert_identical, assert_released, moved, open_offloader
+from tests.support.processes import run_script
 
 NUM_PROCESSES = 2
 

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import Offloader
+from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
-from lightning_ssd.planning.guide import Guide
-from lightning_ssd.recorder import Recorder
-from lightning_ssd.saved_pass import SavedPass
+from lightning_ssd.scheduling.plan_cursor import PlanCursor
+from lightning_ssd.scheduling.recorder import Recorder
 from lightning_ssd.storage.backend import Backend
-from lightning_ssd.tensors import StorageKey
-from tests.helpers import (
+from tests.parity.models import Perceptrons, floats, mean_square
+from tests.support.faults import Fail, FaultyBackend, always, eio, enospc, on_calls, short
+from tests.support.helpers import (
     DRAINED,
     Session,
     Setup,
@@ -33,9 +35,7 @@ from tests.helpers import (
     open_offloader,
     outcome,
 )
-from tests.parity.models import Perceptrons, floats, mean_square
-from tests.patience import PATIENCE_S
-from tests.storage.faults import Fail, FaultyBackend, always, eio, enospc, on_calls, short
+from tests.support.patience import PATIENCE_S
 
 TRAINING = Training(
     lambda: Perceptrons(num_blocks=2), lambda step: {"x": floats(step, 9, 17, 40)}, mean_square, steps=4
@@ -334,7 +334,7 @@ def test_closing_while_everything_is_under_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_done", [False, True], ids=["before it", "after it"])
 @pytest.mark.parametrize(
-    ("kind", "name"), [(SavedPass, "add"), (Guide, "place"), (Recorder, "packed"), (Recorder, "sample")]
+    ("kind", "name"), [(SavedPass, "add"), (PlanCursor, "place"), (Recorder, "packed"), (Recorder, "sample")]
 )
 def test_an_interrupt_while_a_storage_is_added(
     kind: type, name: str, is_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import lightning_ssd
-from lightning_ssd.storage.arena import Arena
+from lightning_ssd.common.tensors import Region
 from lightning_ssd.storage.backend import Backend, WrappedBackend
-from lightning_ssd.tensors import Region
-from tests.patience import PATIENCE_S
+from lightning_ssd.storage.spill_file import Arena
+from tests.support.patience import PATIENCE_S
 
 N = 1 << 18
 NBYTES = 4 * N

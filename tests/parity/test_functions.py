@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tests.helpers import SETUPS, Session, assert_same, open_offloader
+from tests.support.helpers import SETUPS, Session, assert_same, open_offloader
 
 Program = Callable[[Session], Any]
 

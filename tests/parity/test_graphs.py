@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import (
+from tests.parity import context_programs, graph_programs
+from tests.parity.graph_programs import network
+from tests.parity.models import floats
+from tests.support.helpers import (
     DRAINED,
     SETUPS,
     Session,
@@ -19,9 +22,6 @@ from tests.helpers import (
     open_offloader,
     outcome,
 )
-from tests.parity import context_programs, graph_programs
-from tests.parity.graph_programs import network
-from tests.parity.models import floats
 
 PROGRAMS = graph_programs.PROGRAMS | context_programs.PROGRAMS
 

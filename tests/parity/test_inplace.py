@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import DRAINED, EAGER, KEEP, MIDDLE, PLANNED, SMALL, Raised, Session, Setup, assert_same
 from tests.parity.inplace_programs import (
     RAISING,
     SEVERAL,
@@ -21,6 +20,7 @@ from tests.parity.inplace_programs import (
     rest_of_training_goes_on,
     second_version_saved_too,
 )
+from tests.support.helpers import DRAINED, EAGER, KEEP, MIDDLE, PLANNED, SMALL, Raised, Session, Setup, assert_same
 
 # A first pass under a budget moves everything, under "auto" it keeps everything.
 BUDGETED = Setup(activations="auto", recompute_modules="blocks", activation_budget=1 << 24)

@@ -12,7 +12,7 @@ from pathlib import Path
 CHILD = """
 import os, sys, torch
 from pathlib import Path
-from tests.helpers import open_offloader
+from tests.support.helpers import open_offloader
 from tests.parity.models import gpt2, causal_batch, hugging_face_loss
 torch.manual_seed(0)
 model = gpt2(layers=2)

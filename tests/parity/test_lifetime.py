@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ssd.malloc import _HeldHoles
-from tests.helpers import (
+from lightning_ssd.memory.malloc import _HeldHoles
+from tests.parity.models import Perceptrons, floats, gpt2
+from tests.support.helpers import (
     DRAINED,
     EAGER,
     PLANNED,
@@ -27,7 +28,6 @@ from tests.helpers import (
     disk_used_bytes,
     open_offloader,
 )
-from tests.parity.models import Perceptrons, floats, gpt2
 
 
 @pytest.fixture

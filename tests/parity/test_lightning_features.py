@@ -25,9 +25,9 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.strategies import Strategy
 
 from lightning_ssd.errors import BudgetError
-from tests.helpers import assert_identical
 from tests.parity.lightning_pairs import MARKS, Settings, all_on_ssd, both, everything
-from tests.trainers import (
+from tests.support.helpers import assert_identical
+from tests.support.trainers import (
     BAREBONES,
     BATCH_SIZE,
     NUM_BATCHES,

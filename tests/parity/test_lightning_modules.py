@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers import assert_identical
 from tests.parity.lightning_pairs import MARKS, Make, all_on_ssd, assert_moved, both, everything
-from tests.trainers import (
+from tests.support.helpers import assert_identical
+from tests.support.trainers import (
     WIDTH,
     Block,
     Net,
@@ -63,7 +63,7 @@ def test_lightning_cli_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
     from lightning.pytorch.cli import LightningCLI
 
-    class_path = "lightning_ssd.strategy.SSDOffloadStrategy"
+    class_path = "lightning_ssd.strategies.ssd_offload.SSDOffloadStrategy"
     policy = {"activations": "offload", "min_tensor_bytes": 4096, "optimizer_states": "offload"}
     ours = {
         "class_path": class_path,

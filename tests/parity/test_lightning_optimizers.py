@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
-from tests.helpers import assert_identical
 from tests.parity.lightning_pairs import MARKS, all_on_ssd, both
-from tests.trainers import (
+from tests.support.helpers import assert_identical
+from tests.support.trainers import (
     WIDTH,
     Block,
     ManualNet,

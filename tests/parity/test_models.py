@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import AUTO_SETUPS, KEEP, PLANNED, Setup, Training, assert_parity
 from tests.parity import models
+from tests.support.helpers import AUTO_SETUPS, KEEP, PLANNED, Setup, Training, assert_parity
 
 TRAININGS: dict[str, Callable[[], Training]] = {
     "gpt2": models.gpt2_training,

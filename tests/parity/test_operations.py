@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_ssd.errors import RecomputeError
-from tests.helpers import DRAINED, Session, Setup, assert_identical, open_offloader
 from tests.parity.moves_within import MovesWithin
-from tests.processes import run_script
+from tests.support.helpers import DRAINED, Session, Setup, assert_identical, open_offloader
+from tests.support.processes import run_script
 
 ROWS = 256
 
@@ -90,8 +90,8 @@ def test_a_block_that_is_kept_after_a_refusal(spill_dir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_every_operator_of_pytorch(spill_dir: Path) -> None:
-    """``MovesWithin`` on PyTorch's own samples. What comes without the rule of ``operation.py``: ``rrelu`` differs."""
-    survey = json.loads(run_script("tests.operator_survey", str(spill_dir)).stdout)
+    """``MovesWithin`` on PyTorch's own samples. Without the rule of ``activations/operation.py``, ``rrelu`` differs."""
+    survey = json.loads(run_script("tests.support.operator_survey", str(spill_dir)).stdout)
     assert survey["different"] == {}
     assert survey["operators"] > 500
     assert survey["compared"] > 1000

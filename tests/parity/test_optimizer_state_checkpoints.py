@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 
-from lightning_ssd.checkpoint import StreamedCheckpointIO
-from tests.helpers import assert_identical
+from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from tests.parity.states_on_ssd import MARKS, assert_moved, everything, states_on_ssd
-from tests.trainers import Net, fit, make_trainer
+from tests.support.helpers import assert_identical
+from tests.support.trainers import Net, fit, make_trainer
 
 pytestmark = MARKS
 

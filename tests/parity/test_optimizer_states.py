@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_ssd import OffloadMonitor
 from lightning_ssd.errors import ConfigError
-from tests.helpers import assert_identical
-from tests.leftovers import assert_nothing_left
 from tests.parity.states_on_ssd import MARKS, assert_moved, everything, offloaded, states_on_ssd
-from tests.trainers import LBFGSNet, ManualNet, Net, fit, make_trainer
+from tests.support.helpers import assert_identical
+from tests.support.leftovers import assert_nothing_left
+from tests.support.trainers import LBFGSNet, ManualNet, Net, fit, make_trainer
 
 pytestmark = MARKS
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.parity.test_models import TRAININGS
-from tests.patience import PATIENCE_S
-from tests.pretended_backend_script import PROGRAMS
+from tests.support.patience import PATIENCE_S
+from tests.support.pretended_backend_script import PROGRAMS
 
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="PyTorch has one accelerator, and has one here"
@@ -27,7 +27,7 @@ MODELS = [name for name in TRAININGS if name != "lstm"]  # on a device PyTorch a
 
 
 def child(forks: list[str], directory: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    command = [*forks, "-m", "tests.pretended_backend_script", str(directory), *names]
+    command = [*forks, "-m", "tests.support.pretended_backend_script", str(directory), *names]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
 
@@ -57,7 +57,7 @@ def test_models_are_exact(names: list[str], forks: list[str], spill_dir: Path) -
 
 
 @pytest.mark.parametrize(
-    ("mistake", "place"), [("host-mover", "movers.py"), ("host-checksum", "integrity.py")], ids=["edges", "checksum"]
+    ("mistake", "place"), [("host-mover", "copy_paths.py"), ("host-checksum", "checksum.py")], ids=["edges", "checksum"]
 )
 def test_a_host_that_touches_memory_of_the_device_ends(
     mistake: str, place: str, forks: list[str], spill_dir: Path

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-import lightning_ssd.assembly
+import lightning_ssd._assembly
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import StorageError
 from recipes.determinism import make_deterministic
-from tests.helpers import (
+from tests.parity import models
+from tests.parity.test_cuda import Task, place_of, run
+from tests.parity.test_models import TRAININGS
+from tests.support.faults import FaultyBackend, eio, on_calls
+from tests.support.helpers import (
     DRAINED,
     EAGER,
     PLANNED,
@@ -27,12 +31,8 @@ from tests.helpers import (
     open_offloader,
     outcome,
 )
-from tests.parity import models
-from tests.parity.test_cuda import Task, place_of, run
-from tests.parity.test_models import TRAININGS
-from tests.storage.faults import FaultyBackend, eio, on_calls
-from tests.storage.pretended import PretendedDevice
-from tests.storage.pretended_training import WatchedBackend, on, poisoned_memory, pretended_device
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_training import WatchedBackend, on, poisoned_memory, pretended_device
 
 VERIFIED = Setup(verify="full", drained=False)
 SLOW = pytest.mark.slow
@@ -41,7 +41,7 @@ SLOW = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that they are reused soon."""
-    monkeypatch.setattr(lightning_ssd.assembly, "_STAGING_BYTES", 1 << 20)
+    monkeypatch.setattr(lightning_ssd._assembly, "_STAGING_BYTES", 1 << 20)
 
 
 def small() -> Training:

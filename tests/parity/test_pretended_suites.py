@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import test_optimizer_faults as optimizer_faults
+from tests.optimizer import test_optimizer_faults as optimizer_faults
 from tests.parity import test_failures as failures
 from tests.parity import test_optimizer_states as optimizer_states
 from tests.parity.states_on_ssd import MARKS
-from tests.storage.pretended import PretendedDevice
-from tests.storage.pretended_training import everything_there
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_training import everything_there
 
 # Not those that edit what is being copied (test_inplace.py: the copy is thrown away, but the race is there), not those
 # that train in threads of their own (test_graphs.py), of whose operations the device is not told, and not those of the
@@ -27,11 +27,11 @@ SUITES = (
     "parity/test_optimizer_state_checkpoints.py",
     "parity/test_optimizer_states.py",
     "parity/test_training_modes.py",
-    "test_master_weights.py",
-    "test_optimizer.py",
-    "test_optimizer_faults.py",
-    "test_optimizer_live_states.py",
-    "test_optimizer_oddities.py",
+    "optimizer/test_master_weights.py",
+    "optimizer/test_optimizer.py",
+    "optimizer/test_optimizer_faults.py",
+    "optimizer/test_optimizer_live_states.py",
+    "optimizer/test_optimizer_oddities.py",
 )
 
 
@@ -46,7 +46,7 @@ def device() -> Iterator[PretendedDevice]:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_whole_suite(suite: str, seed: int) -> None:
-    options = ["-n", "0", "-q", "-p", "tests.pretended_plugin", "--pretended-seed", str(seed)]
+    options = ["-n", "0", "-q", "-p", "tests.support.pretended_plugin", "--pretended-seed", str(seed)]
     options += ["-k", "not fifty_steps"]  # which counts objects: the device keeps those that it has been told of
     command = [sys.executable, "-m", "pytest", *options, f"tests/{suite}"]
     child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers import (
+from tests.support.helpers import (
     PLANNED,
     PLANNING,
     Raised,

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from lightning_ssd.errors import RecomputeError
-from lightning_ssd.reach import Reach
-from tests.helpers import Raised, Session, assert_identical, open_offloader, outcome
+from lightning_ssd.recompute.side_effects import SideEffectSnapshot
 from tests.parity.models import floats
 from tests.parity.recomputing import EVERY, Recomputing
 from tests.parity.test_repeatable_blocks import RECOMPUTE, WIDTH, Block, training
+from tests.support.helpers import Raised, Session, assert_identical, open_offloader, outcome
 
 
 class Slotted:
@@ -164,7 +164,7 @@ def test_what_has_ended_and_what_only_looks_large_is_no_hindrance() -> None:
     block.parameters_once = block.parameters()  # type: ignore[assignment]
     list(block.parameters_once)
     block.vocabulary = {str(number): number for number in range(20_000)}  # type: ignore[assignment]
-    assert Reach([block]).opaque is None
+    assert SideEffectSnapshot([block]).opaque is None
 
 
 def test_a_default_argument_of_a_method_is_within_reach(tmp_path: Path) -> None:

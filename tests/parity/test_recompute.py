@@ -16,19 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ssd.blocks import Blocks
-from lightning_ssd.fingerprint import Fingerprint
-from tests.helpers import (
-    DRAINED,
-    EAGER,
-    Session,
-    Setup,
-    Training,
-    assert_identical,
-    assert_released,
-    open_offloader,
-    outcome,
-)
+from lightning_ssd.recompute.blocks import Blocks
+from lightning_ssd.recompute.fingerprint import Fingerprint
 from tests.parity import models
 from tests.parity.models import floats, mean_square
 from tests.parity.recomputing import (
@@ -38,6 +27,17 @@ from tests.parity.recomputing import (
     assert_recompute_parity,
     inputs,
     perceptrons,
+)
+from tests.support.helpers import (
+    DRAINED,
+    EAGER,
+    Session,
+    Setup,
+    Training,
+    assert_identical,
+    assert_released,
+    open_offloader,
+    outcome,
 )
 
 TRAININGS: dict[str, Callable[[], Training]] = {
@@ -71,7 +71,7 @@ def forgets_random_numbers(function: Any, *args: Any, **settings: Any) -> Any:
     ],
 )
 def test_the_parity_check_can_fail(name: str, what: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"lightning_ssd.recompute.{what}", mutant)
+    monkeypatch.setattr(f"lightning_ssd.recompute.checkpointed_call.{what}", mutant)
     with pytest.raises(AssertionError, match="RecomputeError"):
         assert_recompute_parity(TRAININGS[name]())
     monkeypatch.setattr(Fingerprint, "difference", lambda one, other: None)

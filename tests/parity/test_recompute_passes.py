@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import (
-    Session,
-    Training,
-    assert_identical,
-    outcome,
-)
 from tests.parity.models import Perceptrons, floats, mean_square
 from tests.parity.recomputing import (
     EVERY,
     Recomputing,
     assert_recompute_parity,
     inputs,
+)
+from tests.support.helpers import (
+    Session,
+    Training,
+    assert_identical,
+    outcome,
 )
 
 # -- state -----------------------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.functional import rrelu
 
 from lightning_ssd.errors import OffloadError, RecomputeError
-from lightning_ssd.fingerprint import Fingerprint
-from tests.helpers import Raised, Session, assert_identical, outcome
+from lightning_ssd.recompute.fingerprint import Fingerprint
 from tests.parity.models import floats
 from tests.parity.recomputing import EVERY, Recomputing
+from tests.support.helpers import Raised, Session, assert_identical, outcome
 
 Forward = Callable[["Block", torch.Tensor], torch.Tensor]
 ORDER = {"rows": torch.arange(64)}

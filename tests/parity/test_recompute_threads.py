@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_ssd import global_modes
 from lightning_ssd.errors import RecomputeError
-from tests.helpers import Setup, open_offloader
-from tests.patience import PATIENCE_S
-from tests.threads import at_once
+from lightning_ssd.recompute import global_modes
+from tests.support.helpers import Setup, open_offloader
+from tests.support.patience import PATIENCE_S
+from tests.support.threads import at_once
 
 SHORT_S = 0.5
 RECOMPUTE = Setup(activations="recompute")

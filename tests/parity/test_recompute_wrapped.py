@@ -13,14 +13,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import (
-    Batch,
-    Session,
-    Training,
-    assert_identical,
-    open_offloader,
-    outcome,
-)
 from tests.parity import models
 from tests.parity.models import Perceptrons, floats, mean_square
 from tests.parity.recomputing import (
@@ -31,6 +23,14 @@ from tests.parity.recomputing import (
     assert_recompute_parity,
     inputs,
     perceptrons,
+)
+from tests.support.helpers import (
+    Batch,
+    Session,
+    Training,
+    assert_identical,
+    open_offloader,
+    outcome,
 )
 
 # -- together with what others do to blocks --------------------------------------------------------------------------

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import nn
 
-import lightning_ssd.scheduler
+import lightning_ssd.scheduling.scheduler
 from lightning_ssd.errors import ConfigError, RecomputeError
-from lightning_ssd.fingerprint import Fingerprint
 from lightning_ssd.planning.planner import make_plan
-from lightning_ssd.planning.recomputation import recomputable
-from lightning_ssd.reach import Reach
-from tests.helpers import Raised, Session, Setup, assert_identical, open_offloader, outcome
+from lightning_ssd.planning.recompute_trace import recomputable
+from lightning_ssd.recompute.fingerprint import Fingerprint
+from lightning_ssd.recompute.side_effects import SideEffectSnapshot
 from tests.parity.models import floats
+from tests.support.helpers import Raised, Session, Setup, assert_identical, open_offloader, outcome
 
 RECOMPUTE = Setup(activations="recompute", drained=False)
 WIDTH = 12
@@ -232,7 +232,7 @@ def test_what_a_block_remembers_is_changed_once(
         assert_identical(outcome(program, Session(offloader)), expected)
 
     # Without putting back, the gradients would be wrong, and only what is saved would tell.
-    monkeypatch.setattr(Reach, "as_before", lambda reach: nullcontext())
+    monkeypatch.setattr(SideEffectSnapshot, "as_before", lambda reach: nullcontext())
     with open_offloader(tmp_path, RECOMPUTE) as offloader:
         got = outcome(program, Session(offloader))
     assert isinstance(got, Raised)
@@ -294,7 +294,7 @@ def test_a_hook_that_collects_sees_each_forward_once_before_the_loss(tmp_path: P
     budget = {"activation_budget": 1 << 26} if activations == "auto" else {}
     setup = Setup(activations=activations, settled=True, recompute_modules="Block", **budget)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lightning_ssd.scheduler, "make_plan", recomputes_all)
+        patch.setattr(lightning_ssd.scheduling.scheduler, "make_plan", recomputes_all)
         with open_offloader(tmp_path, setup) as offloader:
             assert_identical(outcome(program, Session.of(offloader, setup)), expected)
 
@@ -389,7 +389,7 @@ def recomputes_all(trace: Any, machine: Any, goal: Any) -> Any:
 
 
 def test_a_plan_recomputes_only_what_edits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_ssd.scheduler, "make_plan", recomputes_all)
+    monkeypatch.setattr(lightning_ssd.scheduling.scheduler, "make_plan", recomputes_all)
     kinds = (OwnGenerator, OwnList, ClassAttribute, EditsTensor, GoesBack, Elsewhere)
     program = training(*kinds, steps=6)
     expected = outcome(program, Session())

@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tests.helpers import DRAINED, EAGER, Raised, Session, assert_identical, assert_released, open_offloader, outcome
+from tests.support.helpers import (
+    DRAINED,
+    EAGER,
+    Raised,
+    Session,
+    assert_identical,
+    assert_released,
+    open_offloader,
+    outcome,
+)
 
 Program = Callable[[Session], Any]
 
@@ -41,7 +50,7 @@ class Wrapped(torch.Tensor):
         return tree_map_only(Tensor, Wrapped, func(*args, **kwargs))
 
 
-class Hold(torch.autograd.Function):
+class CopyPin(torch.autograd.Function):
     """Saves ``held`` and hands it to ``look`` in backward."""
 
     @staticmethod
@@ -62,7 +71,7 @@ def held(make: Callable[[], Tensor], look: Callable[[Tensor], Any]) -> Program:
         seen: list[Any] = []
         x = torch.ones(3, requires_grad=True)
         with session.saved():
-            y = Hold.apply(x, make(), lambda tensor: seen.append((type(tensor).__name__, look(tensor))))
+            y = CopyPin.apply(x, make(), lambda tensor: seen.append((type(tensor).__name__, look(tensor))))
         session.drain()
         y.sum().backward()
         session.end()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import (
+from tests.support.helpers import (
     DRAINED,
     EAGER,
     Session,
@@ -23,7 +23,7 @@ from tests.helpers import (
 )
 
 
-class Hold(torch.autograd.Function):
+class CopyPin(torch.autograd.Function):
     """Saves ``tensors`` in forward and shows in backward what came back."""
 
     @staticmethod
@@ -148,7 +148,7 @@ def holding(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[Session], Any]:
 
         x = torch.ones(3, requires_grad=True)
         with session.saved():
-            y = Hold.apply(x, show, *make())
+            y = CopyPin.apply(x, show, *make())
         session.drain()
         y.sum().backward()
         session.end()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import DRAINED, SETUPS, Batch, Session, Training, assert_parity, assert_same, open_offloader
 from tests.parity.models import (
     Perceptrons,
     adapted_perceptrons,
@@ -19,6 +18,7 @@ from tests.parity.models import (
     gpt2_training,
     mean_square,
 )
+from tests.support.helpers import DRAINED, SETUPS, Batch, Session, Training, assert_parity, assert_same, open_offloader
 
 
 def inputs(step: int) -> Batch:

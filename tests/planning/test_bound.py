@@ -14,7 +14,7 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.simulator import predict
 from lightning_ssd.planning.trace import Trace
-from tests.planning.traces import KEEP, SSD, machines, passes, placements, ssd, storage, trace
+from tests.support.traces import KEEP, SSD, machines, passes, placements, ssd, storage, trace
 
 laws = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 _SLACK_S = 1e-9
@@ -32,14 +32,14 @@ def three() -> Trace:
 
 def test_by_hand() -> None:
     fast = bound(Lifetimes(three()), [SSD, SSD, KEEP], ssd(100), limit_bytes=None, ahead_bytes=100)
-    assert (fast.step_s, fast.peak_bytes, fast.floor_bytes) == (6, 200, 200)
+    assert (fast.step_s, fast.peak_bytes, fast.min_peak_bytes) == (6, 200, 200)
     # 0 is written until 10 s and 1 until 20 s; then they are read, 1 (wanted at 4 s) until 30 s, 0 until 40 s.
     slow = bound(Lifetimes(three()), [SSD, SSD, KEEP], ssd(10), limit_bytes=None, ahead_bytes=100)
-    assert (slow.step_s, slow.peak_bytes, slow.floor_bytes) == (41, 300, 200)
+    assert (slow.step_s, slow.peak_bytes, slow.min_peak_bytes) == (41, 300, 200)
     tight = bound(Lifetimes(three()), [SSD, SSD, KEEP], ssd(50, 100), limit_bytes=100, ahead_bytes=100)
     # Packs wait until 2 s and 4 s, so that backward begins at 5 s; 1 is read from 6 s to 7 s, and 0 from 8 s to 9 s.
     assert tight.step_s == 10
-    assert tight.floor_bytes == 100
+    assert tight.min_peak_bytes == 100
 
 
 def test_stalls_give_writes_no_more_time() -> None:
@@ -57,7 +57,7 @@ def test_it_bounds_the_simulator(plan: tuple[Lifetimes, tuple[Placement, ...], M
     real = predict(lives, places, machine, limit_bytes=None, ahead_bytes=ahead)
     assert real.step_s <= limits.step_s + _SLACK_S
     assert real.peak_bytes <= limits.peak_bytes
-    assert limits.floor_bytes <= limits.peak_bytes
+    assert limits.min_peak_bytes <= limits.peak_bytes
 
 
 def faster(rates: TierRates | None, write: int, read: int) -> TierRates | None:
@@ -76,7 +76,7 @@ def test_a_faster_machine_is_never_worse(
     before = bound(lives, places, machine, limit_bytes=limit, ahead_bytes=ahead)
     after = bound(lives, places, better, limit_bytes=limit, ahead_bytes=ahead)
     assert after.step_s <= before.step_s + _SLACK_S
-    assert after.floor_bytes == before.floor_bytes
+    assert after.min_peak_bytes == before.min_peak_bytes
     if limit is None:
         assert after.peak_bytes <= before.peak_bytes
 
@@ -91,10 +91,10 @@ def test_a_larger_limit_is_never_worse(
     after = bound(lives, places, machine, limit_bytes=limit + more, ahead_bytes=ahead)
     free = bound(lives, places, machine, limit_bytes=None, ahead_bytes=ahead)
     assert free.step_s - _SLACK_S <= after.step_s <= before.step_s + _SLACK_S
-    if before.floor_bytes <= limit:
-        assert after.floor_bytes <= limit + more
+    if before.min_peak_bytes <= limit:
+        assert after.min_peak_bytes <= limit + more
     if not lives.is_simple:
-        assert free.floor_bytes == after.floor_bytes == before.floor_bytes
+        assert free.min_peak_bytes == after.min_peak_bytes == before.min_peak_bytes
 
 
 @given(plans(), st.one_of(st.none(), st.integers(0, 500)), st.integers(0, 300))
@@ -107,12 +107,12 @@ def test_a_wider_window_is_faster_and_larger(
     after = bound(lives, places, machine, limit_bytes=limit, ahead_bytes=ahead + more)
     assert after.step_s <= before.step_s + _SLACK_S
     if limit is None or not lives.is_simple:
-        assert after.floor_bytes >= before.floor_bytes
-    elif after.floor_bytes <= limit:
-        assert before.floor_bytes <= limit
+        assert after.min_peak_bytes >= before.min_peak_bytes
+    elif after.min_peak_bytes <= limit:
+        assert before.min_peak_bytes <= limit
 
 
 def test_infinitely_fast_writes_reach_the_floor() -> None:
     lives = Lifetimes(three())
     reached = bound(lives, [SSD, SSD, SSD], ssd(1e15, 1), limit_bytes=None, ahead_bytes=50)
-    assert reached.peak_bytes == pytest.approx(reached.floor_bytes, abs=100)
+    assert reached.peak_bytes == pytest.approx(reached.min_peak_bytes, abs=100)

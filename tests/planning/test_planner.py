@@ -11,11 +11,11 @@ from lightning_ssd.planning import planner
 from lightning_ssd.planning.bound import Bound
 from lightning_ssd.planning.candidates import Units
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Goal, Machine, Plan
+from lightning_ssd.planning.plan import Machine, Plan, PlanObjective
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
-from lightning_ssd.planning.recomputation import inner_storages, recomputed
+from lightning_ssd.planning.recompute_trace import inner_storages, recomputed
 from lightning_ssd.planning.trace import Trace
-from tests.planning.traces import HOST, KEEP, SSD, network, play, rates, ssd, storage, trace
+from tests.support.traces import HOST, KEEP, SSD, network, play, rates, ssd, storage, trace
 
 RECOMPUTE = Placement.RECOMPUTE
 
@@ -28,7 +28,7 @@ def count(plan: Plan, placement: Placement) -> int:
 
 
 def test_a_fast_drive_takes_all_but_the_tail() -> None:
-    plan = make_plan(NET, ssd(1e6), Goal())
+    plan = make_plan(NET, ssd(1e6), PlanObjective())
     assert plan.prediction.stall_s == 0
     assert plan.prediction.step_s == plan.keep_step_s == NET.end_s
     kept = [i for i, p in enumerate(plan.placements) if p is KEEP]
@@ -41,7 +41,7 @@ def test_a_fast_drive_takes_all_but_the_tail() -> None:
 
 
 def test_a_slow_drive_takes_what_it_can() -> None:
-    plan = make_plan(NET, ssd(50), Goal())
+    plan = make_plan(NET, ssd(50), PlanObjective())
     assert plan.prediction.step_s <= 1.02 * NET.end_s
     # By the end of forward 10 s x 50 bytes/s can have left, of which two storages may have come back at once.
     assert 9500 <= plan.prediction.peak_bytes <= 9700
@@ -51,54 +51,54 @@ def test_a_slow_drive_takes_what_it_can() -> None:
 @pytest.mark.parametrize(("min_relief", "moves"), [(0.03, True), (0.05, False)])
 def test_what_relieves_too_little_is_left_alone(min_relief: float, moves: bool) -> None:
     """The same drive takes 3 to 5 % away."""
-    plan = make_plan(NET, ssd(50), Goal(min_relief=min_relief))
+    plan = make_plan(NET, ssd(50), PlanObjective(min_relief=min_relief))
     assert plan.moves is moves
     assert (plan.prediction.peak_bytes < NET.saved_peak_bytes) is moves
 
 
 def test_a_budget_is_kept_however_little_it_relieves() -> None:
-    plan = make_plan(NET, ssd(50), Goal(budget_bytes=9_900, min_relief=0.05))
+    plan = make_plan(NET, ssd(50), PlanObjective(budget_bytes=9_900, min_relief=0.05))
     assert plan.prediction.peak_bytes <= 9_900
 
 
 def test_a_useless_drive_takes_nothing() -> None:
-    plan = make_plan(NET, ssd(0.1), Goal())
+    plan = make_plan(NET, ssd(0.1), PlanObjective())
     assert set(plan.placements) == {KEEP}
     assert plan.prediction.peak_bytes == NET.saved_peak_bytes
 
 
 def test_a_budget_costs_nothing_where_the_drive_keeps_up() -> None:
-    plan = make_plan(NET, ssd(700), Goal(budget_bytes=4000))
+    plan = make_plan(NET, ssd(700), PlanObjective(budget_bytes=4000))
     assert plan.prediction.stall_s == 0
     assert plan.prediction.peak_bytes <= 4000
     assert plan.limit_bytes == 4000
 
 
 def test_a_budget_costs_what_the_drive_needs() -> None:
-    plan = make_plan(NET, Machine(ssd=rates(300, 1e6)), Goal(budget_bytes=4000))
+    plan = make_plan(NET, Machine(ssd=rates(300, 1e6)), PlanObjective(budget_bytes=4000))
     # The last storage is packed at 9.9 s. By then 6,000 bytes must have left, which takes 20 s.
     assert plan.prediction.stall_s == pytest.approx(10.1, abs=1e-3)
     assert plan.prediction.peak_bytes <= 4000
 
 
 def test_a_budget_above_all_keeps_all() -> None:
-    plan = make_plan(NET, ssd(1e6), Goal(budget_bytes=10_000, recompute=True))
+    plan = make_plan(NET, ssd(1e6), PlanObjective(budget_bytes=10_000, recompute=True))
     assert set(plan.placements) == {KEEP}
     assert plan.prediction.written_bytes == 0
     assert plan.limit_bytes == 10_000
 
 
 def test_the_host_takes_the_overflow() -> None:
-    alone = make_plan(NET, ssd(50), Goal())
-    plan = make_plan(NET, Machine(ssd=rates(50), host=rates(1e6, capacity=3000)), Goal())
+    alone = make_plan(NET, ssd(50), PlanObjective())
+    plan = make_plan(NET, Machine(ssd=rates(50), host=rates(1e6, capacity=3000)), PlanObjective())
     assert 2000 <= plan.prediction.host_bytes <= 3000
     assert plan.prediction.peak_bytes <= alone.prediction.peak_bytes - 2000
-    first = make_plan(NET, Machine(ssd=rates(1e6), host=rates(1e6, capacity=3000)), Goal())
+    first = make_plan(NET, Machine(ssd=rates(1e6), host=rates(1e6, capacity=3000)), PlanObjective())
     assert count(first, HOST) == 0
 
 
 def test_the_host_alone() -> None:
-    plan = make_plan(NET, Machine(host=rates(1e6)), Goal())
+    plan = make_plan(NET, Machine(host=rates(1e6)), PlanObjective())
     assert plan.prediction.peak_bytes == 300
     assert plan.prediction.written_bytes == 0
     assert count(plan, SSD) == 0
@@ -107,7 +107,7 @@ def test_the_host_alone() -> None:
 @pytest.mark.parametrize(("rate", "budget"), [(100, 3000), (200, 3500)])
 def test_a_mix_beats_recompute_and_drive_alone(rate: float, budget: int) -> None:
     case = network(input_nbytes=50)
-    goal = Goal(budget_bytes=budget, recompute=True)
+    goal = PlanObjective(budget_bytes=budget, recompute=True)
     plan = make_plan(case, ssd(rate), goal)
     everywhere, _ = recomputed(case, frozenset(range(10)))
     drive = make_plan(case, ssd(rate), replace(goal, recompute=False))
@@ -126,19 +126,19 @@ def test_a_mix_beats_recompute_and_drive_alone(rate: float, budget: int) -> None
 
 
 def test_recompute_only_when_it_wins() -> None:
-    assert not make_plan(NET, ssd(1e6), Goal(budget_bytes=2000, recompute=True)).recompute
-    assert not make_plan(NET, ssd(1e6), Goal(recompute=True)).recompute
+    assert not make_plan(NET, ssd(1e6), PlanObjective(budget_bytes=2000, recompute=True)).recompute
+    assert not make_plan(NET, ssd(1e6), PlanObjective(recompute=True)).recompute
 
 
 def test_a_plan_says_what_wear_forbids_it_to_write() -> None:
-    free = make_plan(NET, ssd(1e6), Goal())
-    for goal in (Goal(written_bytes=0), Goal(written_bytes=99)):  # a storage has 100 bytes
+    free = make_plan(NET, ssd(1e6), PlanObjective())
+    for goal in (PlanObjective(written_bytes=0), PlanObjective(written_bytes=99)):  # a storage has 100 bytes
         plan = make_plan(NET, ssd(1e6), goal)
         assert not plan.moves
         assert plan.refused_bytes == free.prediction.written_bytes > 0
-    assert make_plan(NET, ssd(1e6), Goal(written_bytes=3000)).refused_bytes == 0, "something may be written"
-    assert make_plan(NET, Machine(), Goal(written_bytes=0)).refused_bytes == 0, "nothing could be"
-    fits = Goal(written_bytes=0, budget_bytes=10_000)
+    assert make_plan(NET, ssd(1e6), PlanObjective(written_bytes=3000)).refused_bytes == 0, "something may be written"
+    assert make_plan(NET, Machine(), PlanObjective(written_bytes=0)).refused_bytes == 0, "nothing could be"
+    fits = PlanObjective(written_bytes=0, budget_bytes=10_000)
     assert make_plan(NET, ssd(1e6), fits).refused_bytes == 0, "nothing has to be"
     assert free.refused_bytes == 0
 
@@ -146,29 +146,29 @@ def test_a_plan_says_what_wear_forbids_it_to_write() -> None:
 def test_what_wear_forbids_is_not_told_where_the_search_without_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     make = planner._make
 
-    def fails(case: Trace, machine: Machine, goal: Goal) -> Plan:
+    def fails(case: Trace, machine: Machine, goal: PlanObjective) -> Plan:
         if goal.written_bytes is None:
             raise BudgetTooSmall(1, 2)
         return make(case, machine, goal)
 
     monkeypatch.setattr(planner, "_make", fails)
-    assert make_plan(NET, ssd(1e6), Goal(written_bytes=0)).refused_bytes == 0
+    assert make_plan(NET, ssd(1e6), PlanObjective(written_bytes=0)).refused_bytes == 0
 
 
 def test_wear_limits_what_is_written() -> None:
-    plan = make_plan(NET, ssd(1e6), Goal(written_bytes=3000))
+    plan = make_plan(NET, ssd(1e6), PlanObjective(written_bytes=3000))
     assert 2000 < plan.prediction.written_bytes <= 3000
     assert plan.prediction.peak_bytes <= NET.saved_peak_bytes - 2000
-    with_host = make_plan(NET, Machine(ssd=rates(1e6), host=rates(1e6)), Goal(written_bytes=3000))
+    with_host = make_plan(NET, Machine(ssd=rates(1e6), host=rates(1e6)), PlanObjective(written_bytes=3000))
     assert with_host.prediction.peak_bytes == 300
-    tight = make_plan(NET, ssd(1e6), Goal(written_bytes=3000, budget_bytes=4000, recompute=True))
+    tight = make_plan(NET, ssd(1e6), PlanObjective(written_bytes=3000, budget_bytes=4000, recompute=True))
     assert tight.recompute
     assert tight.prediction.peak_bytes <= 4000
     assert tight.prediction.written_bytes <= 3000
 
 
 def test_an_impossible_budget_names_the_smallest() -> None:
-    for goal in (Goal(budget_bytes=10), Goal(budget_bytes=10, recompute=True)):
+    for goal in (PlanObjective(budget_bytes=10), PlanObjective(budget_bytes=10, recompute=True)):
         with pytest.raises(BudgetTooSmall, match="allowed: at least 100") as caught:
             make_plan(NET, ssd(1000), goal)
         smallest = caught.value.smallest_bytes
@@ -176,21 +176,21 @@ def test_an_impossible_budget_names_the_smallest() -> None:
         assert smallest == smallest_budget(NET, ssd(1000), goal) == 100
         assert make_plan(NET, ssd(1000), replace(goal, budget_bytes=smallest)).prediction.peak_bytes <= smallest
     with pytest.raises(BudgetTooSmall) as caught:
-        make_plan(NET, Machine(), Goal(budget_bytes=9999))
+        make_plan(NET, Machine(), PlanObjective(budget_bytes=9999))
     assert caught.value.smallest_bytes == 10_000
 
 
 def test_recompute_makes_a_budget_possible() -> None:
     case = network(input_nbytes=20)
     # The inputs of all blocks but the last, and one block: 9 x 20 + 1,000.
-    assert smallest_budget(case, Machine(), Goal(recompute=True)) == 1180
-    plan = make_plan(case, Machine(), Goal(budget_bytes=1180, recompute=True))
+    assert smallest_budget(case, Machine(), PlanObjective(recompute=True)) == 1180
+    plan = make_plan(case, Machine(), PlanObjective(budget_bytes=1180, recompute=True))
     assert plan.recompute == set(range(9))
     assert plan.prediction.stall_s == 0
 
 
-@pytest.mark.parametrize("goal", [Goal(), Goal(budget_bytes=0), Goal(recompute=True)])
-def test_an_empty_pass(goal: Goal) -> None:
+@pytest.mark.parametrize("goal", [PlanObjective(), PlanObjective(budget_bytes=0), PlanObjective(recompute=True)])
+def test_an_empty_pass(goal: PlanObjective) -> None:
     plan = make_plan(trace([]), ssd(1), goal)
     assert plan.placements == ()
     assert (plan.prediction.step_s, plan.prediction.peak_bytes, plan.limit_bytes) == (0, 0, 0)
@@ -199,32 +199,32 @@ def test_an_empty_pass(goal: Goal) -> None:
 def test_one_storage() -> None:
     case = trace([storage(100, 0, 5, 6)], forward_end=5, end=6)
     # It must be in memory when it is packed and when it is wanted: nothing lowers the peak, so nothing moves.
-    assert make_plan(case, ssd(1e6), Goal()).placements == (KEEP,)
-    assert smallest_budget(case, ssd(1e6), Goal()) == 100
+    assert make_plan(case, ssd(1e6), PlanObjective()).placements == (KEEP,)
+    assert smallest_budget(case, ssd(1e6), PlanObjective()) == 100
 
 
 def test_never_wanted_and_zero_length() -> None:
     case = trace([storage(100, 0, None, 9), storage(100, 5, 6, 7)], forward_end=5, end=9)
-    assert make_plan(case, ssd(1e6), Goal()).placements == (SSD, KEEP)
+    assert make_plan(case, ssd(1e6), PlanObjective()).placements == (SSD, KEEP)
     zero = trace([storage(100, 0, 0, 0), storage(100, 0, None, 0)])
-    assert set(make_plan(zero, ssd(1e6), Goal()).placements) == {KEEP}
+    assert set(make_plan(zero, ssd(1e6), PlanObjective()).placements) == {KEEP}
 
 
 def test_unknown_rates_move_nothing() -> None:
     machine = Machine(ssd=rates(0), host=rates(100, 0))
-    assert set(make_plan(NET, machine, Goal()).placements) == {KEEP}
+    assert set(make_plan(NET, machine, PlanObjective()).placements) == {KEEP}
 
 
 def test_blocks_that_the_trace_recomputes_stay_so() -> None:
     other, _ = recomputed(network(input_nbytes=50), frozenset({3, 4}))
-    plan = make_plan(other, ssd(200), Goal(budget_bytes=3500))
+    plan = make_plan(other, ssd(200), PlanObjective(budget_bytes=3500))
     assert plan.recompute == {3, 4}
     assert RECOMPUTE not in plan.placements
     assert plan.keep_step_s == other.end_s
 
 
-@pytest.mark.parametrize("goal", [Goal(), Goal(budget_bytes=9500)])
-def test_the_simulator_has_the_last_word(goal: Goal, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("goal", [PlanObjective(), PlanObjective(budget_bytes=9500)])
+def test_the_simulator_has_the_last_word(goal: PlanObjective, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound that were wrong (groups of storages are coarse) must not break a promise."""
 
     def the_more_the_better(_: object, places: tuple[Placement, ...], *__: object, **___: object) -> Bound:
@@ -241,10 +241,10 @@ def test_the_simulator_has_the_last_word(goal: Goal, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     "goal",
-    [Goal(recompute=True), Goal(budget_bytes=800_000_000, recompute=True)],
+    [PlanObjective(recompute=True), PlanObjective(budget_bytes=800_000_000, recompute=True)],
     ids=["lowest", "budget"],
 )
-def test_four_thousand_storages_take_less_than_five_seconds(goal: Goal) -> None:
+def test_four_thousand_storages_take_less_than_five_seconds(goal: PlanObjective) -> None:
     case = network(80, 50, nbytes=1_000_000, forward_s=0.02, backward_s=0.04, input_nbytes=1_000_000)
     machine = Machine(ssd=rates(1e9), host=rates(5e9, capacity=500_000_000))
     begin = time.thread_time()

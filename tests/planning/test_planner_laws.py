@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from lightning_ssd.planning.candidates import Units, family, variants
 from lightning_ssd.planning.lifetimes import Lifetimes
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Goal, Machine
+from lightning_ssd.planning.plan import Machine, PlanObjective
 from lightning_ssd.planning.planner import TOLERANCE, BudgetTooSmall, judge, make_plan, smallest_budget
-from lightning_ssd.planning.recomputation import inner_storages
+from lightning_ssd.planning.recompute_trace import inner_storages
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
-from tests.planning.traces import HOST, KEEP, SSD, machines, network, passes, play, ssd, tier_rates
+from tests.support.traces import HOST, KEEP, SSD, machines, network, passes, play, ssd, tier_rates
 
 laws = settings(derandomize=True, deadline=None, max_examples=60, database=None)
 _SLACK_S = 1e-9
 
 
 @st.composite
-def goals(draw: st.DrawFn, case: Trace) -> Goal:
+def goals(draw: st.DrawFn, case: Trace) -> PlanObjective:
     budget = draw(st.one_of(st.none(), st.floats(0, 1.1)))
-    return Goal(
+    return PlanObjective(
         max_slowdown=draw(st.sampled_from([1.0, 1.02, 1.5])),
         budget_bytes=None if budget is None else round(budget * case.saved_peak_bytes),
         written_bytes=draw(st.one_of(st.none(), st.integers(0, 500))),
@@ -36,14 +36,14 @@ def goals(draw: st.DrawFn, case: Trace) -> Goal:
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> tuple[Trace, Machine, Goal]:
+def questions(draw: st.DrawFn) -> tuple[Trace, Machine, PlanObjective]:
     case = draw(passes())
     return case, draw(machines()), draw(goals(case))
 
 
 @given(questions())
 @settings(laws, max_examples=100)
-def test_every_plan_keeps_its_promises(question: tuple[Trace, Machine, Goal]) -> None:
+def test_every_plan_keeps_its_promises(question: tuple[Trace, Machine, PlanObjective]) -> None:
     case, machine, goal = question
     smallest = smallest_budget(case, machine, goal)
     if goal.budget_bytes is not None and goal.budget_bytes < smallest:
@@ -81,7 +81,7 @@ def test_every_plan_keeps_its_promises(question: tuple[Trace, Machine, Goal]) ->
 
 @given(questions())
 @laws
-def test_without_a_budget_the_limit_changes_nothing(question: tuple[Trace, Machine, Goal]) -> None:
+def test_without_a_budget_the_limit_changes_nothing(question: tuple[Trace, Machine, PlanObjective]) -> None:
     case, machine, goal = question
     plan = make_plan(case, machine, replace(goal, budget_bytes=None, recompute=False))
     free = simulate(case, plan.placements, machine, limit_bytes=None, ahead_bytes=plan.ahead_bytes)
@@ -103,7 +103,7 @@ def test_groups_hold_everything_once(case: Trace, max_units: int) -> None:
 # -- nothing better makes it worse -------------------------------------------------------------------------------------
 
 
-def best(case: Trace, machine: Machine, goal: Goal) -> float:
+def best(case: Trace, machine: Machine, goal: PlanObjective) -> float:
     """What the choice is made by: the least step time with a budget, the least peak without. See planner.py."""
     found = judge([c for v in variants(case, goal) for c in family(v, machine, goal)], machine, goal)
     numbers = [j.bound.peak_bytes if goal.budget_bytes is None else j.bound.step_s for j in found]
@@ -112,7 +112,7 @@ def best(case: Trace, machine: Machine, goal: Goal) -> float:
 
 @given(questions(), st.integers(0, 300), st.integers(0, 300))
 @laws
-def test_more_bandwidth_never_hurts(question: tuple[Trace, Machine, Goal], write: int, read: int) -> None:
+def test_more_bandwidth_never_hurts(question: tuple[Trace, Machine, PlanObjective], write: int, read: int) -> None:
     case, machine, goal = question
     assert machine.ssd is not None
     more = replace(
@@ -125,7 +125,7 @@ def test_more_bandwidth_never_hurts(question: tuple[Trace, Machine, Goal], write
 
 @given(questions(), st.integers(0, 300))
 @laws
-def test_more_budget_never_hurts(question: tuple[Trace, Machine, Goal], more: int) -> None:
+def test_more_budget_never_hurts(question: tuple[Trace, Machine, PlanObjective], more: int) -> None:
     case, machine, goal = question
     low = goal.budget_bytes or case.saved_peak_bytes // 2
     before, after = (best(case, machine, replace(goal, budget_bytes=b)) for b in (low, low + more))
@@ -134,7 +134,7 @@ def test_more_budget_never_hurts(question: tuple[Trace, Machine, Goal], more: in
 
 @given(questions(), tier_rates(), st.integers(0, 600))
 @laws
-def test_more_host_memory_never_hurts(question: tuple[Trace, Machine, Goal], host: object, more: int) -> None:
+def test_more_host_memory_never_hurts(question: tuple[Trace, Machine, PlanObjective], host: object, more: int) -> None:
     case, machine, goal = question
     capacity = host.capacity_bytes or 0  # type: ignore[attr-defined]
     small, large = (replace(host, capacity_bytes=c) for c in (capacity, capacity + more))  # type: ignore[type-var]
@@ -151,7 +151,7 @@ def test_predictions_of_a_network_get_better_with_the_drive(share: float | None,
     case = network(input_nbytes=50)
     budget = None if share is None else round(share * case.saved_peak_bytes)
     plans = [
-        make_plan(case, ssd(rate), Goal(budget_bytes=budget, recompute=recompute))
+        make_plan(case, ssd(rate), PlanObjective(budget_bytes=budget, recompute=recompute))
         for rate in (20, 100, 300, 700, 1000, 3000)
     ]
     for slow, fast in pairwise(plans):
@@ -167,9 +167,9 @@ def test_predictions_of_a_network_get_better_with_the_drive(share: float | None,
 def test_predictions_of_a_network_get_better_with_the_budget(rate: float, recompute: bool) -> None:
     case = network(input_nbytes=50)
     plans = [
-        make_plan(case, ssd(rate), Goal(budget_bytes=budget, recompute=recompute))
+        make_plan(case, ssd(rate), PlanObjective(budget_bytes=budget, recompute=recompute))
         for budget in range(1100, 10_500, 900)
     ]
     for tight, wide in pairwise(plans):
         assert wide.prediction.step_s <= tight.prediction.step_s * TOLERANCE**2
-    assert make_plan(case, ssd(rate), Goal(budget_bytes=10_000)).prediction.step_s == case.end_s
+    assert make_plan(case, ssd(rate), PlanObjective(budget_bytes=10_000)).prediction.step_s == case.end_s

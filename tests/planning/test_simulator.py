@@ -14,7 +14,7 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine
 from lightning_ssd.planning.simulator import Timeline, predict, simulate
 from lightning_ssd.planning.trace import Trace
-from tests.planning.traces import HOST, KEEP, SSD, machines, network, passes, placements, rates, ssd, storage, trace
+from tests.support.traces import HOST, KEEP, SSD, machines, network, passes, placements, rates, ssd, storage, trace
 
 
 def three(*, last_used: float | None = None) -> Trace:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ssd.errors import BackendUnavailableError, ConfigError, UnsuitablePathError
-from lightning_ssd.storage.backend import open_backend
+from lightning_ssd.storage.factory import open_backend
 
 SHM = Path("/dev/shm")
 
@@ -63,7 +63,7 @@ class KvikioWithoutGds:
 def test_auto_takes_no_kvikio_that_copies_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stream and the device's default stream wait for each other."""
     found = KvikioWithoutGds()
-    monkeypatch.setattr("lightning_ssd.storage.backend._open_kvikio", lambda *_: found)
+    monkeypatch.setattr("lightning_ssd.storage.factory._open_kvikio", lambda *_: found)
     backend, why = open_backend(
         "auto", directories=[tmp_path], device=torch.device("cuda"), allow_unsuitable_paths=True
     )
@@ -88,7 +88,7 @@ def test_kvikio_proves_itself_on_the_device_that_is_used(tmp_path: Path, monkeyp
     proved = []
     monkeypatch.setattr("lightning_ssd.storage.kvikio.KvikioBackend", KvikioOfAnyDevice)
     monkeypatch.setattr(
-        "lightning_ssd.storage.probe.read_back_ok", lambda *_, device: proved.append(device) or device.index == 3
+        "lightning_ssd.storage.factory.read_back_ok", lambda *_, device: proved.append(device) or device.index == 3
     )
     device = torch.device("cuda", 3)
     backend, _ = open_backend("auto", directories=[tmp_path], device=device, allow_unsuitable_paths=True)

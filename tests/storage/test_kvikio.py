@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import BackendUnavailableError, StorageError
 from lightning_ssd.storage import kvikio as kvikio_module
-from lightning_ssd.storage.backend import Backend, open_backend
+from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.drive_probe import read_back_ok
+from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.kvikio import KvikioBackend
 from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.probe import read_back_ok
-from lightning_ssd.tensors import Region
-from tests.storage.suite import BackendSuite, Memory
+from tests.support.suite import BackendSuite, Memory
 
 HAS_KVIKIO = importlib.util.find_spec("kvikio") is not None
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
+from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError, ShortTransferError, StorageError
-from lightning_ssd.storage import arena as arena_module
 from lightning_ssd.storage import posix
-from lightning_ssd.storage.arena import Arena
+from lightning_ssd.storage import spill_file as arena_module
 from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.filesystem import DirectAlignment, direct_alignment
 from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.probe import DirectAlignment, direct_alignment
-from lightning_ssd.tensors import Region
-from tests.storage.faults import FaultyBackend
-from tests.storage.suite import BackendSuite, Memory
+from lightning_ssd.storage.spill_file import Arena
+from tests.support.faults import FaultyBackend
+from tests.support.suite import BackendSuite, Memory
 
 
 class TestPosixDirect(BackendSuite):

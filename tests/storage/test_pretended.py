@@ -12,31 +12,32 @@ import pytest
 import torch
 from torch import nn
 
-import lightning_ssd.assembly
+import lightning_ssd._assembly
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.activations.tensor_cache import TensorCache
+from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import StorageError
-from lightning_ssd.events import EventLog
-from lightning_ssd.storage.host_tier import HostTier
-from lightning_ssd.storage.integrity import Sampler
-from lightning_ssd.storage.movers import StagedMover
+from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.staging import StagingPool
-from lightning_ssd.storage.streams import Mark
-from lightning_ssd.storage.tiers import SsdTier, StoredBytes, Tier
-from lightning_ssd.tensor_cache import TensorCache
-from lightning_ssd.tensors import Region
-from tests.helpers import assert_identical
-from tests.patience import PATIENCE_S
-from tests.storage.owners import Owner, random_storage
-from tests.storage.pretended import PretendedDevice
-from tests.storage.pretended_training import on, pretended_device
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.base import StoredBytes, Tier
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import StagedMover
+from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.streams import StreamEvent
+from tests.support.helpers import assert_identical
+from tests.support.owners import Owner, random_storage
+from tests.support.patience import PATIENCE_S
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_training import on, pretended_device
 
 FEW_STAGING_BYTES = 256 << 10  # few buffers, so that they are reused soon
 
 
 @pytest.fixture(autouse=True)
 def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_ssd.assembly, "_STAGING_BYTES", FEW_STAGING_BYTES)
+    monkeypatch.setattr(lightning_ssd._assembly, "_STAGING_BYTES", FEW_STAGING_BYTES)
 
 
 @pytest.fixture
@@ -286,7 +287,9 @@ class HastyOwner(Owner):
         self.storage = None
         super().write_ended(stored, error)
 
-    def read_ended(self, storage: torch.UntypedStorage | None, mark: Mark | None, error: BaseException | None) -> None:
+    def read_ended(
+        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
+    ) -> None:
         assert error is None
         super().read_ended(None, None, None)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.storage.streams import Copies
-from tests.helpers import Session, Training, assert_identical, outcome
+from lightning_ssd.tiers.streams import CopyEngine
 from tests.parity import models
-from tests.storage.pretended_cuda import PretendedCuda, pretended_cuda
+from tests.support.helpers import Session, Training, assert_identical, outcome
+from tests.support.pretended_cuda import PretendedCuda, pretended_cuda
 
 TRAINING = Training(models.Perceptrons, lambda step: {"x": models.floats(step, 16, 40)}, models.mean_square)
 
@@ -24,9 +24,9 @@ def cuda() -> Iterator[PretendedCuda]:
         yield made
 
 
-def copies_on(device: torch.device) -> Copies:
+def copies_on(device: torch.device) -> CopyEngine:
     """Those that an offloader makes for itself on a device like this."""
-    copies = Offloader()._site(device, None).copies
+    copies = Offloader()._environment(device, None).copies
     assert copies is not None
     return copies
 

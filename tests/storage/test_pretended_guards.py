@@ -13,24 +13,26 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.events import EventLog
-from lightning_ssd.saved_parts import SavedParts
-from lightning_ssd.saved_storage import SavedStorage, State
-from lightning_ssd.slots import SlotMover
-from lightning_ssd.state_store import StateStore
-from lightning_ssd.storage import host_tier, tiers
-from lightning_ssd.storage.host_tier import HostTier
-from lightning_ssd.storage.integrity import Sampler
-from lightning_ssd.storage.movers import DeviceMover, StagedMover
+from lightning_ssd.activations.saved_parts import SavedParts
+from lightning_ssd.activations.saved_storage import SavedStorage, State
+from lightning_ssd.memory.pools import StagingPool
+from lightning_ssd.optimizer.store.buffers import SlotMover
+from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.staging import StagingPool
-from lightning_ssd.storage.tiers import SsdTier, StoredBytes, Tier
-from tests.patience import PATIENCE_S
-from tests.state_stores import CPU, put
-from tests.storage.owners import Owner, as_bytes, random_storage
-from tests.storage.pretended import PretendedDevice, PretendedMark
-from tests.storage.pretended_training import DriveOfDevice, pretended_device
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers import host as host_tier
+from lightning_ssd.tiers import ssd
+from lightning_ssd.tiers.base import StoredBytes, Tier
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import DeviceMover, StagedMover
+from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.ssd import SsdTier
 from tests.storage.test_pretended import Passed, offloader
+from tests.support.owners import Owner, as_bytes, random_storage
+from tests.support.patience import PATIENCE_S
+from tests.support.pretended import PretendedDevice, PretendedMark
+from tests.support.pretended_training import DriveOfDevice, pretended_device
+from tests.support.state_stores import CPU, put
 
 _DESCHEDULED_S = 0.2
 
@@ -48,14 +50,14 @@ def device() -> Iterator[PretendedDevice]:
 @contextmanager
 def held_copies() -> Iterator[None]:
     """Workers wait for no copy of what they have read, and let go of nothing, until the end."""
-    may_settle, settle = threading.Event(), tiers._Read._settle
+    may_settle, settle = threading.Event(), ssd._Read._settle
 
     def late(read: Any, *args: Any) -> None:
         assert may_settle.wait(PATIENCE_S)
         settle(read, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers._Read, "_settle", late)
+        patch.setattr(ssd._Read, "_settle", late)
         yield
         may_settle.set()
 
@@ -153,10 +155,10 @@ def dropped_and_found(directory: Path, device: PretendedDevice) -> None:
         cache = opened._opened()
         (record,) = (r for r in cache._by_storage.values() if r.state is State.ON_DISK)
         with held_copies():
-            with cache.ledger.lock:
+            with cache.accounting.lock:
                 record.start_read(CPU, urgent=False)
             wait_until(lambda: record.state is State.READY)
-            with cache.ledger.lock:
+            with cache.accounting.lock:
                 record.drop_copy()
             loss.backward()
 
@@ -271,14 +273,14 @@ def without_mark_taken_again(patch: pytest.MonkeyPatch, device: PretendedDevice)
 
 def without_mark_of_last_copy(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
     """That of the first one is handed over."""
-    bring = tiers._Read._bring
+    bring = ssd._Read._bring
 
     def first(read: Any, *args: Any) -> Any:
         before, settle = read._mark, bring(read, *args)
         read._mark = before or read._mark
         return settle
 
-    patch.setattr(tiers._Read, "_bring", first)
+    patch.setattr(ssd._Read, "_bring", first)
 
 
 def unordered(reads: Any) -> Remove:
@@ -375,7 +377,7 @@ GUARDS: dict[str, tuple[str, Remove, str]] = {
         "out uses memory before main has",
     ),
     "the last mark stands for all": ("chunks", without_mark_of_last_copy, "main uses memory before in has"),
-    "copies are queued and told of in one order": ("turns", unordered(tiers._Read), "main uses memory before in has"),
+    "copies are queued and told of in one order": ("turns", unordered(ssd._Read), "main uses memory before in has"),
     "a second read has a mark of its own": ("twice", without_mark_of_second_read, "main uses memory before in has"),
     "a dropped copy keeps its mark": ("dropped", without_mark_of_dropped, "main uses memory before in has"),
     "an unused slot waits for its read": ("unused", without_wait_for_unused, "a slot was given back while"),

@@ -18,15 +18,16 @@ import torch
 
 import lightning_ssd
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd import checkpoint as checkpoint_module
-from lightning_ssd.checkpoint import StreamedCheckpointIO
+from lightning_ssd._environment import rank_directory
 from lightning_ssd.errors import StorageError, UnsuitablePathError
-from lightning_ssd.storage import arena as arena_module
-from lightning_ssd.storage import private_directory as private_directory_module
-from lightning_ssd.storage.arbiter import Arbiter
-from lightning_ssd.storage.arena import Arena
-from lightning_ssd.storage.held_directory import HeldDirectory, rank_directory
-from tests.patience import PATIENCE_S
+from lightning_ssd.storage import directories
+from lightning_ssd.storage import spill_file as arena_module
+from lightning_ssd.storage.directories import HeldDirectory
+from lightning_ssd.storage.drive_lock import DriveLock
+from lightning_ssd.storage.spill_file import Arena
+from lightning_ssd.strategies import checkpoint_io as checkpoint_module
+from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
+from tests.support.patience import PATIENCE_S
 
 STRANGER = 54321
 RANK = rank_directory(0)
@@ -233,7 +234,7 @@ def test_a_directory_of_ours_that_is_open_to_others_is_closed_to_them(world: Pat
 def test_a_directory_that_another_process_removes_meanwhile_is_made_again(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_directory = private_directory_module.os.open
+    open_directory = directories.os.open
     left = [3]
 
     def removed_before(path: object, *args: object, **kwargs: object) -> int:
@@ -242,7 +243,7 @@ def test_a_directory_that_another_process_removes_meanwhile_is_made_again(
             os.rmdir(world / RANK)
         return open_directory(path, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(private_directory_module.os, "open", removed_before)
+    monkeypatch.setattr(directories.os, "open", removed_before)
     HeldDirectory(world / RANK)
     assert left == [0]
     assert mode_of(world / RANK) == 0o700
@@ -286,13 +287,13 @@ def put_plain_directory(path: Path, elsewhere: Path) -> None:
 )
 def test_what_is_no_lock_file_of_ours_is_refused(put: Put, tmp_path: Path, locks: Path) -> None:
     """Neither followed nor waited for. The directory is private; this is for one that was not always."""
-    Arbiter(tmp_path).close()
+    DriveLock(tmp_path).close()
     path = next(path for path in locks.iterdir() if path.suffix == ".write")
     path.unlink()
     put(path, tmp_path / "elsewhere")
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StorageError, match=r"cannot open the lock file|allowed: a plain file"):
-        Arbiter(tmp_path)
+        DriveLock(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
@@ -300,7 +301,7 @@ def test_what_is_no_lock_file_of_ours_is_refused(put: Put, tmp_path: Path, locks
 def test_what_others_put_in_the_place_of_the_lock_directory_is_refused(put: Put, tmp_path: Path, locks: Path) -> None:
     put(locks, tmp_path / "elsewhere")
     with pytest.raises(StorageError, match=r"is a symbolic link or a file|belongs to user 54321"):
-        Arbiter(tmp_path)
+        DriveLock(tmp_path)
     if (tmp_path / "elsewhere").is_dir():
         assert os.listdir(tmp_path / "elsewhere") == []
 
@@ -349,7 +350,8 @@ def dangers(source: str) -> list[str]:
 
 
 def test_nothing_that_was_read_is_run() -> None:
-    sources = [*(ROOT / "lightning_ssd").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
+    folders = ("lightning_ssd", "recipes", "tests/faults", "tests/compat")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(sources) > 50
     assert {str(path): found for path in sources if (found := dangers(path.read_text(encoding="utf-8")))} == {}
 

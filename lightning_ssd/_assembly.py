@@ -1,0 +1,322 @@
+"""What an offloader is made of, for one policy on one machine."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lightning_ssd._environment import Environment
+from lightning_ssd.activations.tensor_cache import Tiers
+from lightning_ssd.common.accelerators import accelerator_of, device_types, what_is_missing
+from lightning_ssd.common.formatting import escape_control
+from lightning_ssd.config import OffloadPolicy
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.memory.heap_policy import HeapPolicy
+from lightning_ssd.memory.malloc import foreign_malloc, reuses_holes
+from lightning_ssd.memory.pools import ReloadPool, StagingPool
+from lightning_ssd.optimizer.store.buffers import SlotMover
+from lightning_ssd.optimizer.store.files import StateFiles
+from lightning_ssd.scheduling.memory_limits import MemoryConstraints
+from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
+from lightning_ssd.scheduling.scheduler import Scheduler
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
+from lightning_ssd.storage.directories import HeldDirectory, created_directories, warn_shared_filesystem
+from lightning_ssd.storage.drive_probe import Rates, measure_rates
+from lightning_ssd.storage.encrypted import EncryptedBackend
+from lightning_ssd.storage.exclusive_io import open_exclusive
+from lightning_ssd.storage.factory import open_backend
+from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import DeviceMover, Edges, HostMover, Mover, StagedMover
+from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.streams import StreamEvent
+from lightning_ssd.wear.meter import WearMeter
+
+__all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_meter"]
+
+
+_STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
+_SPARE_BYTES = 256 << 20
+_log = logging.getLogger(__name__)
+
+_PROBE_BYTES = 16 << 20
+_MIN_RELIEF_IF_MAPPED = 0.05
+"""A pass that moves anything on a CPU maps its freed memory anew, all of it: that is not worth a few per cent."""
+_TIMES_MAPPED, _TIMES_MAPPED_WITH_REUSE = 2.0, 0.5
+"""A byte that moves there is mapped anew about so often, where malloc does not reuse the holes of tensors and where it
+does. Measured at blocks of GPT-2 small: 3.5 with glibc 2.36, 0.35 with 2.41, 0 with tcmalloc."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Components:
+    """What is there; ``None`` where the policy needs none."""
+
+    description: str
+    """One line: how bytes reach the drive, and where."""
+    tiers: Tiers = field(default_factory=Tiers)
+    reload: ReloadPool | None = None
+    wear: WearMeter | None = None
+    scheduler: Scheduler | None = None
+    heap_policy: HeapPolicy = field(default_factory=HeapPolicy)
+
+
+NOTHING = Components(description="closed")
+
+
+def assemble(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> Components:
+    """Open what the policy needs; ``stack`` closes it.
+
+    Raises:
+        ConfigError: nothing can be moved from the device.
+        StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
+        BackendUnavailableError: ``hardware.backend`` names one that does not work here.
+    """
+    if policy.activations == "keep":
+        return Components(description="everything is kept in memory and counted")
+    _refuse_other_devices(environment.device)
+    is_mapped = environment.device.type == "cpu" and environment.copies is None
+    heap_policy = HeapPolicy(is_ours=is_mapped)
+    stack.callback(heap_policy.close)
+    if is_mapped and policy.memory_budget is not None:
+        _tell_of_foreign_malloc(policy.memory_budget)
+    if is_mapped and not reuses_holes():
+        _log.info(
+            "this glibc (before 2.38) seldom reuses the memory that a tensor has left, so that moving costs page "
+            "faults; with tcmalloc preloaded it costs less"
+        )
+    if policy.activations == "recompute":
+        description = "blocks are recomputed, all else is kept in memory and counted"
+        return Components(description=description, heap_policy=heap_policy)
+    backend, directories, why = _open_directories(stack, environment)
+    mover, reload = _open_mover(stack, policy, backend, environment)
+    sampler = Sampler(policy.verify)
+    ssd = SsdTier(backend, mover, directories, events=environment.events, sampler=sampler, first=environment.local_rank)
+    stack.callback(ssd.close)
+    host = _open_host(stack, policy, environment)
+    wear = open_wear_meter(environment)
+    scheduler = None
+    if policy.activations == "auto":
+        probe, probe_host = partial(_measure_one, backend, directories), partial(measure_copies, environment.device)
+        meter = BandwidthMeter(
+            ssd,
+            probe,
+            host=host,
+            probe_host=probe_host,
+            place=_place(environment.paths),
+            probe_cost=_mapping_cost if is_mapped else None,
+        )
+        constraints = _constraints(policy, wear.capacity_bytes, environment.num_local_processes, is_mapped=is_mapped)
+        num_sharing = 1 if environment.is_discrete else environment.num_local_processes
+        cache = _open_plan_cache(policy, environment)
+        scheduler = Scheduler(constraints, meter.machine, agree=environment.agree, num_sharing=num_sharing, cache=cache)
+        stack.callback(scheduler.close)
+    description = f"{why}; in {', '.join(map(escape_control, directories))}"
+    return Components(
+        description=description,
+        tiers=Tiers(ssd, host),
+        reload=reload,
+        wear=wear,
+        scheduler=scheduler,
+        heap_policy=heap_policy,
+    )
+
+
+def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFiles:
+    """Files of their own for the states of one optimizer.
+
+    Where several processes of a run share the machine, they find out together whether to take turns on its drives.
+
+    Raises:
+        StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
+        BackendUnavailableError: ``hardware.backend`` names one that does not work here.
+    """
+    _refuse_other_devices(environment.device)
+    with ExitStack() as stack:
+        backend, directories, _ = _open_directories(stack, environment)
+        # Asked of all, since all have to take part in the trial: nodes may have different numbers of processes.
+        if environment.agree is not None and min(environment.agree([environment.num_local_processes])) > 1:
+            backend = open_exclusive(stack, backend, directories, environment.agree)
+        mover = SlotMover(_open_mover(stack, policy, backend, environment)[0])
+        tiers, sampler = [], Sampler(policy.verify)
+        for directory in directories:
+            tiers.append(SsdTier(backend, mover, [directory], events=environment.events, sampler=sampler))
+            stack.callback(tiers[-1].close)
+        host = share = None
+        if environment.is_discrete:
+            host = _open_cache(stack, environment, mover)
+        else:
+            share = environment.host_budget.share()
+            stack.callback(share.close)
+        copies = environment.copies
+        return StateFiles(
+            tiers,
+            mover,
+            [partial(measure_rates, backend, directory, nbytes=_PROBE_BYTES) for directory in directories],
+            device=environment.device,
+            mark=copies.mark if copies is not None else lambda: None,
+            block_bytes=backend.block_bytes,
+            host=host,
+            share=share,
+            wait=(lambda mark: mark.synchronize()) if copies is None else copies.wait_on_current_stream,
+            first=environment.local_rank,
+            resources=stack.pop_all(),
+        )
+
+
+def _refuse_other_devices(device: torch.device) -> None:
+    if (missing := what_is_missing(device)) is not None:
+        allowed = ", ".join(repr(kind) for kind in device_types() if kind != device.type)
+        raise ConfigError(
+            f"device={str(device)!r}: nothing would be moved from there, because {missing}; allowed: {allowed}, or "
+            "optimizer_states='keep' with activations='keep', which counts"
+        )
+
+
+def _locks_host_memory(device: torch.device) -> bool:
+    accelerator = accelerator_of(device)
+    return accelerator is not None and accelerator.locks_host_memory
+
+
+def _tell_of_foreign_malloc(memory_budget: int | str) -> None:
+    if (library := foreign_malloc()) is not None:
+        warnings.warn(
+            f"OffloadPolicy.memory_budget={memory_budget!r} goes by what this process holds, and {library}, which it "
+            "has its malloc from, keeps what is freed: what would fit may be refused. Use glibc's malloc (unset "
+            "LD_PRELOAD), or activation_budget in its place",
+            stacklevel=2,
+        )
+
+
+def open_wear_meter(environment: Environment) -> WearMeter:
+    """For the directories, which are there: :func:`assemble` or :func:`open_state_files` has made them.
+
+    Tells, in the first process of a machine, where drives are counted that are not there.
+    """
+    hardware = environment.hardware
+    if not hardware.allow_unsuitable_paths and environment.local_rank == 0:
+        warn_shared_filesystem(environment.paths)
+    return WearMeter(
+        environment.directories, hardware.drive_endurance_nbytes, num_processes=environment.num_local_processes
+    )
+
+
+def _open_directories(stack: ExitStack, environment: Environment) -> tuple[Backend, list[Path], str]:
+    """How bytes get to the user's directories, these, and why in this way."""
+    hardware, directories = environment.hardware, environment.directories
+    with (
+        created_directories(environment.paths, allow_unsuitable=hardware.allow_unsuitable_paths),
+        ExitStack() as opened,
+    ):
+        for directory in directories if environment.subdirectory else ():
+            opened.callback(HeldDirectory(directory).close)
+        backend, why = open_backend(
+            "posix" if hardware.encrypt else hardware.backend,
+            directories=directories,
+            device=environment.device,
+            allow_unsuitable_paths=hardware.allow_unsuitable_paths,
+        )
+        opened.callback(backend.close)
+        if hardware.encrypt:
+            backend = EncryptedBackend(backend)
+            opened.callback(backend.close)
+            why = f"{why} (encrypt=True takes no other), with AES-256"
+        stack.callback(opened.pop_all().close)
+    return (backend if environment.wrap_backend is None else environment.wrap_backend(backend)), directories, why
+
+
+def _measure_one(backend: Backend, directories: Sequence[Path]) -> Rates:
+    """Of the first drive that can be measured: a full one is passed over when bytes are written, too.
+
+    Raises:
+        OSError: none can.
+    """
+    for directory in directories[:-1]:
+        with suppress(OSError):
+            return measure_rates(backend, directory, nbytes=_PROBE_BYTES)
+    return measure_rates(backend, directories[-1], nbytes=_PROBE_BYTES)
+
+
+def _mapping_cost() -> float:
+    """A first guess, in seconds per moved byte."""
+    return (_TIMES_MAPPED_WITH_REUSE if reuses_holes() else _TIMES_MAPPED) * measure_mapping()
+
+
+def _place(paths: Sequence[Path]) -> str:
+    return f"{'the directory' if len(paths) == 1 else 'the directories'} {', '.join(map(escape_control, paths))}"
+
+
+def _constraints(
+    policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, is_mapped: bool
+) -> MemoryConstraints:
+    memory, activations = policy.budget_nbytes
+    wear = policy.wear_bytes_per_day(capacity_bytes)
+    return MemoryConstraints(
+        max_slowdown=policy.max_slowdown,
+        min_relief=_MIN_RELIEF_IF_MAPPED if is_mapped else 0.0,
+        activation_budget=activations,
+        memory_budget=memory,
+        wear_bytes_per_day=None if wear is None else wear // num_processes,
+        recompute=policy.recomputable_classes is not None,
+    )
+
+
+def _open_plan_cache(policy: OffloadPolicy, environment: Environment) -> PlanCache | None:
+    if policy.plan_cache is None:
+        return None
+    machine = machine_of(
+        environment.device,
+        environment.paths,
+        max_slowdown=policy.max_slowdown,
+        verify=policy.verify,
+        encrypt=environment.hardware.encrypt,
+        backend=environment.hardware.backend,
+    )
+    return PlanCache(Path(policy.plan_cache).expanduser().absolute(), machine)
+
+
+def _open_mover(
+    stack: ExitStack, policy: OffloadPolicy, backend: Backend, environment: Environment
+) -> tuple[Mover, ReloadPool | None]:
+    copies = environment.copies
+    if copies is None:
+        reload = ReloadPool(_SPARE_BYTES)
+        stack.callback(reload.close)
+        return HostMover(backend, reload), reload
+    if backend.moves_device_memory and policy.verify == "off":
+        return DeviceMover(backend, copies), None
+    staging = StagingPool(_STAGING_BYTES, pin=_locks_host_memory(environment.device), device=environment.device)
+    stack.callback(staging.close)
+    return StagedMover(backend, staging, copies), None
+
+
+def _open_host(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> HostTier | None:
+    host_budget = environment.host_budget if policy.activations == "auto" else None
+    if host_budget is None or not host_budget.total_bytes:
+        return None
+    host = HostTier(
+        host_budget, environment.copies, pin=_locks_host_memory(environment.device), events=environment.events
+    )
+    stack.callback(host.close)
+    return host
+
+
+def _open_cache(stack: ExitStack, environment: Environment, mover: SlotMover) -> HostTier | None:
+    """Host memory for optimizer states."""
+    if not environment.host_budget.total_bytes:
+        return None
+
+    def allocate(nbytes: int, device: torch.device) -> tuple[torch.UntypedStorage, StreamEvent | None]:
+        return mover.allocate(nbytes, Edges(b"", b""), device)
+
+    pin = _locks_host_memory(environment.device)
+    host = HostTier(environment.host_budget, environment.copies, pin=pin, events=environment.events, allocate=allocate)
+    stack.callback(host.close)
+    return host

@@ -1,0 +1,111 @@
+"""Where an offloader works: the machine, the directories in it, and with whom both are shared."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from lightning_ssd.common.collectives import AllReduceMin
+from lightning_ssd.common.validation import refuse_misread
+from lightning_ssd.config import HardwareProfile
+from lightning_ssd.memory.host_budget import HostMemoryBudget
+from lightning_ssd.memory.readings import host_available_bytes
+from lightning_ssd.storage.backend import Backend
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.streams import CopyEngine
+
+__all__ = ["PATHS_VARIABLE", "Environment", "HostMemory", "rank_directory"]
+
+PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
+_HOST_SHARE = 4
+"""One part in so many of the host's available memory is for the host tier of a device."""
+
+
+class HostMemory:
+    """What an offloader's activations and optimizers take of the host's memory, together.
+
+    Args:
+        hardware: says how much.
+        num_processes: of this run on this machine.
+    """
+
+    def __init__(self, hardware: HardwareProfile, num_processes: int) -> None:
+        self._hardware = hardware
+        self._num_processes = num_processes
+        self._host_budget = HostMemoryBudget(0)
+
+    def host_budget(self, device: torch.device) -> HostMemoryBudget:
+        """The one for all, measured for the first device that makes it more than nothing: "auto" is that for a CPU."""
+        if not self._host_budget.total_bytes:
+            nbytes = self._hardware.host_memory_nbytes
+            if nbytes is None:
+                available = host_available_bytes() or 0 if _is_discrete(device) else 0
+                nbytes = available // (_HOST_SHARE * self._num_processes)
+            self._host_budget = HostMemoryBudget(nbytes)
+        return self._host_budget
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """For the tensors of one device."""
+
+    hardware: HardwareProfile
+    device: torch.device
+    copies: CopyEngine | None
+    """Between device and host; ``None``: the device's memory is the host's."""
+    events: EventLog
+    """Where transfers and waiting are noted."""
+    default_directory: str | os.PathLike[str] | None
+    """Where the user has named none."""
+    subdirectory: str
+    """Of this process, in each of the user's directories; may be empty."""
+    agree: AllReduceMin | None
+    """With the other processes of the run; ``None``: there are none."""
+    num_local_processes: int
+    """Of this run on this machine."""
+    local_rank: int
+    """Of this process among them."""
+    host_memory: HostMemory
+    wrap_backend: Callable[[Backend], Backend] | None
+
+    @property
+    def paths(self) -> list[Path]:
+        """The user's directories: from the profile, else the environment, else the default."""
+        paths: Sequence[str | os.PathLike[str]] = tuple(cast(Sequence[str], self.hardware.paths))
+        if not paths:
+            paths = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
+            refuse_misread(f"${PATHS_VARIABLE}", paths, "directories separated by ':'")
+        paths = paths or [self.default_directory or tempfile.gettempdir()]
+        return [Path(path).expanduser().absolute() for path in paths]
+
+    @property
+    def directories(self) -> list[Path]:
+        """Ours, one in each of :attr:`paths`."""
+        return [path / self.subdirectory for path in self.paths]
+
+    @property
+    def host_budget(self) -> HostMemoryBudget:
+        """Of the host's memory."""
+        return self.host_memory.host_budget(self.device)
+
+    @property
+    def is_discrete(self) -> bool:
+        """Whether what waits in the host's memory has left the device's."""
+        return _is_discrete(self.device)
+
+
+def _is_discrete(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def rank_directory(rank: int) -> str:
+    """Name for the directory of one process of a run. With this user's number in it, so that users who share a drive
+    never ask for the same one; runs of one user may.
+    """
+    return f"lightning_ssd-{os.geteuid()}-rank-{rank}"

@@ -1,0 +1,145 @@
+"""What all saved storages of one cache share: one lock, the counters, and the sums of bytes in memory.
+
+Dying leases leave notes here, which the next regular operation works off; a budget's wait for room is here too.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning_ssd.common.waiting import Changes, Latch
+from lightning_ssd.telemetry.stats import Counters
+
+if TYPE_CHECKING:
+    from lightning_ssd.activations.saved_storage import Lease, SavedStorage
+
+__all__ = ["MemoryAccounting"]
+
+
+class MemoryAccounting:
+    """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory.
+
+    Args:
+        look: told often how many bytes saved storages take in memory.
+    """
+
+    def __init__(self, look: Callable[[int], None] = lambda resident_bytes: None) -> None:
+        self._look = look
+        self.counters = Counters()
+        # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
+        # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
+        self.lock = threading.Lock()
+        self._write_ended = Changes(self.lock)
+        self.write_failure: str | None = None  # the first one; a text, since the error's frames hold tensors
+        self.ahead_bytes = 0
+        self.saved_bytes = 0
+        self.num_live = 0
+        self.writes: set[SavedStorage] = set()  # queued or under way
+        self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
+        self._leaving: deque[SavedStorage] = deque()
+        self._watched: dict[int, _Death] = {}
+        self._deaths: deque[_Death] = deque()
+
+    # -- callers of the following hold the lock ------------------------------------------------------------------
+
+    @property
+    def num_writes(self) -> int:
+        """Queued or under way."""
+        return len(self.writes)
+
+    def admit(self, nbytes: int, limit_bytes: int) -> Latch | None:
+        """``None``: so much more fits under the limit, or no write is left that could make room. Else what to wait for,
+        without the lock and not for ever, before asking again: a graph that dies elsewhere makes room too, and its
+        death is only noted.
+        """
+        self.settle()
+        self.sweep_all()
+        if self.counters.resident_bytes + nbytes <= limit_bytes or not self.writes:
+            return None
+        return self._write_ended.next()
+
+    def write_gone(self, record: SavedStorage) -> None:
+        """A queued write has ended, in whatever way, or is no longer wanted."""
+        self.writes.discard(record)
+        self._write_ended.tell()
+
+    def recount(self) -> None:
+        """Add up again what is there: an interrupt may have come between a change and its count."""
+        live = [death.record for death in self._watched.values()]
+        self.num_live = len(live)
+        self.saved_bytes = sum(record.nbytes for record in live)
+        self.ahead_bytes = sum(record.nbytes for record in live if record.ahead)
+        self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
+
+    def opened(self, record: SavedStorage) -> None:
+        """A new saved storage, in memory."""
+        counters = self.counters
+        counters.num_saved += 1
+        counters.bytes_saved += record.nbytes
+        self.num_live += 1
+        self.saved_bytes += record.nbytes
+        counters.saved_peak_bytes = max(counters.saved_peak_bytes, self.saved_bytes)
+        self.occupy(record.nbytes)
+
+    def occupy(self, nbytes: int) -> None:
+        """Memory was taken for a saved storage."""
+        counters = self.counters
+        counters.resident_bytes += nbytes
+        if counters.resident_bytes > counters.resident_peak_bytes:
+            self.sweep_all()
+            counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
+        if counters.resident_bytes > self.window_peak_bytes:
+            self.sweep_all()
+            self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
+
+    def leave(self, record: SavedStorage) -> None:
+        """We let go of the memory. It counts until nobody else holds it either."""
+        record.leaving = True
+        self._leaving.append(record)
+
+    def sweep(self, num_records: int = 4) -> None:
+        """Look at some of those that are leaving: has their memory gone by now?"""
+        for _ in range(min(num_records, len(self._leaving))):
+            record = self._leaving.popleft()
+            if not record.leaving:
+                continue
+            if record.key.alive():
+                self._leaving.append(record)
+            else:
+                record.leaving = False
+                self.counters.resident_bytes -= record.nbytes
+
+    def sweep_all(self) -> None:
+        """Look at all that are leaving."""
+        self.sweep(len(self._leaving))
+
+    def settle(self) -> None:
+        """Work off the notes of dead leases: free extents, correct the sums."""
+        while self._deaths:
+            death = self._deaths[0]
+            record = death.record
+            record.free()
+            if self._watched.pop(id(death), None) is not None:
+                self.num_live -= 1
+                self.saved_bytes -= record.nbytes
+            self._deaths.popleft()  # last: an interrupted call is made good by the next one
+        self.sweep()
+        self._look(self.counters.resident_bytes)
+
+    def watch(self, lease: Lease, record: SavedStorage) -> None:
+        """Get a note when the lease dies: see "What happens when a lease dies" in ``activations/saved_storage.py``."""
+        death = _Death(lease, self._deaths.append)
+        death.record = record
+        self._watched[id(death)] = death
+
+
+class _Death(weakref.ref["Lease"]):
+    """Of a lease. Held by us: one that dies together with its lease tells nobody."""
+
+    __slots__ = ("record",)
+
+    record: SavedStorage

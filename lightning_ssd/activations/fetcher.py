@@ -1,0 +1,259 @@
+"""Gives backward the bytes that it asks for: forwarded, brought up ahead, or read urgently."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+
+import torch
+
+from lightning_ssd.activations.accounting import MemoryAccounting
+from lightning_ssd.activations.live_passes import LivePasses
+from lightning_ssd.activations.prefetcher import Prefetcher
+from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.activations.saved_storage import SavedStorage, State
+from lightning_ssd.common.accelerators import accelerator_of
+from lightning_ssd.common.profiling import span
+from lightning_ssd.common.waiting import Latch
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.memory.readings import is_out_of_memory
+from lightning_ssd.scheduling.clock import Clock, Stamp
+from lightning_ssd.scheduling.stalls import Stalls
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.base import Tier
+from lightning_ssd.tiers.streams import CopyEngine
+from lightning_ssd.tiers.transfer_queue import Transfer
+
+__all__ = ["Fetcher"]
+
+# Reloaded storages that everybody has unpacked stay for so many more: the operation that asked is still running.
+# With retain_graph the graph goes on holding them; then their memory goes, and the file still has them.
+_NUM_CONSUMED = 8
+_LONGEST_WAIT_S = 0.1
+
+
+class Fetcher:
+    """One per tensor cache.
+
+    Args:
+        accounting: of the saved storages; its lock guards us.
+        passes: that are alive.
+        device: where the bytes go.
+        clock: of the device.
+        events: gets stalls.
+        copies: the device's copy streams; ``None`` on CPU.
+        tier: takes what was to stay and has to go, under a budget; ``None``: nothing goes.
+    """
+
+    def __init__(
+        self,
+        accounting: MemoryAccounting,
+        passes: LivePasses,
+        *,
+        device: torch.device,
+        clock: Clock,
+        events: EventLog,
+        copies: CopyEngine | None,
+        tier: Tier | None,
+    ) -> None:
+        self.prefetcher = Prefetcher(accounting, passes, device)
+        self.stalls = Stalls(clock, accounting.counters, events, self.prefetcher.budget.stalled)
+        self.closed = False
+        self.failure: BaseException | None = None
+        """The last read that failed for good."""
+        self._accounting = accounting
+        self._passes = passes
+        self._device = device
+        self._clock = clock
+        self._copies = copies
+        self._tier = tier
+        self._consumed: deque[SavedStorage] = deque()
+
+    def fetch(self, record: SavedStorage) -> torch.UntypedStorage:
+        """The storage's bytes, in memory and visible to the current stream. The caller holds no lock."""
+        self._note(record)
+        start_s = 0.0
+        begin: Stamp = None
+        while True:
+            with self._accounting.lock:
+                pending = self._bring_up(record)
+                storage, mark = record.storage, record.mark
+            if storage is not None:
+                break
+            if isinstance(pending, Latch):
+                self.wait_for_room(record.home, record.nbytes, pending)
+                continue
+            if begin is None:
+                start_s, begin = time.perf_counter(), self._clock.stamp()
+            for read in pending:
+                read.wait()
+            self._raise_if_failed(record)
+        # What has arrived costs the device nothing, and two stamps would tell of the time that Python takes for them.
+        if mark is not None and self._copies is not None and not mark.query():
+            if begin is None:
+                start_s, begin = time.perf_counter(), self._clock.stamp()
+            self._copies.wait_on_current_stream(mark)
+        if begin is not None:
+            end = self._clock.stamp()
+            with self._accounting.lock:
+                self._stalled(record.home, record.nbytes, start_s, begin, end, for_read=True)
+        return storage
+
+    def _stalled(
+        self, home: SavedPass | None, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool
+    ) -> None:
+        """The training thread has waited. The lock is held."""
+        self.stalls.add(nbytes, start_s, begin, end, for_read=for_read)
+        self._passes.stalled(begin, end)
+        if home is not None and home.recorder is not None:
+            home.recorder.stalled(begin, end)
+
+    def prune(self) -> None:
+        """Forget storages whose graphs are gone. The lock is held."""
+        self._consumed = deque(r for r in self._consumed if r.state is not State.FREED)
+
+    def _note(self, record: SavedStorage) -> None:
+        """Somebody asks for this storage; what everybody has had by now need not stay."""
+        with self._accounting.lock:
+            self._accounting.settle()
+            record.asked_for()
+            record.num_unpacked += 1
+            if record.home is not None:
+                if not record.home.order:
+                    self.prefetcher.begin_backward()
+                record.home.asked_for(record, time.perf_counter(), self._passes.book)
+            if record.num_unpacked >= record.num_tensors:
+                self._consumed.append(record)
+            while len(self._consumed) > _NUM_CONSUMED:
+                consumed = self._consumed.popleft()
+                if consumed is not record:
+                    consumed.drop_copy()
+
+    def wait_for_room(self, home: SavedPass | None, nbytes: int, room: Latch) -> None:
+        """What :meth:`admit` gave to wait for. The caller holds no lock."""
+        begin, start_s = self._clock.stamp(), time.perf_counter()
+        with span("lightning_ssd::stall"):
+            room.wait_for(_LONGEST_WAIT_S)
+        with self._accounting.lock:
+            self._stalled(home, nbytes, start_s, begin, self._clock.stamp(), for_read=False)
+
+    def _bring_up(self, record: SavedStorage) -> list[Transfer] | Latch:
+        """Make the storage come, urgently; then look ahead. Returns what to wait for before trying again: reads, or
+        room.
+        """
+        if not record.forward():
+            if self.closed:
+                raise OffloaderClosedError(
+                    "backward asked for a saved tensor after the offloader was closed; run backward before closing"
+                )
+            if record.state is State.READING and record.read is not None and record.tier is not None:
+                record.tier.promote(record.read)
+            elif record.state is State.ON_DISK:
+                room = self._make_room(record)
+                if room is not None:
+                    return room
+                pending = self._begin_read(record)
+                if pending is not None:
+                    return pending
+        if record.home is not None and not self.closed:  # what is in memory may be had after the end
+            self.prefetcher.advance(record.home)
+        return [] if record.read is None else [record.read]
+
+    def _begin_read(self, record: SavedStorage) -> list[Transfer] | Latch | None:
+        """Read urgently. ``None``: it has begun; else memory ran out, and this is to be waited for before trying again.
+
+        What gives memory back goes in the order of what it costs: what was brought up ahead is dropped, writes under
+        way are waited for, PyTorch's cache is emptied.
+        """
+        try:
+            record.start_read(self._device, urgent=True)
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not is_out_of_memory(error):
+                raise
+            dropped, reads = self.prefetcher.give_up()
+            if dropped or reads:
+                return reads
+            # Until a byte has come free, or no write is left that could free any.
+            resident_bytes = self._accounting.counters.resident_bytes
+            room = self._accounting.admit(1, resident_bytes)
+            if room is not None or self._accounting.counters.resident_bytes < resident_bytes:
+                return [] if room is None else room
+            if (accelerator := accelerator_of(self._device)) is not None:
+                accelerator.empty_cache()
+            record.start_read(self._device, urgent=True)
+        return None
+
+    def _make_room(self, record: SavedStorage) -> Latch | None:
+        """Under a budget, what nobody waits for goes before what somebody waits for comes; see :meth:`admit`."""
+        cursor = None if record.home is None else record.home.cursor
+        if cursor is None or cursor.limit_bytes is None:
+            return None
+        self._accounting.sweep_all()
+        excess = self._accounting.counters.resident_bytes + record.nbytes - cursor.limit_bytes
+        if excess <= 0:
+            return None
+        self.prefetcher.drop_ahead(excess)
+        return self.admit(record.nbytes, cursor.limit_bytes, wanted=record)
+
+    def admit(self, nbytes: int, limit_bytes: int, *, wanted: SavedStorage | None = None) -> Latch | None:
+        """``None``: so much more fits under the limit, or nothing can make room. Else what to wait for, without the
+        lock, before asking again. The lock is held.
+
+        When no write is left, what was to stay is written too: a plan counts on having the budget for itself, and
+        another pass may be alive.
+
+        Args:
+            nbytes: of what comes.
+            limit_bytes: of all that is in memory.
+            wanted: what comes, if it comes back.
+        """
+        if self._accounting.counters.resident_bytes + nbytes > limit_bytes:
+            self._drop_consumed(wanted)
+        room = self._accounting.admit(nbytes, limit_bytes)
+        excess = self._accounting.counters.resident_bytes + nbytes - limit_bytes
+        if room is None and excess > 0 and self._evict(excess, wanted):
+            room = self._accounting.admit(nbytes, limit_bytes)
+        return room
+
+    def _drop_consumed(self, wanted: SavedStorage | None) -> None:
+        """Of what everybody has unpacked, whoever still uses it holds the memory himself."""
+        for record in self._consumed:
+            if record is not wanted:
+                record.drop_copy()
+        self._consumed.clear()
+
+    def _evict(self, nbytes: int, wanted: SavedStorage | None) -> bool:
+        """Queue writes of storages that were to stay, until so many bytes will go. Returns whether there are any.
+
+        Of other passes first; of each pass those first that backward wants last.
+        """
+        if self._tier is None or self.closed:
+            return False
+        home = None if wanted is None else wanted.home
+        evicted = 0
+        for current in sorted(self._passes, key=lambda one: one is home):
+            for record in current.records:
+                if evicted >= nbytes:
+                    return True
+                if record.can_be_evicted:
+                    # Not a mark of now: whoever makes room may be on a stream that has not waited for its producer.
+                    evicted += record.nbytes if record.queue_write(self._tier, record.produced) else 0
+        return evicted > 0
+
+    def _raise_if_failed(self, record: SavedStorage) -> None:
+        with self._accounting.lock:
+            error, record.error = record.error, None
+            if error is not None:
+                # The traceback of what is raised holds the graph, and the graph holds the record: neither the record
+                # nor we may hold the same exception.
+                self.failure = _copy_of(error)
+                raise error
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """The same error to be raised once more, without its traceback."""
+    try:
+        return copy.copy(error)
+    except TypeError:  # an exception whose constructor wants other arguments than it keeps
+        return StorageError(f"reading a saved tensor back failed: {error!r}")

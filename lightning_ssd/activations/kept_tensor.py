@@ -1,0 +1,74 @@
+"""A tensor that stays in memory: what autograd gets to hold of it, and what it gets back.
+
+This is the hot path of small tensors. What autograd holds is a bare tuple, because a class of its own would cost as
+much as all the rest: the tensor, its version, and what an error would have to say of who made it.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+
+from lightning_ssd.common.inplace_edits import Origin, inplace_error
+from lightning_ssd.common.tensors import PLAIN_TYPES
+
+__all__ = ["Kept", "give_back", "keep"]
+
+Kept = tuple[Any, ...]
+
+
+def keep(tensor: torch.Tensor, is_view: bool) -> Kept:
+    """Hold ``tensor`` for autograd without holding the graph that made it. Copies nothing.
+
+    Args:
+        tensor: of any kind.
+        is_view: ``tensor._is_view()``, which the caller has asked already.
+    """
+    node = tensor.grad_fn
+    if node is None:
+        # A leaf may be held itself. Held undetached, the result of an operation would own its own graph: a leak.
+        return tensor, tensor._version
+    return tensor.detach(), tensor._version, node.name(), node._sequence_nr(), tensor.output_nr, is_view
+
+
+def give_back(kept: Kept) -> torch.Tensor:
+    """The tensor, with the values that it was kept with.
+
+    Raises:
+        RuntimeError: it was edited in place since, in PyTorch's words.
+    """
+    tensor: torch.Tensor = kept[0]
+    if tensor._version != kept[1]:
+        raise _edited(*kept)
+    return tensor
+
+
+def _edited(tensor: torch.Tensor, expected: int, *made_by: Any) -> RuntimeError:
+    origin = None
+    if made_by:
+        name, number, output_nr, is_view = made_by
+        origin = Origin(name, number, output_nr, is_view, _find_original(tensor))
+    description = tensor.dtype, tensor.device, tensor.size()
+    return inplace_error(description, origin, version=tensor._version, expected=expected)
+
+
+def _find_original(detached: torch.Tensor) -> weakref.ref[torch.Tensor] | None:
+    """The tensor that was kept, if it still lives. Slow; a reference held from the start would slow down every step."""
+    if detached.layout is not torch.strided:
+        return None
+    for thing in gc.get_objects():
+        if (
+            type(thing) in PLAIN_TYPES
+            and thing.layout is torch.strided
+            and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
+            and thing.requires_grad
+            and thing.dtype == detached.dtype
+            and thing.device == detached.device
+            and thing.is_set_to(detached)
+            and thing._version == detached._version
+        ):
+            return weakref.ref(thing)
+    return None

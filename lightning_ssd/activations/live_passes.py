@@ -1,0 +1,338 @@
+"""The passes whose graphs may still be alive, and what they teach the next ones when their backward is over."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+from lightning_ssd.activations.accounting import MemoryAccounting
+from lightning_ssd.activations.saved_pass import PassBegin, SavedPass
+from lightning_ssd.activations.saved_storage import State
+from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
+from lightning_ssd.scheduling.clock import Clock, Stamp
+from lightning_ssd.scheduling.pass_profile import PassProfile, ProfileBook
+from lightning_ssd.scheduling.plan_cursor import PlanCursor
+from lightning_ssd.scheduling.recorder import Recorder
+from lightning_ssd.scheduling.scheduler import FinishedPass, PlainPass, Scheduler
+
+__all__ = ["LivePasses"]
+
+_MAX_PASSES = 256
+_SAVED_SHARE = 0.5
+"""Of the available memory, what saved tensors of a device may take while nothing is planned: gradients are to come."""
+_MAX_PLAIN = 63
+"""Passes without hooks between two with them: what they save may have changed."""
+_FRESH_S = 0.25
+_MAX_UNENDED = 8
+"""Passes, until it is said that their ends are not told. Some accumulate gradients, and tell late."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Of the passes of one signature."""
+
+    nbytes: int
+    """Saved by the largest one."""
+    num_plain: int = 0
+    """Without hooks, since the last one with them."""
+
+
+def _always(nbytes: int) -> bool:
+    return True
+
+
+def _never(nbytes: int) -> bool:
+    return False
+
+
+class LivePasses:
+    """The accounting lock is held by every caller, except of :meth:`learn`.
+
+    Args:
+        accounting: of the saved storages.
+        clock: of the device.
+        level: bytes of device memory in use.
+        available: bytes that could still be had; ``None``: unknown.
+        scheduler: plans; ``None``: nothing is planned.
+        runs_late: Python runs ahead of the device, so that what moves can pile up before any of it has gone.
+        heap_policy: told before each pass whether memory is to return while it runs.
+        keeps_all: no pass ever moves or recomputes anything.
+    """
+
+    def __init__(
+        self,
+        accounting: MemoryAccounting,
+        clock: Clock,
+        *,
+        level: Callable[[], int],
+        available: Callable[[], int | None],
+        scheduler: Scheduler | None = None,
+        runs_late: bool = False,
+        heap_policy: HeapPolicy,
+        keeps_all: bool = False,
+    ) -> None:
+        self.book = ProfileBook()
+        self._accounting = accounting
+        self._clock = clock
+        self._level = level
+        self.available = available
+        self._scheduler = scheduler
+        self._runs_late = runs_late
+        self._heap_policy = heap_policy
+        self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
+        # The oldest go, where nobody ends a backward.
+        self._finished: deque[FinishedPass | PlainPass] = deque(maxlen=_MAX_PASSES)
+        self._may_be_forgotten = scheduler is not None
+        self._kept_anyway = keeps_all
+        self._seen: dict[Hashable, _Seen] = {}
+        self._looked_s = 0.0
+        self._last_available: int | None = None
+        self._last_level = 0
+        self._last_plain: Hashable = None  # signature of the last pass, if that ran without hooks
+
+    def __iter__(self) -> Iterator[SavedPass]:
+        return iter(self._passes)
+
+    def __reversed__(self) -> Iterator[SavedPass]:
+        return reversed(self._passes)
+
+    def goes_on_plain(self, current: SavedPass) -> bool:
+        """Whether a forward that begins now needs no hooks, as the last one a moment ago; if so, it has entered.
+
+        Looking at everything again takes as long as one percent of a short pass.
+        """
+        signature = current.signature
+        if signature is None or signature != self._last_plain or self._passes or current.begin is not None:
+            return False
+        if self._scheduler is not None:
+            if time.perf_counter() - self._looked_s > _FRESH_S:
+                return False
+            if not (self._saves_nothing(signature) or self._scheduler.goes_on_keeping(signature)):
+                return False
+        if not self._needs_no_hooks(signature, _always):
+            return False
+        current.begin = PassBegin(self._clock.stamp(), 0, 0, 0, 0)
+        current.is_plain = True
+        self._accounting.counters.num_plain_passes += 1
+        self._passes.append(current)
+        return True
+
+    def enter(self, current: SavedPass) -> None:
+        """A forward begins.
+
+        Raises:
+            RuntimeError: it was a pass already, whose backward is over.
+        """
+        self._last_plain = None
+        self.finish(all_freed=True)
+        self.prune()
+        if current.is_finished:
+            raise RuntimeError(
+                "this saved_tensors() context was entered before, and the backward of that pass is over; "
+                "call offloader.saved_tensors() anew for each forward"
+            )
+        counters, level_bytes = self._accounting.counters, 0
+        keeps: Callable[[int], bool] = _never
+        if self._scheduler is not None and self._scheduler.limits_total_memory:
+            self._heap_policy.enter(HeapMode.MAP_EACH)  # what is free in the heap is not needed by anybody
+        available_bytes = self._memory_of(current.signature)
+        if self._scheduler is not None:
+            level_bytes = self._last_level - counters.resident_bytes
+            current.cursor, wants_trace = self._scheduler.cursor(
+                current.signature,
+                level_bytes=level_bytes,
+                resident_bytes=counters.resident_bytes,
+                available_bytes=available_bytes,
+            )
+            if wants_trace and current.recorder is None and not self._saves_nothing(current.signature):
+                current.recorder = Recorder(self._clock, self._level)
+            keeps = current.cursor.keeps
+        elif self._kept_anyway:
+            keeps = _always
+        elif self._runs_late and available_bytes is not None:
+            current.limit_bytes = counters.resident_bytes + int(_SAVED_SHARE * available_bytes)
+        is_told = self._scheduler is None or self._scheduler.learns_without_hooks(current.signature)
+        may_be_plain = current.begin is None and current.recorder is None and is_told
+        if may_be_plain and self._needs_no_hooks(current.signature, keeps):
+            current.is_plain = True
+            counters.num_plain_passes += 1
+            self._last_plain = current.signature
+        self._set_heap_mode(current.cursor, available_bytes)
+        if current.begin is None:
+            current.begin = PassBegin(
+                self._clock.stamp(), level_bytes, counters.bytes_written, counters.bytes_read, counters.num_packed
+            )
+            if not current.is_plain:
+                self._accounting.window_peak_bytes = counters.resident_bytes
+        if current not in self._passes:
+            self._passes.append(current)
+
+    def _memory_of(self, signature: Hashable) -> int | None:
+        """What is available now; a moment ago, where likely no hooks are needed: asking takes longer than the rest.
+
+        Always now where a pass is alive: what those without hooks have saved since is counted nowhere else.
+
+        ``_last_level`` is of the same moment.
+        """
+        seen, now_s = self._seen.get(signature), time.perf_counter()
+        if seen is None or not seen.num_plain or self._passes or now_s - self._looked_s > _FRESH_S:
+            self._looked_s = now_s
+            if self._scheduler is not None or self._heap_policy.is_ours or self._runs_late:
+                self._last_available = self.available()
+            if self._scheduler is not None:
+                self._last_level = self._level()
+        return self._last_available
+
+    def _needs_no_hooks(self, signature: Hashable, keeps: Callable[[int], bool]) -> bool:
+        """Whether nothing could be learnt or moved: passes like it have been counted, and all that they saved stays.
+
+        Only by signature are passes known to be alike. Now and then one is looked at again.
+        """
+        seen = None if signature is None else self._seen.get(signature)
+        if seen is None or seen.num_plain >= _MAX_PLAIN or not keeps(seen.nbytes):
+            return False
+        seen.num_plain += 1
+        return True
+
+    def _has_saved(self, current: SavedPass) -> bool:
+        """Whether it has saved tensors, if only small ones: without gradients none is, and nothing can be learnt."""
+        return current.begin is not None and self._accounting.counters.num_packed > current.begin.num_packed
+
+    def _saves_nothing(self, signature: Hashable) -> bool:
+        """Whether passes like it have nothing that could move."""
+        seen = None if signature is None else self._seen.get(signature)
+        return seen is not None and seen.nbytes == 0 and seen.num_plain < _MAX_PLAIN
+
+    def count_again(self) -> None:
+        """Peaks begin anew: the next pass of each kind is counted, so that they have what it saves."""
+        self._seen.clear()
+        self._last_plain = None
+
+    def _see(self, current: SavedPass) -> None:
+        """A pass with hooks has told what its kind saves."""
+        if current.signature is not None and not current.has_failed:
+            if len(self._seen) >= _MAX_PASSES:
+                self._seen.clear()
+            known = self._seen.get(current.signature)
+            self._seen[current.signature] = _Seen(max(sum(current.sizes), 0 if known is None else known.nbytes))
+
+    def _set_heap_mode(self, cursor: PlanCursor | None, available_bytes: int | None) -> None:
+        # Without a plan, what the last pass took: none that is like it is the worse for it.
+        peak_bytes = (0 if cursor is None else cursor.target_bytes) or self._accounting.window_peak_bytes
+        self._heap_policy.expect(peak_bytes, self._accounting.counters.saved_peak_bytes, available_bytes)
+        self._heap_policy.enter(_heap_mode(cursor))
+
+    def stalled(self, begin: Stamp, end: Stamp) -> None:
+        """Somebody has waited for a transfer, and with him every pass that is under way."""
+        if self._scheduler is None:
+            return  # nobody asks
+        for current in self._passes:
+            if not current.is_finished:
+                current.stalls.append((begin, end))
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether all of them run without hooks."""
+        return all(current.is_plain for current in self._passes)
+
+    def end_backward(self, write_rate: float, read_rate: float) -> list[PassProfile]:
+        """A backward is over; return what its passes teach."""
+        teaching = [p for p in self._passes if p.order and not p.is_spoilt]
+        profiles = [p.profile(write_rate=write_rate, read_rate=read_rate) for p in teaching]
+        for profile in profiles:
+            self.book.add(profile)
+        self.finish(all_freed=False)
+        return profiles
+
+    def finish(self, *, all_freed: bool) -> None:
+        """Sum up passes that are over.
+
+        Args:
+            all_freed: only those whose graphs are gone; else a backward has just ended, and those that were in it are.
+        """
+        plain = [] if all_freed else [p for p in self._passes if p.is_plain and p.is_over and not p.is_finished]
+        num_open = sum(not current.is_finished for current in self._passes)
+        for current in plain:
+            current.is_finished = True
+            if current.begin is not None and self._scheduler is not None:
+                is_timed = num_open == 1  # nobody knows which of several the backward was of
+                end = self._clock.stamp()
+                self._finished.append(PlainPass(current.signature, self._clock, current.begin.stamp, end, is_timed))
+        for current in self._passes:
+            if not (all_freed or current.records or current.is_plain) and current.is_over and self._has_saved(current):
+                self._see(current)
+            if current.is_finished or not current.is_complete:
+                continue
+            if all_freed and any(record.state is not State.FREED for record in current.records):
+                continue
+            current.is_finished = True
+            self._see(current)
+            if current.cursor is not None and current.begin is not None and self._scheduler is not None:
+                self._finished.append(self._sum_up(current, current.cursor, current.begin))
+
+    def _sum_up(self, current: SavedPass, cursor: PlanCursor, begin: PassBegin) -> FinishedPass:
+        counters = self._accounting.counters
+        # From now on it is read outside of the lock: a graph that goes on elsewhere tells it nothing more.
+        recorder, current.recorder = current.recorder, None
+        return FinishedPass(
+            signature=current.signature,
+            sizes=tuple(current.sizes),
+            cursor=cursor,
+            recorder=recorder,
+            refused=frozenset() if recorder is None else current.refused_blocks,
+            clock=self._clock,
+            begin=begin.stamp,
+            end=self._clock.stamp(),
+            level_bytes=begin.level_bytes,
+            stalls=tuple(current.stalls),
+            peak_bytes=self._accounting.window_peak_bytes,
+            written_bytes=counters.bytes_written - begin.written_bytes,
+            read_bytes=counters.bytes_read - begin.read_bytes,
+        )
+
+    def learn(self) -> None:
+        """Hand finished passes to the scheduler. Not under the lock: other processes may have to be waited for.
+
+        Raises:
+            BudgetError: the budget cannot be kept by any plan.
+        """
+        self._may_be_forgotten = False
+        if self._scheduler is not None:
+            finished = list(self._finished)
+            self._finished.clear()
+            for done in finished:
+                self._scheduler.observe(done)
+            self._scheduler.border()
+
+    def warn_of_forgotten_ends(self) -> None:
+        """Once, where backwards have run and none was ever ended. Not under the lock: a warning may run any code."""
+        if self._may_be_forgotten and len(self._finished) >= _MAX_UNENDED:
+            self._may_be_forgotten = False
+            warnings.warn(
+                f"{len(self._finished)} passes have run, and end_backward() was never called, so that no plan can be "
+                "made: what is moved is only what a budget or scarce memory forces out. Call offloader.end_backward() "
+                "after each loss.backward()",
+                stacklevel=4,
+            )
+
+    def prune(self) -> None:
+        """Forget passes whose graphs are gone; of those without hooks, nobody knows before a backward has ended."""
+        live = [
+            p
+            for p in self._passes
+            if (p.is_plain and not p.is_finished) or any(r.state is not State.FREED for r in p.records)
+        ]
+        self._passes.clear()
+        self._passes.extend(live)
+
+
+def _heap_mode(cursor: PlanCursor | None) -> HeapMode:
+    """Return what becomes of memory that a pass frees; without a cursor it moves what is large enough."""
+    if cursor is None:
+        return HeapMode.TRIM
+    if not cursor.may_move:
+        return HeapMode.RELAXED
+    return HeapMode.MAP_EACH if cursor.limits_total_memory else HeapMode.TRIM

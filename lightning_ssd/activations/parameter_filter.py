@@ -1,0 +1,99 @@
+"""Which storages are parameters or buffers, and so never move, whatever view of them autograd saves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from lightning_ssd.common.dtensor import Gathered, gathered_of, local_of
+from lightning_ssd.common.tensors import PLAIN_TYPES, StorageKey
+from lightning_ssd.errors import ConfigError
+
+__all__ = ["ParameterStorages", "device_of"]
+
+
+def device_of(modules: Iterable[torch.nn.Module]) -> torch.device:
+    """Where their first parameter is; the CPU without one.
+
+    Raises:
+        ConfigError: one is no module. Users come here first, some with ``model.parameters()``.
+    """
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(
+                f"a {type(module).__name__} is no module; allowed: torch.nn.Module, for example the model"
+            )
+        for parameter in module.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+class ParameterStorages:
+    """Known by storage, not by type: ``nn.Linear`` saves ``weight.t()``, which is a plain tensor.
+
+    :attr:`keys` is read on the hot path without a lock; single operations on a ``dict`` are atomic.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[int, StorageKey] = {}
+        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._ungathered: list[Gathered] = []
+
+    def register_module(self, module: torch.nn.Module) -> None:
+        """Take this module's parameters and buffers in. The module is held weakly."""
+        self._modules[id(module)] = weakref.ref(module)
+        self._take(module)
+
+    def refresh(self) -> None:
+        """Ask the modules again, since they change, and forget storages that are gone."""
+        for cdata, key in list(self.keys.items()):  # a copy: other threads may be packing
+            if not key.alive():
+                self.keys.pop(cdata, None)
+        gathered: list[Gathered] = []
+        for number, reference in list(self._modules.items()):
+            module = reference()
+            if module is None:
+                self._modules.pop(number, None)
+                continue
+            self._take(module)
+            gathered += gathered_of(module)
+        self._take_gathered(gathered)
+
+    def recognise(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether ``tensor`` is a parameter that nobody registered, or a view of one; then it is known from now on.
+
+        Leaves that want gradients count: they stay alive anyway. So does what FSDP2 has gathered for the first time
+        since the last :meth:`refresh`.
+        """
+        base = tensor if tensor._base is None else tensor._base
+        if isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad):
+            self._add(storage)
+            return True
+        if self._ungathered:
+            self._take_gathered(self._ungathered)
+            return storage._cdata in self.keys
+        return False
+
+    def _take(self, module: torch.nn.Module) -> None:
+        for tensor in (*module.parameters(), *module.buffers()):
+            part = local_of(tensor)
+            if type(part) in PLAIN_TYPES and part.layout is torch.strided:
+                self._add(part.untyped_storage())
+
+    def _take_gathered(self, parameters: list[Gathered]) -> None:
+        """Their storages last from the first all-gather on; whatever has had none is asked again."""
+        ungathered = []
+        for parameter in parameters:
+            tensors = parameter.tensors()
+            for tensor in tensors:
+                self._add(tensor.untyped_storage())
+            if not tensors:
+                ungathered.append(parameter)
+        self._ungathered = ungathered
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.keys:
+            # The weak reference keeps the address from naming another storage later.
+            self.keys[storage._cdata] = StorageKey(storage)

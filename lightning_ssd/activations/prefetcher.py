@@ -1,0 +1,138 @@
+"""Brings storages up ahead of their use, within a byte budget, in the order that earlier passes recorded."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from lightning_ssd.activations.accounting import MemoryAccounting
+from lightning_ssd.activations.live_passes import LivePasses
+from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.activations.saved_storage import SavedStorage, State
+from lightning_ssd.memory.readings import is_out_of_memory
+from lightning_ssd.scheduling.pass_profile import PrefetchBudget
+from lightning_ssd.tiers.transfer_queue import Transfer
+
+__all__ = ["Prefetcher"]
+
+
+_MAX_WAIT_S = 1.0
+"""For a worker to let go of memory, unless somebody else holds it."""
+_SHARE = 4
+"""One part in so many of what is free when backward begins may be brought up ahead."""
+
+
+class Prefetcher:
+    """Walks the expected order. The accounting lock is held by every caller.
+
+    Bytes count as *ahead* from the moment their memory is taken (or, for a write that is taken back, given up)
+    until somebody asks for them.
+    """
+
+    def __init__(self, accounting: MemoryAccounting, passes: LivePasses, device: torch.device) -> None:
+        self.budget = PrefetchBudget()
+        self._most_bytes = sys.maxsize
+        self._accounting = accounting
+        self._passes = passes
+        self._device = device
+
+    def begin_backward(self) -> None:
+        """Look at what memory there is: gradients and temporaries are to come, and know nothing of us."""
+        available_bytes = self._passes.available()
+        self._most_bytes = sys.maxsize if available_bytes is None else available_bytes // _SHARE
+
+    def advance(self, current: SavedPass) -> None:
+        """Look ahead from where ``current`` has got to; then, while the budget lasts, into earlier passes."""
+        if not self._walk(current):
+            return
+        earlier = False
+        for other in reversed(self._passes):
+            if earlier and not self._walk(other):
+                return
+            earlier = earlier or other is current
+
+    def _walk(self, current: SavedPass) -> bool:
+        """Return False when the budget is used up."""
+        order = current.expected_order(self._passes.book)
+        while current.next_ahead < len(order):
+            record = current.records[order[current.next_ahead]]
+            needed = record.state not in (State.READY, State.READING, State.FREED)
+            if needed and not (self._has_room(current, record) and self._bring_up(record)):
+                return False
+            current.next_ahead += 1
+        return True
+
+    def _has_room(self, current: SavedPass, record: SavedStorage) -> bool:
+        accounting, budget = self._accounting, self.budget.nbytes
+        if current.cursor is not None:
+            known, limit = current.cursor.followed, current.cursor.limit_bytes
+            if known is not None:
+                budget = max(budget, known.plan.ahead_bytes)
+            if limit is not None and not record.is_in_memory:
+                limit -= current.cursor.reserve_bytes
+                if accounting.counters.resident_bytes + record.nbytes > limit:
+                    accounting.sweep_all()
+                if accounting.counters.resident_bytes + record.nbytes > limit:
+                    return False
+        # One that is larger than the whole budget goes alone.
+        return not accounting.ahead_bytes or accounting.ahead_bytes + record.nbytes <= min(budget, self._most_bytes)
+
+    def _bring_up(self, record: SavedStorage) -> bool:
+        if not record.forward():
+            try:
+                record.start_read(self._device, urgent=False)
+            except (RuntimeError, MemoryError, OSError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Nobody waits for this one yet: look less far ahead, and let the unpack ask for it.
+                self.budget.out_of_memory()
+                return False
+        record.hold_ahead()
+        return True
+
+    def give_up(self) -> tuple[bool, list[Transfer]]:
+        """Memory ran out: let go of what was brought up too early.
+
+        Returns:
+            Whether any memory was given back, and the reads that must end before theirs can be.
+        """
+        self.budget.out_of_memory()
+        under_way = [
+            record.read
+            for current in self._passes
+            for record in current.records
+            if record.ahead and record.state is State.READING and record.read is not None
+        ]
+        dropped = self.drop_ahead()
+        _wait_until_gone(dropped)
+        return bool(dropped), under_way
+
+    def drop_ahead(self, nbytes: int = sys.maxsize) -> list[SavedStorage]:
+        """Let go of so many bytes that were brought up before they were asked for; return what had been."""
+        dropped: list[SavedStorage] = []
+        dropped_bytes = 0
+        for current in self._passes:
+            for record in reversed(current.records):
+                if dropped_bytes >= nbytes:
+                    return dropped
+                if record.ahead and record.state is State.READY and record.stored is not None:
+                    record.drop_copy()
+                    record.asked_for()
+                    current.step_back(record)
+                    dropped.append(record)
+                    dropped_bytes += record.nbytes
+        return dropped
+
+
+def _wait_until_gone(dropped: Sequence[SavedStorage]) -> None:
+    """A worker holds what a copy has yet to reach. It lets go as soon as the device has got there."""
+    in_flight = [record for record in dropped if record.mark is not None and not record.mark.query()]
+    for record in in_flight:
+        if record.mark is not None:
+            record.mark.synchronize()
+    deadline_s = time.monotonic() + _MAX_WAIT_S
+    while any(record.key.alive() for record in in_flight) and time.monotonic() < deadline_s:
+        time.sleep(0.001)

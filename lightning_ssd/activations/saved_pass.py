@@ -1,0 +1,247 @@
+"""One entry into ``saved_tensors()`` and the backward that follows."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_ssd.activations.saved_storage import SavedStorage
+from lightning_ssd.recompute.blocks import Blocks
+from lightning_ssd.scheduling.clock import Stamp
+from lightning_ssd.scheduling.pass_profile import PassProfile, PassTimes, ProfileBook, profile_of
+from lightning_ssd.scheduling.plan_cursor import PlanCursor
+from lightning_ssd.scheduling.recorder import Recorder
+
+__all__ = ["PassBegin", "SavedPass"]
+
+_MAX_STALLS = 4096
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class PassBegin:
+    """The clock, the memory and the counters when a pass began."""
+
+    stamp: Stamp
+    level_bytes: int
+    """Of all memory in use but saved tensors; 0 where nobody plans."""
+    written_bytes: int
+    read_bytes: int
+    num_packed: int
+    """Tensors that autograd had handed to us by then."""
+
+
+class SavedPass:
+    """What was saved in one forward, in order, and what backward has asked for so far.
+
+    A context manager that installs the hooks. The accounting lock guards everything else.
+
+    Args:
+        enter: called when the forward begins.
+        leave: called when it is over.
+        pack: called with this pass and each tensor that autograd saves.
+        unpack: called with what ``pack`` returned.
+        blocks: that forward may go through.
+        signature: passes with equal ones are of one kind, and learn from each other.
+        recompute_all: recompute every block, whatever the plan says.
+    """
+
+    def __init__(
+        self,
+        enter: Callable[[SavedPass], None],
+        leave: Callable[[], None],
+        pack: Callable[[SavedPass, Any], Any],
+        unpack: Callable[[Any], Any],
+        *,
+        blocks: Sequence[Blocks] = (),
+        signature: Hashable = None,
+        recompute_all: bool = False,
+    ) -> None:
+        self._blocks = blocks
+        self._recompute_all = recompute_all
+        self.signature = signature
+        self.cursor: PlanCursor | None = None  # none: the cache moves whatever is large enough
+        self.limit_bytes: int | None = None  # without a plan: forward waits for writes above it
+        self.recorder: Recorder | None = None  # none: nobody learns from this pass
+        self.begin: PassBegin | None = None
+        self.stalls: deque[tuple[Stamp, Stamp]] = deque(maxlen=_MAX_STALLS)  # some graphs live on without a backward
+        self.is_finished = False
+        self.has_failed = False  # its forward was left by an exception: what it saved is not all
+        self.is_plain = False  # it keeps everything and nobody looks: no hooks at all
+        self.records: list[SavedStorage] = []
+        self.sizes: list[int] = []
+        self.order: list[int] = []
+        self.next_ahead = 0
+        self.keeps_alive: object = None  # while the forward runs
+        self._enter = enter
+        self._leave = leave
+        self._pack = pack
+        self._unpack = unpack
+        self._num_blocks = 0
+        self._num_begun = self._num_added = 0
+        self._installed: list[AbstractContextManager[object]] = []
+        self._guess: PassProfile | None = None
+        self._is_new = False
+        self._expected: tuple[int, ...] = ()
+        self._position: dict[int, int] = {}
+
+    def __enter__(self) -> None:
+        _stay_out_of_compiled_code()
+        self._enter(self)
+        if self.is_plain:
+            self._installed.append(_NOTHING)
+            return
+        # Made here, and let go at the exit: they refer to us, and would keep us and themselves alive in a cycle. The
+        # graph has its own reference to what it still needs.
+        with ExitStack() as stack:
+            for blocks in self._blocks:
+                stack.enter_context(blocks.observe(self))
+            stack.enter_context(saved_tensors_hooks(partial(self._pack, self), self._unpack))
+            self._installed.append(stack.pop_all())
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._installed.pop().__exit__(exc_type, exc, traceback)
+        self.has_failed = self.has_failed or exc_type is not None
+        if not self._installed:
+            if not self.is_plain:
+                self._leave()
+            self.keeps_alive = None
+            if self.recorder is not None:
+                self.recorder.forward_ended()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its forward is over and its backward has begun, so that it can be learnt from."""
+        return self.is_over and bool(self.order) and not self.is_spoilt
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether an interrupt came while a storage was added, so that nothing can be learnt from this pass."""
+        return self._num_begun != self._num_added
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its forward is over."""
+        return not self._installed
+
+    def add(self, record: SavedStorage) -> None:
+        """A storage was seen for the first time."""
+        self._num_begun += 1
+        self.records.append(record)
+        self.sizes.append(record.nbytes)
+        if self.recorder is not None:
+            self.recorder.packed(record.nbytes, record.identity)
+            self.recorder.sample(record.accounting.counters.resident_bytes)
+        record.home = self
+        self._num_added += 1
+
+    def freed(self, record: SavedStorage) -> None:
+        """The graph has let go of a storage."""
+        if self.recorder is not None and not self.is_spoilt:
+            self.recorder.freed(record.index)
+
+    # -- blocks, as forward goes through them --------------------------------------------------------------------
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether the bytes of the blocks' inputs are worth counting."""
+        return self.recorder is not None
+
+    @property
+    def refused_blocks(self) -> frozenset[str]:
+        """Blocks that cannot be recomputed exactly; to be asked right after backward, in a recorded pass."""
+        return frozenset(name for blocks in self._blocks for name in blocks.refused)
+
+    def block_enters(self, name: str) -> bool:
+        """Whether this call of a block is to be recomputed in backward."""
+        recompute = self._recompute_all or (self.cursor is not None and self.cursor.block(self._num_blocks))
+        self._num_blocks += 1
+        if self.recorder is not None:
+            self.recorder.block_enters(name, recompute=recompute)
+        return recompute
+
+    def block_inputs(self, nbytes: int) -> None:
+        """The entered block was given tensors of so many bytes."""
+        if self.recorder is not None:
+            self.recorder.block_inputs(nbytes)
+
+    def block_is_kept(self) -> None:
+        """The entered block cannot be recomputed."""
+        if self.recorder is not None:
+            self.recorder.block_is_kept()
+
+    def block_leaves(self) -> None:
+        """Forward leaves the block."""
+        if self.recorder is not None:
+            self.recorder.block_leaves()
+
+    # -- storages ------------------------------------------------------------------------------------------------
+
+    def expects_keep(self, book: ProfileBook, nbytes: int) -> bool:
+        """Whether an earlier pass that began like this one says that the next storage had better stay."""
+        index = len(self.sizes)
+        known = self._guess.sizes if self._guess is not None else ()
+        if not self._is_new and (index >= len(known) or known[index] != nbytes):
+            self._guess = book.guess([*self.sizes, nbytes])
+            self._is_new = self._guess is None
+        return self._guess is not None and index in self._guess.keep
+
+    def expected_order(self, book: ProfileBook) -> tuple[int, ...]:
+        """Indices in the order in which backward will want them: as recorded, else the reverse of forward."""
+        if len(self._expected) == 0 and self.records:
+            profile = book.exact(self.sizes)
+            self._expected = profile.order if profile else tuple(reversed(range(len(self.records))))
+            self._position = {index: position for position, index in enumerate(self._expected)}
+        return self._expected
+
+    def asked_for(self, record: SavedStorage, now_s: float, book: ProfileBook) -> None:
+        """Backward unpacks this storage; what lies before it in the expected order is not prefetched any more."""
+        if record.wanted_s is None:
+            record.wanted_s = now_s
+            self.order.append(record.index)
+            if self.recorder is not None and not self.is_spoilt:
+                self.recorder.wanted(record.index)
+                self.recorder.sample(record.accounting.counters.resident_bytes)
+        self.expected_order(book)
+        self.next_ahead = max(self.next_ahead, self._position.get(record.index, -1) + 1)
+
+    def step_back(self, record: SavedStorage) -> None:
+        """What was brought up ahead had to go: look ahead from there again."""
+        self.next_ahead = min(self.next_ahead, self._position.get(record.index, self.next_ahead))
+
+    def profile(self, *, write_rate: float, read_rate: float) -> PassProfile:
+        """What the next pass of this shape can learn from this one."""
+        times = PassTimes(
+            sizes=self.sizes,
+            packed_s=[record.packed_s for record in self.records],
+            wanted_s=[record.wanted_s for record in self.records],
+            stayed=frozenset(record.index for record in self.records if record.held_elsewhere),
+        )
+        return profile_of(times, self.order, write_rate=write_rate, read_rate=read_rate)
+
+
+def _stay_out_of_compiled_code() -> None:
+    """Have the compiler run our hooks as they are.
+
+    Autograd calls them from within a compiled region too, where the compiler would otherwise trace and compile the
+    hooks themselves, and fail. ``torch.compiler.disable`` would do, at a microsecond per call; and importing the
+    compiler takes seconds, so that it is left alone until somebody else has imported it.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    package = __name__.partition(".")[0]
+    if rules is not None and package not in _told_compiler:
+        _told_compiler.add(package)
+        rules.add(package)
+
+
+_told_compiler: set[str] = set()

@@ -1,0 +1,456 @@
+"""The saved-tensor hooks: pack on the way forward, unpack on the way back.
+
+Parameters and buffers are skipped by storage, whatever view they come in; small tensors and everything that is
+not a plain dense tensor of our device are kept; the rest goes to the tier once per storage and version. See
+``saved_storage.py`` for the life of one storage, ``saved_pass.py`` for what one pass teaches the next, and
+``prefetcher.py`` for what is brought up ahead.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from lightning_ssd.activations.accounting import MemoryAccounting
+from lightning_ssd.activations.fetcher import Fetcher
+from lightning_ssd.activations.graph_memory import GraphMemory
+from lightning_ssd.activations.kept_tensor import Kept, give_back, keep
+from lightning_ssd.activations.live_passes import LivePasses
+from lightning_ssd.activations.operation import Operation
+from lightning_ssd.activations.parameter_filter import ParameterStorages
+from lightning_ssd.activations.run_ahead import RunAhead
+from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
+from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor, State
+from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error, pytorch_wording
+from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
+from lightning_ssd.common.waiting import Latch
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
+from lightning_ssd.memory.readings import available_bytes, level_bytes
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.recompute.blocks import Blocks
+from lightning_ssd.recompute.global_modes import forget_threads, note_thread
+from lightning_ssd.scheduling.clock import clock_of
+from lightning_ssd.scheduling.scheduler import Scheduler
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.telemetry.stats import OffloadStats
+from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
+from lightning_ssd.tiers.base import Tier
+from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
+
+__all__ = ["TensorCache", "Tiers"]
+
+_NUM_PARTS = 4
+_MIN_DATA_BYTES = 16 << 20
+"""Data (what no gradient goes to) that is less than one of so many parts of a storage of at least so many bytes leaves
+the storage alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Where storages may go."""
+
+    ssd: SsdTier | None = None
+    host: Tier | None = None
+
+
+class TensorCache:
+    """Owns the saved storages of one device in one process.
+
+    Args:
+        tiers: where storages may go; without an SSD tier everything is kept and counted.
+        device: only tensors of this device are moved.
+        min_tensor_nbytes: storages below this size are kept.
+        events: gets placements and stalls.
+        copies: the device's copy streams; ``None`` on CPU, where work is done when a call returns.
+        scheduler: plans what goes where; ``None``: whatever is large enough goes to SSD.
+        recompute: recompute every block, whatever is planned.
+        heap_policy: told what becomes of freed memory: before each pass, and when one finds too little room.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        *,
+        device: torch.device,
+        min_tensor_nbytes: int,
+        events: EventLog,
+        copies: CopyEngine | None = None,
+        scheduler: Scheduler | None = None,
+        recompute: bool = False,
+        heap_policy: HeapPolicy | None = None,
+    ) -> None:
+        pytorch_wording()  # learnt now, because it needs a backward without hooks
+        self._heap_policy = heap_policy or HeapPolicy()
+        self.accounting = MemoryAccounting(self._heap_policy.look)
+        self._counters = self.accounting.counters
+        self._tiers = tiers
+        # Without a probe: before the drive has told its rate, nothing is kept for it.
+        self._meter = None if tiers.ssd is None else BandwidthMeter(tiers.ssd)
+        self._device = device
+        self._min_nbytes = max(min_tensor_nbytes, 1)
+        self._events = events
+        self._copies = copies
+        # Meanwhile nobody may ask a device how it is doing, and nothing has an end that a worker could wait for.
+        self._is_capturing = bool if copies is None else copies.is_capturing
+        self._graph_memory = GraphMemory(device)
+        self._recompute = recompute
+        self.blocks: list[Blocks] = []
+        self.parameters = ParameterStorages()
+        self._parameter_keys = self.parameters.keys
+        self._warned_of_writes = False
+        self._pid = os.getpid()
+        # All of the following are guarded by the accounting lock.
+        self._by_storage: dict[int, SavedStorage] = {}
+        self._deferred = DeferredWrites()
+        self._run_ahead = RunAhead()
+        self._clock = clock_of(device)
+        self._passes = LivePasses(
+            self.accounting,
+            self._clock,
+            level=partial(level_bytes, device),
+            available=lambda: None if self._is_capturing() else available_bytes(device),
+            runs_late=copies is not None,
+            scheduler=scheduler,
+            heap_policy=self._heap_policy,
+            keeps_all=tiers.ssd is None and not recompute,
+        )
+        self._fetcher = Fetcher(
+            self.accounting,
+            self._passes,
+            device=device,
+            clock=self._clock,
+            events=events,
+            copies=copies,
+            tier=tiers.ssd,
+        )
+
+    # -- passes --------------------------------------------------------------------------------------------------
+
+    def new_pass(self, signature: Hashable = None) -> SavedPass:
+        """One forward and the backward that follows; used as a context manager around the forward."""
+        return SavedPass(
+            self._enter,
+            self._leave,
+            self._pack,
+            self._unpack,
+            blocks=self.blocks,
+            signature=signature,
+            recompute_all=self._recompute,
+        )
+
+    def _enter(self, current: SavedPass) -> None:
+        self.check_process()
+        note_thread(self)
+        if self._fetcher.closed:
+            raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
+        self._passes.warn_of_forgotten_ends()
+        with self.accounting.lock:
+            if self._passes.goes_on_plain(current):
+                return
+            self.accounting.settle()
+            self.accounting.recount()
+            self._prune()
+            self._passes.enter(current)
+        if not current.is_plain:
+            self.parameters.refresh()
+
+    def _leave(self) -> None:
+        """A forward is over."""
+        if not self.is_foreign:
+            with self.accounting.lock:
+                self._deferred.send_all()
+
+    def end_backward(self) -> None:
+        """A backward is over: learn from it, plan, tell of failed writes. A missed call costs time only.
+
+        Raises:
+            BudgetError: the policy's budget cannot be kept by any plan.
+        """
+        self.check_process()
+        with self.accounting.lock:
+            are_plain = self._passes.are_plain
+            if not are_plain:
+                self.accounting.settle()
+                self._settle_stalls()
+            rates = None if are_plain or self._meter is None else self._meter.machine().ssd
+            if rates is None:
+                self._passes.finish(all_freed=False)
+            else:
+                self._fetcher.prefetcher.budget.pass_ended(
+                    self._passes.end_backward(rates.write_bytes_per_s, rates.read_bytes_per_s),
+                    self.accounting.counters.saved_peak_bytes,
+                )
+        self._passes.learn()
+        with self.accounting.lock:
+            self._passes.prune()
+            if not are_plain:
+                self._prune()
+        self._warn_of_writes()
+
+    def _settle_stalls(self) -> None:
+        if not self._is_capturing():
+            self._fetcher.stalls.settle()
+
+    def check_process(self) -> None:
+        """Before any lock: in a forked child no worker runs, and a lock may be held for ever.
+
+        Raises:
+            OffloaderClosedError: this is a fork.
+        """
+        if self.is_foreign:
+            raise OffloaderClosedError(
+                f"this offloader was opened in process {self._pid}, and this is its fork {os.getpid()}; "
+                "open one after forking"
+            )
+
+    def _prune(self) -> None:
+        """Forget storages whose graphs are gone."""
+        self._by_storage = {c: r for c, r in self._by_storage.items() if r.state is not State.FREED}
+        self._fetcher.prune()
+
+    def _warn_of_writes(self) -> None:
+        failure = self.accounting.write_failure
+        if failure is not None and not self._warned_of_writes:
+            self._warned_of_writes = True
+            warnings.warn(
+                f"offloading failed ({failure}); the tensors concerned stay in memory, results are not affected. "
+                "Further failures are only counted (stats.failures)",
+                stacklevel=3,
+            )
+
+    def cancel_writes(self) -> None:
+        """Keep everything whose write has not begun: the step has failed, or the tier is closing."""
+        with self.accounting.lock:
+            self.accounting.settle()
+            self._deferred.drop()
+            for record in self._by_storage.values():
+                if record.state is State.QUEUED:
+                    record.forward()
+
+    def abort(self) -> None:
+        """A step has failed: keep what is queued, and raise nothing at close over the error that is under way."""
+        self.cancel_writes()
+        self._fetcher.failure = None
+        self._warned_of_writes = True
+
+    def snapshot(self, *, disk_bytes: int, busy_s: tuple[float, float], num_retries: int) -> OffloadStats:
+        """The counters, completed with what only the tier knows."""
+        with self.accounting.lock:
+            self.accounting.settle()
+            self.accounting.sweep_all()
+            self._settle_stalls()
+            stats = self.accounting.counters.snapshot()
+        return replace(
+            stats,
+            disk_bytes=disk_bytes,
+            write_busy_s=busy_s[0],
+            read_busy_s=busy_s[1],
+            failures=stats.failures + num_retries,
+            fallbacks=stats.fallbacks + num_retries,
+        )
+
+    def reset_peaks(self) -> None:
+        """Start the peaks anew at what is in memory now."""
+        with self.accounting.lock:
+            self.accounting.settle()
+            self.accounting.sweep_all()
+            counters = self.accounting.counters
+            counters.resident_peak_bytes = counters.resident_bytes
+            counters.saved_peak_bytes = self.accounting.saved_bytes
+            self._passes.count_again()
+
+    def flush(self) -> None:
+        """Block until every queued write has ended."""
+        with self.accounting.lock:
+            self._deferred.send_all()
+        for tier in (self._tiers.ssd, self._tiers.host):
+            if tier is not None:
+                tier.flush()
+
+    @property
+    def device(self) -> torch.device:
+        """Only tensors of this device are moved."""
+        return self._device
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a fork of the process that opened us."""
+        return os.getpid() != self._pid
+
+    def close(self) -> BaseException | None:
+        """No more passes. Returns the last read that failed for good, to be raised once more."""
+        self._fetcher.closed = True
+        forget_threads(self)
+        self.cancel_writes()
+        self._warn_of_writes()
+        return self._fetcher.failure
+
+    # -- pack ----------------------------------------------------------------------------------------------------
+
+    def _pack(self, current: SavedPass, tensor: torch.Tensor) -> Kept | SavedTensor:
+        """What autograd gets to hold in place of ``tensor``."""
+        if type(tensor) in PLAIN_TYPES:
+            try:
+                # A small tensor that is no view can be told without asking for its storage, which takes as long as
+                # all the rest.
+                is_small = tensor.nbytes < self._min_nbytes and not tensor._is_view()
+                storage = None if is_small else tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # sparse, opaque and functorch tensors have no storage
+                self._counters.num_kept_foreign += 1
+                return keep(tensor, tensor._is_view())
+            if storage is None:
+                self._counters.num_kept_small += 1
+                return keep(tensor, False)
+            nbytes = storage.nbytes()
+            if nbytes < self._min_nbytes:
+                self._counters.num_kept_small += 1
+                return keep(tensor, tensor._is_view())
+            if storage._cdata in self._parameter_keys:
+                self._counters.num_kept_parameters += 1
+                return keep(tensor, tensor._is_view())
+            if self._is_ours(tensor, storage, nbytes):
+                if not self.parameters.recognise(tensor, storage):
+                    return self._pack_storage(current, tensor, storage, nbytes)
+                self._counters.num_kept_parameters += 1
+                return keep(tensor, tensor._is_view())
+        self._counters.num_kept_foreign += 1
+        return keep(tensor, tensor._is_view())
+
+    def _is_ours(self, tensor: torch.Tensor, storage: torch.UntypedStorage, storage_nbytes: int) -> bool:
+        if tensor.nbytes < storage_nbytes and not tensor._is_view():
+            # A part with a version counter of its own (``unsafe_chunk``): its siblings may be edited, unseen by it,
+            # while the storage that they share is written.
+            return False
+        if storage_nbytes >= max(_MIN_DATA_BYTES, _NUM_PARTS * tensor.nbytes) and not tensor.requires_grad:
+            # A batch that is a slice of the data: all of it would be written, and it stays in memory anyway.
+            return False
+        if self._is_capturing():
+            return False
+        return (
+            tensor.device == self._device
+            and tensor.layout is torch.strided
+            and not tensor.is_quantized
+            and not tensor.is_nested
+            and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            # Forward-mode differentiation has tensors with a size and no memory, which nobody may read.
+            and not tensor._is_zerotensor()
+            and not self._graph_memory.holds(storage.data_ptr())
+        )
+
+    def _pack_storage(
+        self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
+    ) -> Kept | SavedTensor:
+        if self._fetcher.closed:  # hooks that are there still: an interrupt came when their pass was to take them away
+            return keep(tensor, tensor._is_view())
+        probe = VersionProbe(tensor)
+        while True:
+            with self.accounting.lock:
+                self.accounting.settle()
+                lease = self._find(tensor, storage, nbytes, probe)
+                room = self._admit(current, nbytes) if lease is None else None
+                if room is None:
+                    lease = lease or self._open(current, tensor, storage, probe)
+                    lease.record.num_tensors += 1
+                    self._deferred.look()
+                    break
+            self._fetcher.wait_for_room(current, nbytes, room)
+        self._run_ahead.wait()
+        if self._copies is not None:
+            self._copies.protect(tensor)
+        return SavedTensor(lease, TensorSpec.of(tensor), probe, Origin.of(tensor))
+
+    def _find(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe
+    ) -> Lease | None:
+        """Of a storage that was saved before, in this version, with all that the tensor shows."""
+        record = self._by_storage.get(storage._cdata)
+        lease = record.lease() if record is not None and record.lease is not None else None
+        if record is None or lease is None or record.nbytes != nbytes:
+            return None
+        is_same = record.is_same_value(probe.saved, tensor) and record.shows(tensor, self._mark)
+        return lease if is_same else None
+
+    def _open(
+        self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, probe: VersionProbe
+    ) -> Lease:
+        """A storage seen for the first time in this version: keep it, or have it written."""
+        nbytes = storage.nbytes()
+        parts = SavedParts(nbytes, tensor)
+        record = SavedStorage(self.accounting, storage, nbytes, probe, parts, index=len(current.records))
+        lease = Lease(record, storage)
+        self._by_storage[record.key.cdata] = record
+        record.operation = None if tensor.requires_grad else Operation.current()
+        placement = self._place(current, nbytes)
+        current.add(record)
+        self.accounting.opened(record)
+        # What stays may have to go later, when another stream is the current one.
+        record.produced = self._mark()
+        if record.produced is not None:
+            self._run_ahead.add(record.produced, nbytes, self.accounting.counters.saved_peak_bytes)
+        if placement is Placement.KEEP or (parts.is_whole and record.operation is None):
+            self._send(record, placement)
+        else:
+            self._deferred.add(record, partial(self._send, record, placement))
+        return lease
+
+    def _mark(self) -> StreamEvent | None:
+        return None if self._copies is None or self._tiers.ssd is None else self._copies.mark()
+
+    def _send(self, record: SavedStorage, placement: Placement) -> None:
+        """Keep a storage, or queue its write."""
+        nbytes, after = record.nbytes, record.produced
+        if placement is Placement.HOST and (
+            self._tiers.host is None or not record.queue_write(self._tiers.host, after)
+        ):
+            placement = Placement.SSD
+        if placement is Placement.SSD and self._tiers.ssd is not None:
+            self._fetcher.prefetcher.budget.observe(nbytes, self.accounting.counters.saved_peak_bytes)
+            record.queue_write(self._tiers.ssd, after)
+        elif placement is Placement.KEEP:
+            self.accounting.counters.bytes_kept += nbytes
+
+    def _admit(self, current: SavedPass, nbytes: int) -> Latch | None:
+        """Under a budget, what to wait for before the next storage fits."""
+        limit = current.limit_bytes if current.cursor is None else current.cursor.limit_bytes
+        if limit is None or self.accounting.counters.resident_bytes + nbytes <= limit:
+            return None
+        self._deferred.send_all()
+        return self._fetcher.admit(nbytes, limit)
+
+    def _place(self, current: SavedPass, nbytes: int) -> Placement:
+        """Return where a storage goes."""
+        if self._tiers.ssd is None:
+            return Placement.KEEP
+        if current.cursor is not None:
+            had_room = not current.cursor.ran_out and current.cursor.limit_bytes is None
+            placement = current.cursor.place(nbytes)
+            if had_room and current.cursor.ran_out:
+                self._heap_policy.enter(HeapMode.MAP_EACH)  # as this pass did not expect
+            return placement
+        if current.expects_keep(self._passes.book, nbytes):
+            return Placement.KEEP  # wanted at once
+        return Placement.SSD
+
+    # -- unpack --------------------------------------------------------------------------------------------------
+
+    def _unpack(self, packed: Kept | SavedTensor) -> torch.Tensor:
+        """Give autograd its tensor back, waiting for the drive if it must."""
+        if type(packed) is tuple:
+            return give_back(packed)
+        self.check_process()
+        lease, spec, probe, origin = packed
+        if (version := probe.version) != probe.saved:
+            description = spec.dtype, self._device, spec.size
+            raise inplace_error(description, origin, version=version, expected=probe.saved)
+        tensor = probe.rebuild(spec, self._fetcher.fetch(lease.record))
+        if self._copies is not None:
+            self._copies.protect(tensor)
+        return tensor

@@ -1,0 +1,134 @@
+"""How glibc allocates while a pass runs, and between passes."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import time
+from collections.abc import Callable
+
+import torch
+
+from lightning_ssd.memory.malloc import MallocThreshold, trim
+from lightning_ssd.memory.readings import level_bytes
+
+__all__ = ["HeapMode", "HeapPolicy"]
+
+_MIN_RELAXED_S = 0.2
+"""Between borders that are closer than this, changing to and fro would cost more than it saves."""
+_LOOK_S = 0.001
+"""Asking for the resident set takes about 10 us; in a millisecond little is allocated."""
+_SLACK_SHARE = 1 / 8
+_MIN_SLACK_BYTES, _MAX_SLACK_BYTES = 16 << 20, 128 << 20
+"""Free memory that never has to return: this share of all that is saved, within these bounds."""
+_PLENTY = 2
+"""Free memory may stay only where so many times what it may grow to is available."""
+
+
+def _resident_bytes() -> int:
+    return level_bytes(torch.device("cpu"))
+
+
+class HeapMode(enum.Enum):
+    """What becomes of freed memory while one pass runs."""
+
+    RELAXED = enum.auto()
+    """It stays or goes as malloc sees fit: the pass keeps everything."""
+    TRIM = enum.auto()
+    """It stays for the tensors to come, up to what the pass is expected to take, and is given back above that."""
+    MAP_EACH = enum.auto()
+    """It is given back at once: each tensor is mapped on its own."""
+
+
+class HeapPolicy:
+    """Lets freed activations leave the process, in passes that free any.
+
+    glibc keeps freed tensors for those to come. That is fast, because pages that are mapped anew cost a fault each, and
+    harmless as long as all together is no more than the saved tensors of the pass will take at their worst moment. So
+    free memory stays until that is exceeded, and is given back at once then (``malloc_trim``).
+
+    Where the limit is one of all memory, or there is little, nothing may stay: glibc maps each tensor on its own
+    (:class:`~lightning_ssd.memory.malloc.MallocThreshold`). A pass that keeps everything needs none of that, nor does
+    the optimizer, whose temporaries are not ours.
+
+    A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
+
+    Args:
+        is_ours: whether activations live in memory of malloc; False does nothing.
+        level: bytes resident in this process.
+    """
+
+    def __init__(self, *, is_ours: bool = False, level: Callable[[], int] = _resident_bytes) -> None:
+        threshold = MallocThreshold() if is_ours else None
+        self._threshold = None if threshold is None or threshold.reason else threshold
+        self._level = level
+        self._last_border_s = 0.0
+        self._next_look_s = 0.0
+        self._is_watched = self._is_scarce = False
+        self._other_bytes = 0
+        """Resident besides saved tensors, as far as it cannot return."""
+        self._peak_bytes = 0
+        self._slack_bytes = _MIN_SLACK_BYTES
+
+    def enter(self, mode: HeapMode) -> None:
+        """Begin a pass, or give the one under way another mode. Where memory is scarce, ``TRIM`` is ``MAP_EACH``."""
+        if self._threshold is None:
+            return
+        if mode is HeapMode.TRIM and self._is_scarce:
+            mode = HeapMode.MAP_EACH
+        self._is_watched = mode is HeapMode.TRIM
+        self._next_look_s = 0.0
+        if mode is HeapMode.MAP_EACH:
+            self._threshold.fix()
+        else:
+            self._threshold.restore()
+
+    def expect(self, peak_bytes: int, saved_bytes: int, available_bytes: int | None = None) -> None:
+        """What the next pass will take; before it enters.
+
+        Args:
+            peak_bytes: memory of saved tensors at the worst moment, as far as anybody knows.
+            saved_bytes: of all that is saved, moved or not.
+            available_bytes: memory that could still be had; ``None``: unknown.
+        """
+        self._peak_bytes = peak_bytes
+        self._slack_bytes = min(max(int(_SLACK_SHARE * saved_bytes), _MIN_SLACK_BYTES), _MAX_SLACK_BYTES)
+        self._is_scarce = available_bytes is not None and available_bytes < _PLENTY * (peak_bytes + self._slack_bytes)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether activations live in memory that glibc manages."""
+        return self._threshold is not None
+
+    def look(self, resident_bytes: int) -> None:
+        """So much is taken by saved tensors now. Called often, by workers too, so that nothing is raised."""
+        if not self._is_watched:
+            return
+        now_s = time.perf_counter()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + _LOOK_S
+        try:
+            other = self._level() - resident_bytes
+        except OSError:  # out of file descriptors, say: memory can return a millisecond later
+            return
+        if other < self._other_bytes:
+            self._other_bytes = other
+        elif other - self._other_bytes > max(self._peak_bytes - resident_bytes, 0) + self._slack_bytes:
+            trim()
+            with contextlib.suppress(OSError):
+                self._other_bytes = max(self._level() - resident_bytes, 0)
+
+    def border(self) -> None:
+        """A backward is over."""
+        self._is_watched = False
+        now_s = time.perf_counter()
+        if self._threshold is not None and now_s - self._last_border_s > _MIN_RELAXED_S:
+            self._threshold.restore()
+        self._last_border_s = now_s
+
+    def close(self) -> None:
+        """Leave malloc as it was, without our holes."""
+        if self._threshold is not None:
+            self._threshold.restore()
+            trim()

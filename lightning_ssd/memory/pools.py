@@ -1,0 +1,300 @@
+"""Host memory for transfers: bounded staging buffers, and recycled memory that reloads go to.
+
+Both pools hold anonymous memory in transparent huge pages. Fresh memory is dear: its first touch costs a page fault
+per 4 KiB, which takes longer than reading the page from a drive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lightning_ssd.common.tensors import Region
+from lightning_ssd.common.waiting import Changes
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.memory.mmap import PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
+
+__all__ = ["ReloadPool", "StagingPool"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_WASTE = 1.25
+_SMALL_NBYTES = 64 << 10
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _best_fit(spare: list[MappedBlock], need: int, alignment: int = PAGE_BYTES) -> MappedBlock | None:
+    """The smallest spare block that fits without much waste."""
+    fitting = (b for b in spare if need <= b.nbytes <= need * _MAX_WASTE and b.address % alignment == 0)
+    return min(fitting, key=lambda block: block.nbytes, default=None)
+
+
+class StagingPool:
+    """Bounded pool of page-aligned host buffers. ``lease`` waits, first come first served, while it is exhausted.
+
+    A thread holds one lease at a time: two threads that each hold one and wait for another would never end.
+
+    Args:
+        capacity_bytes: of all buffers, lent and spare. A larger request waits for all others to end and runs alone.
+        pin: lock the buffers in memory for CUDA (done once per buffer: it costs more than a copy through it).
+        device: whose context locks them; ``None``: that of the thread that leases.
+    """
+
+    def __init__(self, capacity_bytes: int, *, pin: bool = False, device: torch.device | None = None) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._pin = pin
+        self._device = device
+        self._spare: list[MappedBlock] = []
+        self._lent_bytes = 0
+        self._closed = False
+        # Guards all of the above and the queue. A leaf lock: memory is mapped and pinned outside of it.
+        self._changed = Changes()
+        self._lock = self._changed.lock
+        self._queue: deque[object] = deque()
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes in use."""
+        return self._lent_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes kept for the next lease."""
+        with self._lock:
+            return sum(block.nbytes for block in self._spare)
+
+    @contextmanager
+    def lease(self, nbytes: int) -> Iterator[Region]:
+        """``nbytes`` bytes for the length of a ``with`` block; the address is a multiple of 4,096.
+
+        Raises:
+            OffloaderClosedError: after close, also while waiting.
+        """
+        block = self._acquire(_round_up(max(nbytes, 1), PAGE_BYTES))
+        try:
+            yield Region(block.address, nbytes)
+        finally:
+            self._give_back(block)
+
+    def close(self) -> None:
+        """Free the spare buffers; lent ones are freed when their lease ends. Idempotent."""
+        with self._lock:
+            self._closed = True
+            spare, self._spare = self._spare, []
+            self._changed.tell()
+        self._free(spare)
+
+    def _acquire(self, need: int) -> MappedBlock:
+        ticket = object()
+        try:
+            with self._lock:
+                self._queue.append(ticket)
+            block, evicted = self._changed.until(lambda: self._take(ticket, need))
+        finally:
+            with self._lock:
+                self._queue.remove(ticket)
+                self._changed.tell()
+        self._free(evicted)
+        return block or self._create(need)
+
+    def _take(self, ticket: object, need: int) -> tuple[MappedBlock | None, list[MappedBlock]] | None:
+        """A spare block, if one fits, and those that have to go; ``None``: it is not our turn, or there is no room."""
+        if self._closed:
+            raise OffloaderClosedError("a staging buffer was asked for after the pool was closed")
+        if self._queue[0] is not ticket or not self._has_room(need):
+            return None
+        block = _best_fit(self._spare, need)
+        if block is not None:
+            self._spare.remove(block)
+        evicted = [] if block else self._evict(need)
+        self._lent_bytes += block.nbytes if block else need
+        return block, evicted
+
+    def _has_room(self, need: int) -> bool:
+        block = _best_fit(self._spare, need)
+        return self._lent_bytes == 0 or self._lent_bytes + (block.nbytes if block else need) <= self._capacity_bytes
+
+    def _evict(self, need: int) -> list[MappedBlock]:
+        evicted = []
+        while self._spare and self._lent_bytes + need + sum(b.nbytes for b in self._spare) > self._capacity_bytes:
+            evicted.append(self._spare.pop(0))
+        return evicted
+
+    def _create(self, need: int) -> MappedBlock:
+        try:
+            block = MappedBlock(need)
+        except BaseException:
+            with self._lock:
+                self._lent_bytes -= need
+                self._changed.tell()
+            raise
+        if self._pin:
+            self._register(block)
+        return block
+
+    def _register(self, block: MappedBlock) -> None:
+        code = lock_memory(block.address, block.nbytes, self._device)
+        block.locked = code == 0
+        if code:
+            self._pin = False
+            _log.warning(
+                "CUDA could not lock staging memory (error %s); copies to and from the device are slower", code
+            )
+
+    def _give_back(self, block: MappedBlock) -> None:
+        with self._lock:
+            self._lent_bytes -= block.nbytes
+            keep = not self._closed and block.nbytes <= self._capacity_bytes
+            if keep:
+                self._spare.append(block)
+            self._changed.tell()
+        if not keep:
+            self._free([block])
+
+    def _free(self, blocks: list[MappedBlock]) -> None:
+        for block in blocks:
+            if block.locked:
+                block.locked = False
+                unlock_memory(block.address, self._device)
+
+
+class _Loan(weakref.ref["ctypes.Array[ctypes.c_char]"]):
+    """Watches the object through which torch holds a block."""
+
+    __slots__ = ("block",)
+
+    block: MappedBlock
+
+
+class ReloadPool:
+    """Gives torch storages for reloads on CPU, backed by memory that is recycled when torch lets go of them.
+
+    Note [coming back]: torch drops a storage in whatever thread, also inside garbage collection, so that the callback
+    of the weak reference only appends to a deque. The next ``take`` (or ``trim``) empties it under the lock.
+
+    Args:
+        max_spare_bytes: memory that may be kept for the next reload; beyond it the least recently used is freed.
+    """
+
+    def __init__(self, max_spare_bytes: int) -> None:
+        self._max_spare_bytes = max_spare_bytes
+        self._spare: list[MappedBlock] = []
+        self._lent: dict[int, _Loan] = {}
+        self._returned: deque[_Loan] = deque()
+        self._closed = False
+        # Guards spare, lent and closed. A leaf lock; finalisers that run under it only append to the deque.
+        self._lock = threading.Lock()
+
+    @property
+    def max_spare_bytes(self) -> int:
+        """Memory that may be kept for the next reload. Lowering it frees at once."""
+        return self._max_spare_bytes
+
+    @max_spare_bytes.setter
+    def max_spare_bytes(self, value: int) -> None:
+        self._max_spare_bytes = value
+        self.trim()
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory kept for the next reload."""
+        self.trim()
+        with self._lock:
+            return sum(block.nbytes for block in self._spare)
+
+    @property
+    def lent_bytes(self) -> int:
+        """Memory under storages that torch still holds."""
+        self.trim()
+        with self._lock:
+            return sum(loan.block.nbytes for loan in self._lent.values())
+
+    def take(self, nbytes: int, phase: int, memory_alignment: int) -> torch.UntypedStorage:
+        """A CPU storage of exactly ``nbytes`` whose address is ``phase`` behind a multiple of ``memory_alignment``.
+
+        Its content is arbitrary: the caller fills all of it.
+
+        Raises:
+            OffloaderClosedError: after close.
+        """
+        if not 0 <= phase < memory_alignment:
+            raise ValueError(f"phase={phase}; allowed: 0 up to {memory_alignment - 1}, the alignment less one")
+        if nbytes < _SMALL_NBYTES:
+            return _small_storage(nbytes, phase, memory_alignment)
+        need = _round_up(phase + nbytes, PAGE_BYTES)
+        with self._lock:
+            if self._closed:
+                raise OffloaderClosedError("memory for a reload was asked for after the pool was closed")
+            self._drain()
+            block = _best_fit(self._spare, need, memory_alignment)
+            if block is not None:
+                self._spare.remove(block)
+            surplus = self._surplus()
+        del surplus  # unmapped here, outside of the lock
+        if block is None:
+            block = MappedBlock(need, memory_alignment)
+        array = block.export()
+        loan = _Loan(array, self._returned.append)
+        loan.block = block
+        with self._lock:
+            if not self._closed:
+                self._lent[id(loan)] = loan
+        return torch.frombuffer(array, dtype=torch.uint8, offset=phase, count=nbytes).untyped_storage()
+
+    def trim(self) -> None:
+        """Take back what torch has let go of, and free what exceeds ``max_spare_bytes``."""
+        with self._lock:
+            self._drain()
+            surplus = self._surplus()
+        del surplus
+
+    def release(self) -> None:
+        """Free all spare memory; the pool stays open."""
+        with self._lock:
+            self._drain()
+            spare, self._spare = self._spare, []
+        del spare
+
+    def close(self) -> None:
+        """Free the spare memory. Storages that torch still holds stay valid and free theirs themselves. Idempotent."""
+        with self._lock:
+            self._closed = True
+            spare, self._spare = self._spare, []
+            # Without a loan nobody is told when torch lets go, and the memory goes with its last reference.
+            self._lent.clear()
+            self._returned.clear()
+        del spare
+
+    def _drain(self) -> None:
+        while self._returned:
+            loan = self._returned.popleft()
+            if self._lent.pop(id(loan), None) is not None:
+                self._spare.append(loan.block)
+
+    def _surplus(self) -> list[MappedBlock]:
+        surplus = []
+        spare_bytes = sum(block.nbytes for block in self._spare)
+        while spare_bytes > self._max_spare_bytes:
+            surplus.append(self._spare.pop(0))
+            spare_bytes -= surplus[-1].nbytes
+        return surplus
+
+
+def _small_storage(nbytes: int, phase: int, memory_alignment: int) -> torch.UntypedStorage:
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
+    memory = bytearray(nbytes + memory_alignment)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return torch.frombuffer(
+        memory, dtype=torch.uint8, offset=(phase - address) % memory_alignment, count=nbytes
+    ).untyped_storage()

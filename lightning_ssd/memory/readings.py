@@ -1,0 +1,238 @@
+"""How much memory there is, and how much is used.
+
+Host numbers come from ``/proc`` and the cgroup files; where the system has none (macOS), they are ``None``. Device
+numbers come from PyTorch's allocator there; asking never starts a device and never resets a peak that others read.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_ssd.common.accelerators import accelerator_of
+
+__all__ = [
+    "MemoryReadings",
+    "available_bytes",
+    "cgroup_available_bytes",
+    "cgroup_limit_bytes",
+    "host_available_bytes",
+    "is_out_of_memory",
+    "level_bytes",
+    "read_memory",
+    "reset_device_peak",
+    "reset_host_peak",
+]
+
+_KIB = 1024
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_UNLIMITED = 1 << 60
+"""cgroup v1 writes "no limit" as a number just under 2**63, rounded down to a page."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReadings:
+    """Bytes at one moment; ``None`` where the machine does not tell."""
+
+    host_bytes: int | None = None
+    """Resident set size of this process."""
+    host_peak_bytes: int | None = None
+    """Its peak since the process started or since :func:`reset_host_peak`."""
+    device_bytes: int | None = None
+    """What PyTorch's allocator has handed out there."""
+    device_peak_bytes: int | None = None
+    """Its peak since the process started or since anybody's ``reset_peak_memory_stats``."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether device or host memory could not be had."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # PyTorch's allocator for the CPU raises nothing more special than this.
+    is_cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or is_cpu_allocator
+
+
+def read_memory(device: torch.device | str | None = None) -> MemoryReadings:
+    """Read what this process uses now and at most.
+
+    Args:
+        device: to include, if it is an accelerator; while it is not in use, its numbers are ``None``.
+    """
+    status = _read_kib_table(Path("/proc/self/status"))
+    host, peak = status.get("VmRSS"), status.get("VmHWM")
+    if peak is None and sys.platform == "darwin":
+        import resource  # Not on every platform, and only needed where /proc is missing.
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    stats = _allocator_stats(torch.device("cpu") if device is None else torch.device(device))
+    return MemoryReadings(
+        host_bytes=host,
+        host_peak_bytes=peak,
+        device_bytes=stats.get("allocated_bytes.all.current"),
+        device_peak_bytes=stats.get("allocated_bytes.all.peak"),
+    )
+
+
+def _allocator_stats(device: torch.device) -> dict[str, int]:
+    """Empty for a CPU, and while the device is not in use: PyTorch returns {} then, without starting it."""
+    accelerator = accelerator_of(device)
+    return {} if accelerator is None else dict(accelerator.memory_stats())
+
+
+def reset_host_peak() -> bool:
+    """Let the peak of the resident set begin anew, for every reader of this process.
+
+    Returns:
+        Whether the system could do it (Linux can, through ``/proc/self/clear_refs``).
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except (FileNotFoundError, PermissionError):
+        return False
+    return True
+
+
+def reset_device_peak(device: torch.device | str) -> bool:
+    """Let the allocator's peaks begin anew, for every reader of this process; ``False`` where none are kept."""
+    accelerator = accelerator_of(torch.device(device))
+    if accelerator is None or not accelerator.memory_stats():
+        return False
+    accelerator.reset_peak()
+    return True
+
+
+def level_bytes(device: torch.device) -> int:
+    """Memory in use now: of an accelerator's allocator, else the resident set of this process; 0 if unknown."""
+    if (accelerator := accelerator_of(device)) is not None:
+        return accelerator.allocated_bytes()
+    try:
+        return int(_read_bytes("/proc/self/statm").split()[1]) * _PAGE
+    except FileNotFoundError:
+        return 0
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory of the device that could still be allocated; ``None`` if unknown. Starts the device."""
+    if (accelerator := accelerator_of(device)) is not None:
+        free, stats = accelerator.free_bytes(), accelerator.memory_stats()
+        cached = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
+        return None if free is None else free + cached
+    return host_available_bytes()
+
+
+def host_available_bytes() -> int | None:
+    """What can still be allocated without swapping or being killed: machine and cgroup, whichever has less."""
+    return _smaller(_read_kib_table(Path("/proc/meminfo")).get("MemAvailable"), cgroup_available_bytes())
+
+
+def cgroup_limit_bytes(proc: Path = Path("/proc/self")) -> int | None:
+    """The lowest memory limit from this process's cgroup up to the root, v1 and v2; ``None``: no limit.
+
+    Args:
+        proc: where ``cgroup`` and ``mountinfo`` are.
+    """
+    limits = (limit for limit, _ in _cgroup_levels(proc))
+    return min(limits, default=None)
+
+
+def cgroup_available_bytes(proc: Path = Path("/proc/self")) -> int | None:
+    """The least room that any limited cgroup from this process's own up to the root has left; ``None``: no limit."""
+    rooms = (max(0, limit - used) for limit, used in _cgroup_levels(proc))
+    return min(rooms, default=None)
+
+
+def _cgroup_levels(proc: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes used that cannot simply be dropped) of every limited level."""
+    for mount, directory in _memory_cgroups(proc, tuple(_read_lines(proc / "cgroup"))):
+        is_v2 = (directory / "cgroup.controllers").exists()
+        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        inactive_key = "inactive_file" if is_v2 else "total_inactive_file"
+        for level in (directory, *directory.parents):
+            limit = _read_number(level / names[0])
+            if limit is not None and limit < _UNLIMITED:
+                cache = _read_table(level / "memory.stat").get(inactive_key, 0)
+                # Unused page cache counts against a cgroup, but the kernel drops it before it refuses memory.
+                yield limit, max(0, (_read_number(level / names[1]) or 0) - cache)
+            if level == mount:
+                break
+
+
+@functools.lru_cache(maxsize=8)
+def _memory_cgroups(proc: Path, memberships: tuple[str, ...]) -> tuple[tuple[Path, Path], ...]:
+    """(mount point, this process's directory) of each hierarchy that may limit memory.
+
+    Remembered, since the mounts take longer to look through than all the rest, and each pass asks.
+    """
+    return tuple(_find_memory_cgroups(proc, memberships))
+
+
+def _find_memory_cgroups(proc: Path, memberships: Sequence[str]) -> Iterator[tuple[Path, Path]]:
+    paths: dict[str, str] = {}
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            paths["cgroup" if controllers else "cgroup2"] = path
+    for line in _read_lines(proc / "mountinfo"):
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        root, mount = left.split(" ")[3:5]
+        mount_path = Path(mount)
+        # In a container the mount may show the subtree `root` only, or a namespace may hide where we are.
+        relative = os.path.relpath(paths[kind], root)
+        directory = mount_path if relative.startswith("..") else mount_path / relative
+        yield mount_path, directory if directory.is_dir() else mount_path
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Lines of a kernel file; none where this system does not have it."""
+    try:
+        return _read_bytes(path).decode().splitlines()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
+
+def _read_bytes(path: str | Path) -> bytes:
+    """A kernel file, by plain system calls: passes ask hundreds of times, and file objects take longer than the kernel.
+
+    Raises:
+        OSError: as ``open`` does.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = []
+        while part := os.read(fd, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(fd)
+
+
+def _read_number(path: Path) -> int | None:
+    """A file with one number; ``None`` for "max" and where the file is missing."""
+    lines = _read_lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _read_table(path: Path) -> dict[str, int]:
+    """Lines such as ``VmRSS:  1672 kB`` or ``inactive_file 0``; lines without a number are left out."""
+    words = (line.split() for line in _read_lines(path))
+    return {line[0].rstrip(":"): int(line[1]) for line in words if len(line) >= 2 and line[1].isdigit()}
+
+
+def _read_kib_table(path: Path) -> dict[str, int]:
+    return {key: value * _KIB for key, value in _read_table(path).items()}
+
+
+def _smaller(first: int | None, second: int | None) -> int | None:
+    known = [value for value in (first, second) if value is not None]
+    return min(known, default=None)

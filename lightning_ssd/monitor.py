@@ -1,0 +1,195 @@
+"""``OffloadMonitor``: numbers to loggers and progress bar, and a verdict at the end. Wiring only."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_ssd.config import names_mistakes
+from lightning_ssd.memory.readings import read_memory, reset_device_peak, reset_host_peak
+from lightning_ssd.offloader import Offloader
+from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, compute
+from lightning_ssd.telemetry.run_summary import RunFacts, summarize_run
+from lightning_ssd.telemetry.stats import OffloadStats
+
+__all__ = ["OffloadMonitor"]
+
+_TB = 10**12
+_WITHOUT_OFFLOADER = ("memory/device_peak_gib", "memory/host_peak_gib")
+
+
+@names_mistakes
+class OffloadMonitor(Callback):
+    """Records memory peaks, what moved, and what it cost.
+
+    Once per optimizer step it takes the numbers of :data:`lightning_ssd.telemetry.metrics.METRICS` from the strategy's
+    offloader. Every ``log_every_n_steps`` the steps since the last row are merged (mean per step, largest peak) and
+    given to all loggers of the Trainer, under the keys of that table. Under several processes, rank zero's own numbers
+    are shown. Where the strategy does not offload, it says so once and records the memory peaks alone, so that runs
+    with and without us can be compared with one callback.
+
+    Args:
+        prog_bar: show resident GiB, GiB written to SSD per step and the share of stalls on the progress bar.
+        verdict: print one paragraph at the end of ``fit``; it is in :attr:`summary` in any case.
+        reset_peaks: let all peaks begin anew after each row, so that a row holds the peak since the row before. Off by
+            default, because PyTorch's and the system's peaks belong to every reader in the process.
+    """
+
+    def __init__(self, *, prog_bar: bool = True, verdict: bool = True, reset_peaks: bool = False) -> None:
+        self.prog_bar = prog_bar
+        self.verdict = verdict
+        self.reset_peaks = reset_peaks
+        self.summary: str | None = None
+        """The verdict on the last ``fit`` that ended well."""
+        self._window = MetricWindow()
+        self._run = MetricWindow()
+        self._batch_started_s = self._step_s = self._run_s = 0.0
+        self._written_before = self._written_now = 0
+        self._warned = False
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"written_bytes": self._written_before + self._written_now}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._written_before, self._written_now = state_dict["written_bytes"], 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._window, self._run = MetricWindow(), MetricWindow()
+        self._step_s = self._run_s = 0.0
+        self._written_before, self._written_now = self._written_before + self._written_now, 0
+        self.summary = None
+        if trainer.barebones:
+            return
+        if _offloader_of(trainer) is None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"OffloadMonitor found {type(trainer.strategy).__name__}, which does not offload: it records memory "
+                'peaks alone. To offload, pass strategy="ssd_offload" to the Trainer',
+                category=UserWarning,
+            )
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                _define_peaks(logger)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch_started_s = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        self._step_s += time.perf_counter() - self._batch_started_s
+        if trainer.barebones or trainer.fit_loop._should_accumulate():
+            return
+        sample = self._sample(trainer)
+        self._window.add(sample)
+        self._run.add(sample)
+        if self.prog_bar and trainer.progress_bar_callback is not None:
+            self._show(pl_module, sample)
+        self._run_s, self._step_s = self._run_s + self._step_s, 0.0
+        if trainer._logger_connector.should_update_logs:
+            self._log(trainer)
+
+    def _sample(self, trainer: pl.Trainer) -> dict[str, float]:
+        offloader = _offloader_of(trainer)
+        if offloader is None:
+            nothing = OffloadStats()
+            readings = read_memory(trainer.strategy.root_device)
+            sample = compute((), stats_before=nothing, stats_now=nothing, readings=readings)
+            return {key: sample[key] for key in _WITHOUT_OFFLOADER if key in sample}
+        sample = offloader.drain_metrics()
+        self._written_now = round(sample["wear/written_tb"] * _TB)
+        sample["wear/written_tb"] = (self._written_before + self._written_now) / _TB
+        return sample
+
+    def _show(self, pl_module: pl.LightningModule, sample: dict[str, float]) -> None:
+        if "io/stall_s" not in sample:
+            return
+        bar = {
+            "resident_gib": sample["memory/activations_resident_peak_gib"],
+            "ssd_gib": sample["io/write_gib"],
+            "stall_pct": 100 * sample["io/stall_s"] / self._step_s if self._step_s > 0 else 0.0,
+        }
+        pl_module.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        row, self._window = self._window.result(), MetricWindow()
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                named = {key.replace("/", logger.group_separator): value for key, value in row.items()}
+                # Not global_step, which is one ahead here and would shift the curves against those of self.log.
+                logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        if self.reset_peaks:
+            reset_host_peak()
+            reset_device_peak(trainer.strategy.root_device)
+            offloader = _offloader_of(trainer)
+            if offloader is not None:
+                offloader.reset_peaks()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.barebones:
+            return
+        # Now, because the strategy closes the offloader before on_fit_end.
+        offloader = _offloader_of(trainer)
+        stats = None if offloader is None else offloader.stats
+        optimizers = () if offloader is None else offloader.optimizer_stats
+        if stats is not None:
+            self._written_now = stats.with_optimizers(optimizers).bytes_written
+        report = None if offloader is None else offloader.plan_report
+        metrics = self._run.result()
+        self.summary = summarize_run(
+            RunFacts(
+                stats=stats,
+                optimizers=optimizers,
+                policy=None if offloader is None else offloader.policy,
+                backend="" if offloader is None else offloader.description,
+                metrics=metrics,
+                step_s=self._run_s + self._step_s,
+                num_processes=trainer.world_size,
+                unusable=None if offloader is None else offloader.unusable,
+                plan=None if report is None else report.text(),
+                drive_life_days=metrics.get("wear/drive_life_days"),
+            )
+        )
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Here, because the progress bar is gone by now.
+        if self.verdict and self.summary is not None:
+            rank_zero_info(self.summary)
+
+
+def _offloader_of(trainer: pl.Trainer) -> Offloader | None:
+    offloader = getattr(trainer.strategy, "offloader", None)
+    return offloader if isinstance(offloader, Offloader) and offloader.is_open else None
+
+
+def _define_peaks(logger: Logger) -> None:
+    """Let W&B's summary tell the peak instead of the last value. Any logger whose experiment has the method gets it.
+
+    Exact names, because W&B takes the first definition that matches and Lightning's logger has one for "*" already;
+    with its x axis, which an own definition would lose.
+    """
+    define = getattr(getattr(logger, "experiment", None), "define_metric", None)
+    if not callable(define):
+        return
+    prefix = getattr(logger, "_prefix", "")
+    for metric in METRICS:
+        if metric.merge == "max":
+            key = metric.key.replace("/", logger.group_separator)
+            name = f"{prefix}{getattr(logger, 'LOGGER_JOIN_CHAR', '-')}{key}" if prefix else key
+            define(name, step_metric="trainer/global_step", step_sync=True, summary="max")

@@ -1,0 +1,1 @@
+"""Optimizer states that are saved and loaded without being in memory together."""

@@ -1,0 +1,162 @@
+"""Optimizer states of a sharded model as whole tensors, collected one after the other.
+
+PyTorch's own way holds the full states of the whole model in the memory of one process. Here one tensor at a time is
+whole, in each process for the moment that it takes, and the one that receives them puts each on its drive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lightning_ssd.common.dtensor import is_shard, local_of, spec_of, wrap
+from lightning_ssd.common.waiting import Latch
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.optimizer.store.buffers import BufferPool
+from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy, Writer
+from lightning_ssd.optimizer.store.files import StateFiles
+from lightning_ssd.optimizer.store.store import StateStore
+from lightning_ssd.tiers.base import StoredBytes
+from lightning_ssd.tiers.copy_paths import storage_bytes
+from lightning_ssd.tiers.ssd import SsdTier
+
+__all__ = ["TensorSpool", "full_nbytes", "full_states"]
+
+Put = Callable[[torch.Tensor], torch.Tensor]
+States = Mapping[int, Mapping[Any, Any]]
+
+
+def full_states(states: States, put: Put | None) -> dict[int, dict[Any, Any]]:
+    """What the states of sharded parameters are as a whole. All processes call it, with states of the same names.
+
+    Args:
+        states: by number of the parameter; of its sharded tensors the part that this process has.
+        put: where a whole tensor goes; ``None``: this process helps to collect, and receives nothing.
+
+    Returns:
+        The same with whole tensors in the place of sharded ones; nothing where ``put`` is ``None``.
+    """
+    found: dict[int, dict[Any, Any]] = {}
+    for number in sorted(states):
+        state = {key: _whole(value, put) for key, value in states[number].items()}
+        if put is not None:
+            found[number] = state
+    return found
+
+
+def full_nbytes(states: States) -> int:
+    """Bytes of all sharded tensors together, as whole ones."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _sharded(states))
+
+
+def _sharded(states: States) -> Iterator[torch.Tensor]:
+    return (value for state in states.values() for value in state.values() if is_shard(value))
+
+
+def _whole(value: Any, put: Put | None) -> Any:
+    if not is_shard(value):
+        return value
+    spec = spec_of(value)
+    # Parts are mapped from a file, into host memory; the processes meet on the mesh's device.
+    tensor: Any = wrap(local_of(value).to(spec.mesh.device_type), spec)
+    whole = tensor.full_tensor()
+    return whole if put is None else put(whole)
+
+
+class TensorSpool:
+    """Puts tensors beside the states of an optimizer, and shows them as memory whose pages come when they are read.
+
+    One piece of memory, as large as the largest tensor, is what it needs itself. The space in the files is free again
+    (for the next collection) with the last of the tensors.
+
+    Where the drives have no room, tensors stay in memory: other processes wait for the one that collects, so that a
+    full drive must not stop it.
+
+    Args:
+        files: the drives.
+        store: gives space back.
+        nbytes: space that is taken beforehand, beyond what states have, so that these lose none of theirs.
+    """
+
+    def __init__(self, files: StateFiles, store: StateStore, nbytes: int) -> None:
+        self._files = files
+        self._slots = BufferPool(files.device)
+        self._held: list[StoredCopy] = []
+        self._hold = CopyPin()
+        store.release_with(self._hold, self._held)
+        store.settle()  # what earlier collections held
+        self._turn = 0
+        self._refusal: Exception | None = None
+        self._refused_bytes = 0
+        try:
+            files.reserve([tier.disk_bytes - (-nbytes // len(files.tiers)) for tier in files.tiers])
+        except (StorageError, OffloaderClosedError) as error:
+            self._refusal = error
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor (contiguous, on the CPU), from a drive. Waits until it is there.
+
+        What is smaller than a block of a file stays in memory.
+        """
+        if tensor.numel() * tensor.element_size() < self._files.block_bytes:
+            return tensor.to("cpu", copy=True)
+        if self._refusal is None:
+            try:
+                return self._put(tensor)
+            except (StorageError, OffloaderClosedError) as error:
+                self._refusal = error
+        self._refused_bytes += tensor.numel() * tensor.element_size()
+        return tensor.to("cpu", copy=True)
+
+    def take_warning(self) -> str | None:
+        """What the user should know, once."""
+        nbytes, self._refused_bytes = self._refused_bytes, 0
+        if nbytes == 0 or isinstance(self._refusal, OffloaderClosedError):
+            return None
+        return f"{nbytes:,} bytes of full optimizer states are in memory, because no drive takes them: {self._refusal}"
+
+    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
+        nbytes, block = tensor.numel() * tensor.element_size(), self._files.block_bytes
+        storage = self._slots.take(-(-nbytes // block) * block)
+        room = storage_bytes(storage, 0, nbytes).view(tensor.dtype).view(tensor.shape)
+        room.copy_(tensor)
+        copy = self._write(storage)
+        # Not after an error that interrupts the wait: then the memory may be read still.
+        self._slots.give_back(storage)
+        view = FileView(copy.stored.body_nbytes, keeps=self._hold)
+        copy.show(view, 0, 0, copy.stored.body_nbytes)
+        return view.tensor(0, tensor.dtype, tuple(room.shape), room.stride())
+
+    def _write(self, storage: torch.UntypedStorage) -> StoredCopy:
+        """To the next directory in turn, or to one that does not refuse it."""
+        tiers = self._files.tiers
+        first, self._turn = self._turn, self._turn + 1
+        refused: BaseException | None = None
+        for number in range(len(tiers)):
+            written = self._write_to(tiers[(first + number) % len(tiers)], storage)
+            if isinstance(written, StoredCopy):
+                return written
+            refused = refused or written
+        if isinstance(refused, StorageError):
+            raise refused
+        raise StorageError(f"no drive takes a collected tensor: {refused}") from refused
+
+    def _write_to(self, tier: SsdTier, storage: torch.UntypedStorage) -> StoredCopy | BaseException:
+        ended = Latch()
+        found: list[StoredCopy | BaseException] = []
+
+        def write_ended(stored: StoredBytes | None, error: BaseException | None) -> None:
+            if stored is not None:
+                # Here and not by who waits, whom an interrupt from the keyboard may have taken away.
+                self._held.append(StoredCopy(tier, stored))
+                found.append(self._held[-1])
+            else:
+                found.append(error or StorageError("a write ended with neither a copy nor an error"))
+            ended.open()
+
+        tier.write(Writer(storage, write_ended), storage.nbytes(), self._files.mark(), label="a collected state")
+        ended.wait()
+        return found[0]

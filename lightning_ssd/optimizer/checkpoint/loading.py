@@ -1,0 +1,113 @@
+"""From a saved optimizer state to subgroups, one at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_ssd.optimizer.step.aliases import are_apart, spans_of, tensors_in
+from lightning_ssd.optimizer.step.master_weights import MASTER
+from lightning_ssd.optimizer.step.partition import Partition
+from lightning_ssd.optimizer.step.types import State
+
+__all__ = ["load_states"]
+
+
+def load_states(
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    partition: Partition,
+    put: Callable[[int, Sequence[State]], None],
+    keep: Callable[[torch.Tensor, State], None],
+    *,
+    has_master: Callable[[torch.Tensor], bool],
+) -> None:
+    """Let the optimizer's own ``load_state_dict`` cast and convert what was saved, a subgroup at a time.
+
+    Args:
+        optimizer: the user's; its ``state`` is the same object before and after. Its hooks run once.
+        state_dict: what ``state_dict`` of its class gave. Nothing of it is kept.
+        partition: the optimizer's parameters.
+        put: takes the states of a subgroup's parts; what it keeps it copies.
+        keep: takes the state of a parameter whose tensors share memory, which no layout gives back as they are.
+        has_master: whether the states of a parameter are float32, whatever the parameter itself is.
+
+    Raises:
+        ValueError: the groups do not match; nothing has changed.
+    """
+    saved = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, saved)
+        saved = saved if changed is None else changed
+    state, pre_hooks = optimizer.state, optimizer._optimizer_load_state_dict_pre_hooks
+    post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+    mine: Any = defaultdict(dict)  # load_state_dict puts others in its place
+    nothing: OrderedDict[int, Any] = OrderedDict()  # hooks belong to the whole load
+    try:
+        # No context manager: an interrupt as one is entered or left would leave them there.
+        optimizer.state = mine
+        optimizer._optimizer_load_state_dict_pre_hooks = nothing
+        optimizer._optimizer_load_state_dict_post_hooks = nothing
+        _load(optimizer, saved, partition, put, keep, has_master)
+    finally:
+        optimizer.state = state
+        optimizer._optimizer_load_state_dict_pre_hooks = pre_hooks
+        optimizer._optimizer_load_state_dict_post_hooks = post_hooks
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _load(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    partition: Partition,
+    put: Callable[[int, Sequence[State]], None],
+    keep: Callable[[torch.Tensor, State], None],
+    has_master: Callable[[torch.Tensor], bool],
+) -> None:
+    states = saved["state"]
+    optimizer.load_state_dict({**saved, "state": {}})
+    groups = optimizer.param_groups
+    ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    parameters = list(chain.from_iterable(group["params"] for group in groups))
+    id_of = {id(parameter): number for number, parameter in zip(ids, parameters, strict=True)}
+    # By its parameter's type load_state_dict decides to which type it casts a state.
+    cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in parameters if has_master(p)}
+    optimizer.param_groups = [{**group, "params": [cast_to.get(id(p), p) for p in group["params"]]} for group in groups]
+    try:
+        for index, subgroup in enumerate(partition.subgroups):
+            loaded: list[State] = []
+            shared: list[tuple[torch.Tensor, State]] = []
+            for part in subgroup.parts:
+                parameter = partition.parameters[part.parameter]
+                number = id_of.get(id(parameter))
+                state = dict(states.get(number, {}))
+                if id(parameter) not in cast_to:
+                    state.pop(MASTER, None)  # saved by a run that had copies; this one has none
+                if not are_apart([spans_of(tensor) for tensor in tensors_in(state)]):
+                    if part.start == 0:
+                        optimizer.load_state_dict({**saved, "state": {number: copy.deepcopy(state)}})
+                        shared.append((parameter, optimizer.state[cast_to.get(id(parameter), parameter)]))
+                    state = {}
+                if state:
+                    # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
+                    cut = partition.cut(part, state)
+                    optimizer.load_state_dict({**saved, "state": {number: cut}})
+                    state = dict(optimizer.state[cast_to.get(id(parameter), parameter)])
+                loaded.append(state)
+            put(index, loaded)
+            for parameter, state in shared:
+                keep(parameter, state)
+        for parameter in parameters:
+            number = id_of[id(parameter)]
+            if partition.number_of(parameter) is None and number in states:  # a lazy module's, without a shape yet
+                optimizer.load_state_dict({**saved, "state": {number: copy.deepcopy(states[number])}})
+                keep(parameter, optimizer.state[parameter])
+    finally:
+        optimizer.param_groups = groups

@@ -1,0 +1,70 @@
+"""From states on drives to the dictionary that an optimizer saves, by its own ``state_dict``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_ssd.optimizer.step.aliases import tensors_in
+from lightning_ssd.optimizer.step.stepper import SubgroupStepper
+from lightning_ssd.optimizer.step.types import State
+
+__all__ = ["saved_states"]
+
+_PRE, _POST = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
+
+
+def saved_states(
+    optimizer: Optimizer, inner_step: SubgroupStepper, snapshot: Callable[[], Mapping[Any, State]]
+) -> dict[str, Any]:
+    """What the optimizer's own ``state_dict`` makes of its states as they are now.
+
+    Its hooks find the true states in ``optimizer.state``; what they edit there stays.
+
+    Args:
+        optimizer: the user's.
+        inner_step: lends it what it saves.
+        snapshot: the states, which stay as they are while training goes on.
+
+    Raises:
+        RuntimeError: a tensor of the dictionary was edited on the way, which would not reach the training.
+    """
+    own = vars(optimizer)
+    pre_hooks, post_hooks = own.get(_PRE), own.get(_POST)
+    for hook in (pre_hooks or {}).values():
+        hook(optimizer)
+    states = snapshot()
+    before = _fingerprint(states)
+    nothing: OrderedDict[int, Any] = OrderedDict()
+    try:
+        # Without calls, at which an interrupt could come.
+        if pre_hooks is not None:
+            own[_PRE] = nothing
+        if post_hooks is not None:
+            own[_POST] = nothing
+        saved: dict[str, Any] = inner_step.lend(None, states, optimizer.state_dict)
+    finally:
+        if pre_hooks is not None:
+            own[_PRE] = pre_hooks
+        if post_hooks is not None:
+            own[_POST] = post_hooks
+    for hook in (post_hooks or {}).values():
+        changed = hook(optimizer, saved)
+        saved = saved if changed is None else changed
+    if _fingerprint(states) != before:
+        raise RuntimeError(
+            "a state_dict of an OffloadedOptimizer is a copy; its tensors or states were edited while it was made, "
+            "which training would not see. Edit optimizer.state (in a hook before state_dict, say)"
+        )
+    return saved
+
+
+def _fingerprint(states: Mapping[Any, State]) -> list[Any]:
+    return [
+        (id(key), name, id(value), [(id(tensor), tensor._version) for tensor in tensors_in(value)])
+        for key, state in states.items()
+        for name, value in state.items()
+    ]

@@ -1,0 +1,241 @@
+"""An optimizer's ``state`` while its states wait on drives: what is asked for comes up, what is written goes down.
+
+Note: lent states
+    Reading a state lends it: a dictionary of tensors in memory, which *is* the state from then on. Steps update those
+    very tensors while somebody holds them, as a plain step does. What nobody holds any more returns to its drive at the
+    beginning of the next step, at a checkpoint, or when much is lent. What cannot be laid out on a drive as it is (one
+    tensor under two names, a view of a gradient) is held in that sense, too, and stays in memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_ssd.common.dtensor import has_shape, is_shard, local_of
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
+from lightning_ssd.optimizer.step.aliases import are_apart, is_held, spans_of
+from lightning_ssd.optimizer.step.layout import moves
+from lightning_ssd.optimizer.step.paged_states import PagedStates
+from lightning_ssd.optimizer.step.types import State
+
+__all__ = ["LiveStates"]
+
+
+class LiveStates(MutableMapping[Any, Any]):
+    """By parameter, as ``Optimizer.state``: a missing one begins as an empty dictionary.
+
+    Args:
+        states: where they are.
+    """
+
+    default_factory = dict
+
+    def __init__(self, states: PagedStates) -> None:
+        self._states = states
+        self._snapshot: Snapshot | None = None
+        self._order: dict[Any, None] = {}
+        self._num_lent_bytes = 0
+
+    # -- a mapping -----------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._states.lent or self._is_stored(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.note_order(self._states.partition.parameters)
+        self.note_order(self._states.lent)
+        return iter([key for key in self._order if key in self])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, key: Any) -> Any:
+        lent = self._states.lent
+        if key not in lent:
+            lent[key] = self._lend(key) if self._is_stored(key) else {}
+            self.note_order([key])
+        return lent[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._states.lent[key] = value  # from now on it counts: what is stored may go in parts
+        self._forget(key)
+        self.note_order([key])
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self._states.lent[key] = {}  # from now on it counts: what is stored may go in parts
+        self._forget(key)
+        self._order.pop(key, None)
+        self._states.lent.pop(key, None)
+
+    def note_order(self, keys: Iterable[Any]) -> None:
+        """Those of the keys that have got a state come behind those that had one."""
+        self._order.update((key, None) for key in keys if key not in self._order and key in self)
+
+    def clear(self) -> None:
+        """No states at all. Nothing is brought up for it."""
+        for key in list(self):
+            del self[key]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Without making one."""
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As that of a dictionary."""
+        if key not in self:
+            return {}.pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As that of a dictionary."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def copy(self) -> defaultdict[Any, Any]:
+        """A plain one, of the same dictionaries, all of them in memory."""
+        return defaultdict(dict, self.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are plain, and have all states."""
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __repr__(self) -> str:
+        return f"<states of {len(self)} parameters, {len(self._states.lent)} of them in memory>"
+
+    # -- up and down ---------------------------------------------------------------------------------------------
+
+    def _is_stored(self, key: object) -> bool:
+        number = self._states.partition.number_of(key) if isinstance(key, torch.Tensor) else None
+        if number is None:
+            return False
+        return self._states.is_stored(number) if self._snapshot is None else bool(self._snapshot.state_of(number))
+
+    def _lend(self, parameter: torch.Tensor) -> State:
+        number = self._states.partition.number_of(parameter)
+        assert number is not None
+        if self._snapshot is not None:
+            return self._snapshot.state_of(number)
+        if self._num_lent_bytes > self._states.lent_limit_bytes:
+            self.settle()
+        state = self._states.read(number)
+        self._num_lent_bytes += _nbytes(state)
+        return state
+
+    def _forget(self, key: Any) -> None:
+        number = self._states.partition.number_of(key) if isinstance(key, torch.Tensor) else None
+        if number is not None:
+            self._states.forget(number)
+            if self._snapshot is not None:
+                self._snapshot.forget(number)
+
+    def settle(self) -> None:
+        """Bring what nobody holds back to its drive.
+
+        Raises:
+            StorageError: a drive cannot be read; what was lent stays in memory.
+        """
+        lent = self._states.lent
+        if self._snapshot is None:
+            done = [parameter for parameter in lent if self._may_leave(parameter)]
+            if done:
+                self._states.put({parameter: lent[parameter] for parameter in done})
+                for parameter in done:
+                    del lent[parameter]
+        # What had to stay counts no more, or whoever holds many would have all of them looked at with each one more.
+        self._num_lent_bytes = 0
+
+    @contextmanager
+    def empty_ones_away(self) -> Iterator[None]:
+        """For a step: states that were read before there were any are made on their way down, if nobody holds them."""
+        lent = self._states.lent
+        # Another optimizer may see a difference between an empty state and none.
+        may_leave = self._states.trials.is_elementwise
+        empty = [parameter for parameter in lent if may_leave and self._is_empty(parameter)]
+        for parameter in empty:
+            del lent[parameter]
+        try:
+            yield
+        finally:
+            lent.update((parameter, {}) for parameter in empty if parameter not in self)
+
+    def _is_empty(self, parameter: Any) -> bool:
+        lent = self._states.lent
+        is_plain = isinstance(parameter, torch.Tensor) and type(lent[parameter]) is dict
+        return is_plain and not lent[parameter] and not is_held(lent, parameter) and not self._is_stored(parameter)
+
+    def _may_leave(self, parameter: Any) -> bool:
+        lent, partition = self._states.lent, self._states.partition
+        number = partition.number_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        if number is None or type(lent[parameter]) is not dict or not lent[parameter] or is_held(lent, parameter):
+            return False
+        is_cut = len(partition.places[number]) > 1
+        state, device = lent[parameter], self._states.files.device
+        if is_cut and not all(_is_like(value, parameter) for value in state.values()):
+            return False
+        # What does not move stays the same object, whoever holds it.
+        return not any(
+            isinstance(state[key], torch.Tensor) and (is_cut or moves(state[key], device)) and is_held(state, key)
+            for key in state
+        )
+
+    def take_over(self, states: Mapping[Any, Any]) -> None:
+        """Others, in the place of all that there are."""
+        self.clear()
+        self._states.lent.update(states)
+        self.note_order(states)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """The files are closed: from now on all is in memory, or in what the snapshot maps."""
+        self._snapshot = snapshot
+
+    def check(self) -> None:
+        """Before a step, that lent states can be updated some at a time.
+
+        Raises:
+            ConfigError: two parameters share a state, or a state is of no parameter.
+        """
+        lent = self._states.lent
+        if not lent:
+            return
+        if others := [key for key in lent if not isinstance(key, torch.Tensor)]:
+            raise ConfigError(
+                f"optimizer.state expects parameters as keys; got {others[:3]!r}: what all parameters share cannot be "
+                "offloaded. Use OffloadPolicy.optimizer_states='keep'"
+            )
+        states = [state for state in lent.values() if state]
+        owners = [spans_of([p, state] if has_shape(p) else state) for p, state in lent.items()]
+        owners.append(spans_of([p for p in self._states.partition.parameters if p not in lent]))
+        if len({id(state) for state in states}) < len(states) or not are_apart(owners):
+            raise ConfigError(
+                "optimizer.state expects a state of its own for each parameter; got one that two share, or that shows "
+                "another parameter's memory: they are not updated at the same time. Clone it, or use "
+                "OffloadPolicy.optimizer_states='keep'"
+            )
+
+
+def _nbytes(state: Any) -> int:
+    values = state.values() if isinstance(state, Mapping) else ()
+    return sum(v.numel() * v.element_size() for v in map(_local, values) if v is not None)
+
+
+def _local(value: Any) -> torch.Tensor | None:
+    return local_of(value) if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether slices of it are good for slices of its parameter."""
+    if isinstance(value, torch.Tensor):
+        is_same_kind = is_shard(value) == is_shard(parameter) and value.is_floating_point()
+        return value.dim() == 0 or (value.shape == parameter.shape and is_same_kind)
+    return isinstance(value, bool | int | float | str | type(None))

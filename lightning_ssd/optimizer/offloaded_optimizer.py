@@ -1,0 +1,396 @@
+"""An optimizer whose states wait on SSDs: fetched, updated and flushed subgroup by subgroup, with the user's own step.
+
+Source: MLP-Offload (arXiv 2509.02480): subgroups, several paths by their rates, alternating order so that what is still
+in memory comes first. Beyond it: any optimizer that treats each parameter by itself, the very bits of it, last good
+copies that survive failed writes, and snapshots that cost no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
+from lightning_ssd.optimizer.checkpoint.gather import TensorSpool, full_nbytes, full_states
+from lightning_ssd.optimizer.checkpoint.loading import load_states
+from lightning_ssd.optimizer.checkpoint.saving import saved_states
+from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
+from lightning_ssd.optimizer.live_states import LiveStates
+from lightning_ssd.optimizer.step.coupling import refuse_coupling, refuse_differentiable, refuse_own_step
+from lightning_ssd.optimizer.step.paged_states import PagedStates, Visit
+from lightning_ssd.optimizer.step.step_effects import StepEffects
+from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
+from lightning_ssd.optimizer.step.types import State
+from lightning_ssd.optimizer.store.files import StateFiles
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.telemetry.stats import OptimizerStats
+
+__all__ = ["NO_OPTIMIZER", "OffloadedOptimizer"]
+
+NO_OPTIMIZER = (
+    'optimizer_states="offload" moved nothing, because no optimizer that the Offloader returned was stepped; write '
+    "optimizer = offloader.offload_optimizer(optimizer) before the first step, and use what it returns"
+)
+"""For who trains without having offloaded one, or steps the one that was given instead of what came back."""
+
+
+class OffloadedOptimizer(Optimizer):
+    """Wraps an optimizer; its ``param_groups``, schedulers and hooks stay what they are.
+
+    Between steps the states are on SSD, except for the subgroups that the step visited last, which it visits first next
+    time. A step takes the closure, then visits the subgroups: while one is updated, the next ones are read and the last
+    ones are written. Only parameters with gradients cost anything.
+
+    Args:
+        optimizer: any that treats each parameter by itself. States that it has already are taken over.
+        files: where to; closed by :meth:`close`.
+        master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
+        events: where waiting is noted.
+
+    Raises:
+        ConfigError: the optimizer couples its parameters.
+        OutOfSpaceError: the directories have no room for its states.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        files: StateFiles,
+        *,
+        master_weights: bool = False,
+        events: EventLog | None = None,
+    ) -> None:
+        # Not Optimizer.__init__: groups, defaults and hooks are the inner one's.
+        refuse_coupling(optimizer)
+        refuse_differentiable(optimizer)
+        if isinstance(optimizer, OffloadedOptimizer):
+            raise ConfigError("this optimizer's states are offloaded already; pass the optimizer that it wraps")
+        self.inner = optimizer
+        self._patch_step_function()
+        self._inner_step = SubgroupStepper(optimizer)
+        self._states = PagedStates(
+            self._inner_step,
+            optimizer,
+            files,
+            master_weights=master_weights,
+            events=events,
+        )
+        self._live = LiveStates(self._states)
+        self._num_steps = 0
+        self._step_s = 0.0
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._broken: str | None = None
+        self._last: Snapshot | None = None
+        self._last_stats: OptimizerStats | None = None
+        self._states.register(self.param_groups)
+        try:
+            self._look_for_others()
+            self._live.settle()
+        except BaseException:
+            if vars(self.inner)["state"] is self._live:  # else they have not been taken over
+                self.inner.state = self._live.copy()
+            raise
+
+    # -- the user's optimizer ------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The inner optimizer, under the name by which Lightning's callbacks look into a wrapper."""
+        return self.inner
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether this one was never stepped, and the inner one, which has made states of its own, was."""
+        return not self._num_steps and any(self._states.lent.values())
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's own."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's own."""
+        return self.inner.defaults
+
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:
+        """The states, by parameter. Reading one brings it up, and what is written to it is what steps go on with."""
+        self._look_for_others()
+        return self._live
+
+    @state.setter
+    def state(self, states: MutableMapping[Any, Any]) -> None:
+        vars(self.inner)["state"] = states
+
+    def __getattr__(self, name: str) -> Any:
+        # Hooks, and what optimizers have of their own (schedule-free ones switch by train() and eval()).
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return f"OffloadedOptimizer({self.inner!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an OffloadedOptimizer cannot be pickled or copied: its states are in files; use state_dict()")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the inner optimizer does it."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """More parameters, whose states are offloaded too."""
+        self._check_open()
+        self.inner.add_param_group(param_group)
+        self._states.register(self.param_groups)
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters: the very bits that the inner optimizer's own step would give.
+
+        Args:
+            closure: evaluates the model; called once, before anything is fetched.
+
+        Raises:
+            StorageError: states cannot be read. The step is incomplete, and later ones are refused: resume from a
+                checkpoint. States that cannot be *written* stay in memory, with one warning.
+            ConfigError: the optimizer turns out to couple its parameters, or two of them share memory.
+        """
+        self._check_usable()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        byproducts = None if self._states.trials.is_elementwise else StepEffects(self.inner)
+        changes = GroupChanges(byproducts, None if closure is None else lambda: loss)
+        with self._live.empty_ones_away():
+            visits = self._states.plan_visits(self.param_groups, self._num_steps)
+            begin_s = time.perf_counter()
+            try:
+                self._update(visits, changes)
+                changes.apply(self.param_groups)
+            except BaseException as error:
+                self._broken = f"{type(error).__name__}: {error}"
+                raise
+        self._live.note_order(p for group in self.param_groups for p in group["params"])
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # by this schedulers check the order of calls
+        self._num_steps += 1
+        self._step_s += time.perf_counter() - begin_s
+        self._states.rebalance()
+        for warning in (self._states.store.take_warning(), self._states.take_warning()):
+            if warning is not None:
+                warnings.warn(warning, stacklevel=2)
+        return changes.result(loss)
+
+    def _prepare(self) -> None:
+        """Before a step touches anything: what has become of the groups, the states and the optimizer."""
+        refuse_own_step(self.inner)
+        refuse_differentiable(self.inner)
+        self._look_for_others()
+        self._states.register(self.param_groups)
+        self._live.check()
+        self._live.settle()
+
+    def _look_for_others(self) -> None:
+        """Somebody may have given the inner optimizer other states, by assignment or by loading them into it."""
+        states: Any = self.inner.state
+        if states is not self._live and not self._inner_step.is_lending:
+            self._live.take_over(states)
+            self.state = self._live  # not before: interrupted, they would be nowhere
+
+    def _update(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
+        """Fused optimizers unscale gradients themselves: ``GradScaler`` sets attributes on what it takes for them."""
+        own, told = vars(self.inner), vars(self)
+        try:
+            if "grad_scale" in told:
+                own["grad_scale"] = told["grad_scale"]
+            if "found_inf" in told:
+                own["found_inf"] = told["found_inf"]
+            self._states.update(visits, changes)
+            # In a group without gradients there may be something to count all the same.
+            idle = set(range(len(self.param_groups))).difference(*(visit.groups for visit in visits))
+            self._inner_step.run_idle(idle, changes)
+        finally:
+            # Without a call, at which an interrupt could come.
+            if "grad_scale" in told:
+                del own["grad_scale"]
+            if "found_inf" in told:
+                del own["found_inf"]
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        self._check_whole()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise OffloaderClosedError("this optimizer's files are closed; load its state_dict() into another one")
+        if os.getpid() != self._pid:  # no worker has come along: whoever waits for one waits for ever
+            raise StorageError(f"this optimizer's files are those of process {self._pid}; make it after the fork")
+
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"an earlier step of this optimizer is incomplete ({self._broken}); load a checkpoint, or the weights "
+                "would be those of no training"
+            )
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> Snapshot:
+        if self._last is not None:
+            return self._last
+        self._check_open()
+        self._look_for_others()
+        self._live.settle()
+        # What cannot be written is copied from memory: a full drive costs no checkpoint. The store has a warning ready.
+        with contextlib.suppress(StorageError):
+            self._states.store.flush()
+        return Snapshot(self._states.partition, self._states.store, self._states.lent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the inner optimizer's, readable by it. Its tensors cost no memory: their pages come from the drive as they
+        are read, and stay as they are now while training goes on.
+
+        Raises:
+            RuntimeError: a step is incomplete.
+            StorageError: what is ahead of its drive cannot be written.
+        """
+        self._check_whole()
+        return saved_states(self.inner, self._inner_step, self._all_states)
+
+    def _all_states(self) -> dict[Any, State]:
+        snapshot = self._snapshot()
+        number_of = self._states.partition.number_of
+        return {
+            key: snapshot.lent[key] if key in snapshot.lent else snapshot.state_of(number_of(key) or 0)
+            for key in self._live
+        }
+
+    def full_state_dict(self, *, receive: bool) -> dict[str, Any]:
+        """As :meth:`state_dict`, with whole tensors where parameters are sharded. All processes call it together.
+
+        One tensor at a time is whole in memory. It goes to this process' drives, beside the states, and its pages come
+        when they are read; where the drives have no room, it stays in memory, with a warning.
+
+        Args:
+            receive: whether this process gets the states. Another one helps, and gets an empty dictionary.
+
+        Raises:
+            RuntimeError: a step is incomplete.
+        """
+        parts = self.state_dict()
+        if not receive:
+            full_states(parts["state"], None)
+            return {}
+        spool = TensorSpool(self._states.files, self._states.store, full_nbytes(parts["state"]))
+        states = full_states(parts["state"], spool.put)
+        if (warning := spool.take_warning()) is not None:
+            warnings.warn(warning, stacklevel=2)
+        return {**parts, "state": states}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what this or the inner optimizer's class has saved, subgroup by subgroup."""
+        self._check_open()
+        self._look_for_others()
+        if self._loads_by_itself:
+            self.inner.load_state_dict(dict(state_dict))  # once, whatever it does beside
+            self._broken = None
+            return
+        self._states.register(self.param_groups)  # groups may have been put into param_groups since the last step
+        # From the options of the groups to the last subgroup, it is that of no training.
+        before, groups = self._broken, self.param_groups
+        self._broken = "load_state_dict has not ended"
+        try:
+            load_states(
+                self.inner,
+                state_dict,
+                self._states.partition,
+                self._replace,
+                self._live.__setitem__,
+                has_master=self._states.trials.has_master,
+            )
+        except BaseException as error:
+            # Other groups come first of all.
+            self._broken = before if self.inner.param_groups is groups else f"{type(error).__name__}: {error}"
+            raise
+        self._broken = None
+        saved = (number for group in state_dict["param_groups"] for number in group["params"])
+        mine = (parameter for group in self.param_groups for parameter in group["params"])
+        by_number = dict(zip(saved, mine, strict=True))
+        self._live.note_order(by_number[number] for number in state_dict["state"] if number in by_number)
+
+    @property
+    def _loads_by_itself(self) -> bool:
+        """Whether the inner optimizer's class loads in a way of its own, which nobody knows to be one by parameter."""
+        return type(self.inner).load_state_dict is not Optimizer.load_state_dict and not self._states.trials.has_masters
+
+    def _replace(self, index: int, states: Sequence[State]) -> None:
+        """Other states for a subgroup."""
+        if index == 0:
+            self._live.clear()
+        self._states.replace(index, states)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> OptimizerStats:
+        """Counters since the beginning."""
+        if self._last_stats is not None:
+            return self._last_stats
+        states, store = self._states, self._states.store
+        progress = states.files.progress()
+        return OptimizerStats(
+            num_steps=self._num_steps,
+            num_subgroups=len(states.partition.subgroups),
+            subgroup_bytes=states.partition.max_bytes,
+            state_bytes=states.nbytes,
+            resident_bytes=store.slots.lent_bytes,
+            resident_peak_bytes=store.slots.peak_bytes,
+            written_bytes=sum(p.written_bytes for p in progress),
+            read_bytes=sum(p.read_bytes for p in progress),
+            kept_bytes=store.kept_bytes,
+            stall_s=store.stall_s,
+            fetch_busy_s=sum(p.read_busy_s for p in progress),
+            flush_busy_s=sum(p.write_busy_s for p in progress),
+            update_s=states.update_s,
+            step_s=self._step_s,
+        )
+
+    def flush(self) -> None:
+        """Wait until everything is on its drive. Training never needs it."""
+        if not self._is_closed:
+            self._states.store.flush()
+
+    def close(self) -> None:
+        """End of training: files and threads go; ``state_dict`` still works, and keeps the disk space. Idempotent."""
+        if self._is_closed:
+            return
+        if os.getpid() != self._pid:  # a fork: files and threads are the parent's
+            self._is_closed = True
+            return
+        try:
+            if self._broken is None:
+                snapshot = self._snapshot()
+                snapshot.map_all()
+                self._last = snapshot
+                self._live.keep(snapshot)
+        finally:
+            self._is_closed = True
+            self._last_stats = self.stats
+            self._states.files.close()
+            self._states.store.close()

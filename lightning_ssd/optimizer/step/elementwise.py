@@ -1,0 +1,191 @@
+"""What an optimizer does with a parameter, found by trying it on random numbers, before the model's own are touched.
+
+May it update the parameter in slices? Elementwise by formula is not elementwise by bits: vectorised loops may round
+their last elements otherwise, and a slice has other last elements. And how large are the states that it will make?
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from lightning_ssd.common.dtensor import as_piece, is_shard, local_of
+from lightning_ssd.optimizer.step.master_weights import has_master
+from lightning_ssd.optimizer.step.stepper import SubgroupStepper
+from lightning_ssd.optimizer.step.subgroups import GRANULE
+from lightning_ssd.optimizer.step.types import State
+
+__all__ = ["UpdateProbe"]
+
+_ELEMENTWISE = (
+    optim.Adam,
+    optim.AdamW,
+    optim.SGD,
+    optim.RMSprop,
+    optim.Adagrad,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.Rprop,
+)
+"""Of exactly these classes, not of subclasses, every element of a parameter is updated by itself."""
+_NUM_STATES = 2
+"""Tensors of the parameter's size that an optimizer is taken to make when it is not of these classes."""
+_NUM_TRIED = 2 * GRANULE + 5
+_NUM_TINY = 2_000
+_TINY = 5
+_NUM_STEPS = 3
+_TRIED_RATE = 1e-3
+
+_Kind = tuple[int, torch.dtype, torch.device, bool]
+
+
+class UpdateProbe:
+    """One trial per group, type and device; later parameters of this kind get the same answer.
+
+    Args:
+        inner: calls the optimizer.
+        optimizer: the user's; its groups and states stay as they are.
+        master_weights: half-precision parameters have float32 copies, which are what the optimizer updates.
+    """
+
+    def __init__(self, inner: SubgroupStepper, optimizer: Optimizer, *, master_weights: bool) -> None:
+        self._inner = inner
+        self._optimizer = optimizer
+        self._master_weights = master_weights
+        self._sliceable: dict[_Kind, bool] = {}
+        self._sizes: dict[_Kind, int] = {}
+
+    def has_master(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter gets a float32 copy."""
+        return self._master_weights and has_master(parameter)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether half-precision parameters get float32 copies."""
+        return self._master_weights
+
+    def may_slice(self, parameter: torch.Tensor, group: int) -> bool:
+        """Whether slices of such a parameter get the very bits that the whole one gets.
+
+        Args:
+            parameter: gives type and device.
+            group: number of its group.
+        """
+        part = local_of(parameter)
+        if part.layout != torch.strided or not part.is_contiguous() or not self._is_known(parameter):
+            return False
+        key = (group, parameter.dtype, parameter.device, is_shard(parameter))
+        if key not in self._sliceable:
+            self._sliceable[key] = self._try_slices(parameter, group)
+        return self._sliceable[key]
+
+    def element_bytes(self, parameter: torch.Tensor, group: int) -> int:
+        """Bytes of states per element of the parameter, the copy included."""
+        key = (group, parameter.dtype, parameter.device, is_shard(parameter))
+        if key not in self._sizes:
+            self._sizes[key] = self._try_size(parameter, group)
+        return self._sizes[key]
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the optimizer is known to update every element by itself; another one may talk to other processes."""
+        return type(self._optimizer) in _ELEMENTWISE
+
+    def _is_known(self, parameter: torch.Tensor) -> bool:
+        return self.is_elementwise and parameter.dtype.is_floating_point
+
+    def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return torch.float32 if self.has_master(parameter) else parameter.dtype
+
+    def _try_size(self, parameter: torch.Tensor, group: int) -> int:
+        dtype = self._dtype(parameter)
+        copy_bytes = dtype.itemsize if self.has_master(parameter) else 0
+        if not self._is_known(parameter) or parameter.layout != torch.strided:
+            return _NUM_STATES * dtype.itemsize + copy_bytes
+        number = as_piece(torch.zeros(_TINY, dtype=dtype, device=parameter.device), parameter)
+        number.grad = torch.zeros_like(number)
+        state = self._inner.run([number], [group], [self._example(parameter, _TINY)])[0] or {}
+        sizes: list[int] = [value.dtype.itemsize for value in state.values() if _is_like(value, number)]
+        return sum(sizes) + copy_bytes
+
+    def _try_slices(self, parameter: torch.Tensor, group: int) -> bool:
+        generator = torch.Generator().manual_seed(0)
+
+        def numbers() -> torch.Tensor:
+            made = torch.randn(_NUM_TRIED, generator=generator, device="cpu")
+            return made.to(parameter.device, self._dtype(parameter))
+
+        start = numbers()
+        whole = as_piece(start, parameter)
+        parts = [as_piece(part.clone(), parameter) for part in _cut(start)]
+        whole_states: list[State | None] = [self._example(parameter, _NUM_TRIED)]
+        part_states: list[State | None] = [self._example(parameter, part.numel()) for part in parts]
+        with _awake(self._optimizer.param_groups[group]):
+            for _ in range(_NUM_STEPS):
+                gradient = numbers()
+                whole.grad = as_piece(gradient.clone(), parameter)
+                for part, piece in zip(parts, _cut(gradient), strict=True):
+                    part.grad = as_piece(piece.clone(), parameter)
+                whole_states = self._inner.run([whole], [group], whole_states)
+                part_states = self._inner.run(parts, [group] * len(parts), part_states)
+        return _equal(whole, parts) and all(
+            _equal(value, [(part_state or {})[key] for part_state in part_states])
+            for key, value in (whole_states[0] or {}).items()
+            if isinstance(value, torch.Tensor)
+        )
+
+    def _example(self, parameter: torch.Tensor, num_elements: int) -> State:
+        """What the optimizer already knows of the parameter (Adagrad begins with some), for one of another size."""
+        state: State = self._optimizer.state.get(parameter, {})
+        dtype = self._dtype(parameter)
+        return {key: _resized(value, parameter, num_elements, dtype) for key, value in state.items()}
+
+
+@contextlib.contextmanager
+def _awake(options: dict[str, Any]) -> Iterator[None]:
+    """With a rate of learning: a warm-up begins at 0, by which a trial would see no parameter change."""
+    rate = options.get("lr")
+    is_asleep = isinstance(rate, int | float | torch.Tensor) and not bool(rate)
+    if is_asleep:
+        options["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
+    try:
+        yield
+    finally:
+        if is_asleep:
+            options["lr"] = rate
+
+
+def _is_like(value: object, number: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == number.shape
+
+
+def _cut(whole: torch.Tensor) -> Sequence[torch.Tensor]:
+    """One granule, many tiny pieces (nothing but last elements), and the rest."""
+    tiny = [_TINY] * (_NUM_TINY // _TINY)
+    return torch.split(whole, [GRANULE, *tiny, _NUM_TRIED - GRANULE - sum(tiny)])
+
+
+def _resized(value: object, parameter: torch.Tensor, num_elements: int, dtype: torch.dtype) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == parameter.shape and value.numel() > 0 and value.dim() > 0:
+        local = local_of(value)
+        first = local.flatten()[:1] if local.numel() > 0 else local.new_zeros(1)
+        resized = first.expand(num_elements).clone()
+        return as_piece(resized.to(dtype) if value.dtype == parameter.dtype else resized, parameter)
+    return value.clone()
+
+
+def _equal(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    whole, parts = local_of(whole), [local_of(part) for part in parts]
+    if whole.numel() == 1 or whole.numel() != sum(part.numel() for part in parts):
+        return all(torch.equal(whole, part) for part in parts)
+    return torch.equal(whole.flatten(), torch.cat([part.flatten() for part in parts]))

@@ -1,0 +1,218 @@
+"""Where the states of one subgroup lie in the one piece of memory that moves as a whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_ssd.common.dtensor import local_of, spec_of, wrap
+from lightning_ssd.common.tensors import PLAIN_TYPES
+from lightning_ssd.memory.mmap import PAGE_BYTES
+from lightning_ssd.optimizer.step.aliases import are_apart, is_held, is_referred_to, spans_of, tensors_in
+from lightning_ssd.optimizer.step.types import State
+from lightning_ssd.tiers.copy_paths import storage_bytes
+
+__all__ = ["MIN_NBYTES", "MOVED", "Field", "Layout", "is_unchanged", "moved_out", "moves", "must_stay", "owned"]
+
+MIN_NBYTES = 4096
+"""Smaller states (step counts, biases) stay in memory."""
+_LINE_NBYTES = 64
+
+
+class _Moved:
+    """Stands for a tensor that is elsewhere."""
+
+    def __repr__(self) -> str:
+        return "<moved>"
+
+
+MOVED = _Moved()
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One state tensor."""
+
+    part: int
+    """Which of the subgroup's parts it belongs to."""
+    key: Hashable
+    """Its name in the part's state."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the memory."""
+    nbytes: int
+    spec: Any = None
+    """How a DTensor is spread, of which this process' part is here; ``None``: it is a plain tensor."""
+
+    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor over its place in ``storage``; of a DTensor this process' part."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset // self.dtype.itemsize, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All moved tensors of a subgroup, and how much memory they take (bytes, a multiple of ``block_bytes``)."""
+
+    fields: tuple[Field, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, states: Sequence[State], device: torch.device, block_bytes: int, paged: Sequence[bool]) -> Layout:
+        """Lay out what moves of the parts' states.
+
+        Args:
+            states: of each part.
+            device: where tensors have to be; others stay as they are.
+            block_bytes: what the total is rounded up to.
+            paged: of each part: begin its tensors at a page, so that slices of one tensor can be mapped side by side.
+        """
+        fields, end = [], 0
+        for part, state in enumerate(states):
+            unit = PAGE_BYTES if paged[part] else _LINE_NBYTES
+            for key, value in state.items():
+                if moves(value, device):
+                    start = -(-end // unit) * unit
+                    local, spec = local_of(value), spec_of(value)
+                    nbytes = local.numel() * local.dtype.itemsize
+                    shape = tuple(local.shape)
+                    fields.append(Field(part, key, local.dtype, shape, local.stride(), start, nbytes, spec))
+                    end = start + nbytes
+        return cls(tuple(fields), -(-end // block_bytes) * block_bytes)
+
+    def fill(self, templates: Sequence[State], storage: torch.UntypedStorage) -> list[State]:
+        """The parts' states with their tensors in ``storage``; the templates say :data:`MOVED` in these places."""
+        states = [dict(template) for template in templates]
+        for field in self.fields:
+            states[field.part][field.key] = wrap(field.view(storage), field.spec)
+        return states
+
+    def without(self, part: int) -> Layout:
+        """The same memory, in which what one part has means nothing any more."""
+        return Layout(tuple(field for field in self.fields if field.part != part), self.nbytes)
+
+    def templates(self, states: Sequence[State]) -> list[State]:
+        """The parts' states without the tensors that move."""
+        result = [dict(state) for state in states]
+        for field in self.fields:
+            result[field.part][field.key] = MOVED
+        return result
+
+    def collect(self, states: Sequence[State], storage: torch.UntypedStorage) -> None:
+        """Copy tensors that an optimizer has replaced to their places in ``storage``."""
+        moved: list[tuple[Field, torch.Tensor]] = []
+        for field in self.fields:
+            value = local_of(states[field.part][field.key])
+            if value.data_ptr() != storage.data_ptr() + field.offset:
+                # Two that have changed places (or one that shows a part of another) would overwrite each other.
+                is_inside = value.untyped_storage().data_ptr() == storage.data_ptr()
+                moved.append((field, value.clone() if is_inside else value))
+        for field, value in moved:
+            field.view(storage).copy_(value)
+
+
+def must_stay(state: State, storage: torch.UntypedStorage | None, device: torch.device) -> bool:
+    """Whether no layout would give a state back as it is: its tensors share memory, or somebody else holds them.
+
+    Args:
+        state: after a call.
+        storage: the memory that its tensors were in before.
+        device: where tensors have to be to move.
+    """
+    if not state:
+        return True  # there is one, and it is empty
+    ours = [key for key in state if _is_inside(state[key], storage) and moves(state[key], device)]
+    inside = [spans_of(tensor) for tensor in tensors_in(state) if _is_inside(tensor, storage)]
+    if len(ours) < len(inside) or not are_apart(inside):
+        return True
+    return any(
+        is_referred_to(state, key) if key in ours else moves(state[key], device) and is_held(state, key)
+        for key in state
+        if isinstance(state[key], torch.Tensor)
+    )
+
+
+def moved_out(state: State, storage: torch.UntypedStorage) -> State:
+    """The state, whose tensors in ``storage`` get memory of their own; they stay the same objects."""
+    inside = sorted((t for t in tensors_in(state) if _is_inside(t, storage)), key=lambda t: local_of(t).data_ptr())
+    clusters: list[tuple[int, int, list[torch.Tensor]]] = []
+    for tensor in inside:
+        first, end = spans_of(tensor)[0]
+        if clusters and first < clusters[-1][1]:
+            begin, last, members = clusters.pop()
+            clusters.append((begin, max(last, end), [*members, local_of(tensor)]))
+        else:
+            begin = first - (first - storage.data_ptr()) % _LINE_NBYTES
+            clusters.append((begin, end, [local_of(tensor)]))
+    for begin, last, members in clusters:
+        own = storage_bytes(storage, begin - storage.data_ptr(), last - begin).clone().untyped_storage()
+        for member in {id(member): member for member in members}.values():
+            offset = (member.data_ptr() - begin) // member.element_size()
+            with torch.no_grad():
+                member.set_(own, offset, member.shape, member.stride())
+    return state
+
+
+def _is_inside(value: Any, storage: torch.UntypedStorage | None) -> bool:
+    if storage is None or not isinstance(value, torch.Tensor):
+        return False
+    return any(storage.data_ptr() <= first < storage.data_ptr() + storage.nbytes() for first, _ in spans_of(value))
+
+
+def is_unchanged(before: State, after: State) -> bool:
+    """Whether two states are the same, bit for bit and in the same order."""
+    if list(before) != list(after):
+        return False
+    return all(value is after[key] or _has_same_bytes(value, after[key]) for key, value in before.items())
+
+
+def _has_same_bytes(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and isinstance(one, int | float | str) and bool(one == other)
+    if type(one) is not type(other) or spec_of(one) != spec_of(other):
+        return False
+    one, other = local_of(one), local_of(other)
+    if (one.dtype, one.shape, one.device, one.layout) != (other.dtype, other.shape, other.device, other.layout):
+        return False
+    is_small = one.numel() * one.element_size() < MIN_NBYTES and type(one) in PLAIN_TYPES
+    if one.layout != torch.strided or one.stride() != other.stride() or not (is_small or moves(one, one.device)):
+        return False
+    return one.device.type != "meta" and torch.equal(_bytes_of(one), _bytes_of(other))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        tensor = tensor.contiguous()
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return storage_bytes(tensor.untyped_storage(), start, tensor.numel() * tensor.element_size())
+
+
+def owned(states: Sequence[State], device: torch.device) -> list[State]:
+    """The states, with copies of what stays in memory, so that nobody else's changes come in. What moves is copied
+    anyway.
+    """
+    return [{key: value if moves(value, device) else _copied(value) for key, value in s.items()} for s in states]
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def moves(value: Any, device: torch.device) -> bool:
+    """Whether a state is a plain dense tensor of some size on ``device``, or this process' part of a DTensor is."""
+    if isinstance(value, torch.Tensor):
+        value = local_of(value)
+    return (
+        type(value) in PLAIN_TYPES
+        and value.layout == torch.strided
+        and value.device == device
+        and value.numel() * value.dtype.itemsize >= MIN_NBYTES
+        and not (value.is_conj() or value.is_neg())
+        and bool(torch.ops.aten.is_non_overlapping_and_dense(value))
+    )

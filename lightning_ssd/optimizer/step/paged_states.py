@@ -1,0 +1,415 @@
+"""The states of an optimizer's parameters, brought into memory subgroup by subgroup to be updated."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_ssd.common.dtensor import even_numel, has_shape, is_shard
+from lightning_ssd.common.profiling import spanned
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer.step.aliases import are_apart, spans_of
+from lightning_ssd.optimizer.step.coupling import OwnMemory
+from lightning_ssd.optimizer.step.dry_run import DryRun, Watch
+from lightning_ssd.optimizer.step.elementwise import UpdateProbe
+from lightning_ssd.optimizer.step.layout import Layout, is_unchanged, moved_out, must_stay, owned
+from lightning_ssd.optimizer.step.master_weights import from_master, to_master
+from lightning_ssd.optimizer.step.partition import Contents, Partition, Subgroup
+from lightning_ssd.optimizer.step.path_assignment import assign_paths, half_duplex_rate, rebalance_paths
+from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
+from lightning_ssd.optimizer.step.subgroups import Part, visit_order
+from lightning_ssd.optimizer.step.types import INCOMPLETE, State
+from lightning_ssd.optimizer.store.files import StateFiles
+from lightning_ssd.optimizer.store.store import StateStore
+from lightning_ssd.telemetry.events import EventLog, StallEvent
+
+__all__ = ["PagedStates", "Visit", "subgroup_bytes"]
+
+_NUM_SLOTS = 4
+"""Subgroups in memory at a time, per directory: one is updated while others come and go. They are updated in order, so
+that those of a fast directory wait in memory for one of a slow directory."""
+_NUM_SUBGROUPS = 64
+"""Also per directory, so that the same share of all is in memory."""
+_MIN_SUBGROUP_BYTES, _MAX_SUBGROUP_BYTES = 4 << 20, 256 << 20
+_MAX_SLOTS_BYTES = 2 << 30
+"""Of the slots of all directories together."""
+_MAX_MOVES = 4
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One subgroup's part in a step."""
+
+    index: int
+    active: tuple[tuple[int, Part], ...]
+    """Of the subgroup's parts those that have a gradient, with their numbers in it."""
+    groups: tuple[int, ...]
+    """Of each of these, the number of its parameter group."""
+
+
+class PagedStates:
+    """States by parameter, most of them on drives.
+
+    Args:
+        inner_step: calls the optimizer.
+        optimizer: the user's, with all its groups.
+        files: where states wait.
+        master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
+        events: where waiting is noted.
+    """
+
+    def __init__(
+        self,
+        inner_step: SubgroupStepper,
+        optimizer: Optimizer,
+        files: StateFiles,
+        *,
+        master_weights: bool,
+        events: EventLog | None,
+    ) -> None:
+        self._inner_step = inner_step
+        self._events = events
+        self.files = files
+        self.trials = UpdateProbe(inner_step, optimizer, master_weights=master_weights)
+        self.partition = Partition(self._subgroup_bytes(optimizer.param_groups))
+        self.store = StateStore(
+            files.tiers,
+            files.mover,
+            device=files.device,
+            num_slots=_NUM_SLOTS * len(files.tiers),
+            mark=files.mark,
+            block_bytes=files.block_bytes,
+            host=files.host,
+            wait=files.wait,
+        )
+        self.lent: dict[Any, State] = {}
+        """States that are in memory as they are, by parameter; what is on a drive of them is of earlier."""
+        self.update_s = 0.0
+        self._rehearsal = DryRun(inner_step, optimizer)
+        self._stays: str | None = None
+        self._slot_bytes = self.partition.max_bytes
+        self._num_cached = 0
+        self._own_memory = OwnMemory()
+        self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]
+
+    def _subgroup_bytes(self, groups: Groups) -> int:
+        nbytes: int = sum(
+            even_numel(p) * self.trials.element_bytes(p, number)
+            for number, group in enumerate(groups)
+            for p in group["params"]
+            if has_shape(p)
+        )
+        return subgroup_bytes(nbytes, len(self.files.tiers))
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def register(self, groups: Groups) -> None:
+        """Take in parameters that have come into the groups, in whatever way; those of lazy modules when they have a
+        shape.
+
+        Raises:
+            OutOfSpaceError: the directories have no room for their states.
+        """
+        numbers = _group_numbers(groups)
+        new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None and has_shape(p)]
+        self._retire(numbers)
+        if new:
+            if not self.partition.subgroups:
+                self.partition.max_bytes = self._subgroup_bytes(groups)
+            self.partition.extend(
+                new,
+                lambda p: self.trials.element_bytes(p, numbers[id(p)]),
+                lambda p: self.trials.may_slice(p, numbers[id(p)]),
+                lambda num: self.store.add(assign_paths(num, self._rates), len(self.partition.subgroups)),
+            )
+            self._fit_cache(max(subgroup.expected_bytes for subgroup in self.partition.subgroups))
+            self._reserve()
+
+    def _retire(self, numbers: Mapping[int, int]) -> None:
+        """Let go of parameters that have left the groups with their states, and of their room on the drives."""
+        for number, parameter in enumerate(self.partition.parameters):
+            is_known = self.partition.number_of(parameter) is not None
+            if is_known and id(parameter) not in numbers and parameter not in self.lent and not self.is_stored(number):
+                self.partition.retire(number)
+        for index, subgroup in enumerate(self.partition.subgroups):
+            if not subgroup.expected_bytes and subgroup.layout is not None and not any(subgroup.templates):
+                self.store.forget(index)
+                subgroup.forget_layout()
+
+    def _fit_cache(self, largest_bytes: int) -> None:
+        """More slots, each as large as the largest subgroup, where others have left host memory for them.
+
+        No more than there are subgroups, so that others get what is of no use here.
+        """
+        share = self.files.share
+        self._slot_bytes = max(self._slot_bytes, largest_bytes)
+        if share is not None:
+            wanted = len(self.partition.subgroups) - _NUM_SLOTS * len(self.files.tiers)
+            num = share.fit(max(wanted, 0), self._slot_bytes)
+            self.store.add_slots(num - self._num_cached)
+            self._num_cached = num
+
+    def _reserve(self) -> None:
+        """Room for all states, and for the extents that a step's writes go to before the old ones are given back."""
+        spare = self.store.num_slots * self.partition.max_bytes // len(self.files.tiers)
+        needs = [spare] * len(self.files.tiers)
+        for subgroup, path in zip(self.partition.subgroups, self.store.paths, strict=True):
+            needs[path] += subgroup.expected_bytes
+        self.files.reserve(needs)
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def plan_visits(self, groups: Groups, step: int) -> list[Visit]:
+        """The subgroups that have a gradient, in the order of this step. Nothing is touched.
+
+        Raises:
+            RuntimeError: a parameter or its gradient is of a kind that cannot be cut any more.
+            ConfigError: parameters share memory, and are not updated at the same time.
+        """
+        numbers = _group_numbers(groups)
+        visits = []
+        # An optimizer that talks to other processes has to visit its parameters in the order in which they do.
+        is_local = self.trials.is_elementwise or not any(map(is_shard, self.partition.parameters))
+        # Upwards that is the order of parameters, wherever subgroups end.
+        place = (step, self.files.first) if is_local else (0, 0)
+        for index in visit_order(len(self.partition.subgroups), *place):
+            active = tuple(self._active(index, numbers))
+            if active:
+                mine = (numbers[id(self.partition.parameters[part.parameter])] for _, part in active)
+                visits.append(Visit(index, active, tuple(mine)))
+        if len(visits) > 1:
+            active_ones = {part.parameter for visit in visits for _, part in visit.active}
+            self._own_memory.check([self.partition.parameters[number] for number in sorted(active_ones)])
+        return visits
+
+    def _active(self, index: int, numbers: Mapping[int, int]) -> Iterator[tuple[int, Part]]:
+        for number, part in enumerate(self.partition.subgroups[index].parts):
+            parameter = self.partition.parameters[part.parameter]
+            if parameter in self.lent and self.partition.places[part.parameter][0] != (index, number):
+                continue  # it is updated as a whole, with its first part
+            if parameter.grad is not None and id(parameter) in numbers:
+                self.partition.check_cuttable(part)
+                yield number, part
+
+    def update(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
+        """Fetch, update and flush every subgroup of a step; the last ones stay in memory.
+
+        Raises:
+            StorageError: states cannot be read.
+            ConfigError: the optimizer turns out to couple its parameters.
+        """
+        self.partition.align_gradients()
+        if not self.trials.is_elementwise and visits:
+            self._rehearse(visits, changes)
+        order = [visit.index for visit in visits]
+        here = set(self.store.in_memory())
+        self.store.evict(here - set(order[: self.store.num_slots]))
+        self.store.prefetch(index for index in order if index not in here)
+        watch = None if self.trials.is_elementwise else Watch(self.partition.parameters)
+        for position, visit in enumerate(visits):
+            self._update(visit, changes, keep=position >= len(visits) - self.store.num_slots)
+            if watch is not None:
+                watch.check(self.partition.parameters[part.parameter] for _, part in visit.active)
+
+    def _rehearse(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
+        """Once, before an optimizer that is not known is called: with the smallest of its parameters."""
+        if self._rehearsal.is_due(len(visits), changes.closure):
+            pairs = [
+                (self.partition.parameters[part.parameter], group)
+                for visit in visits
+                for (_, part), group in zip(visit.active, visit.groups, strict=True)
+            ]
+            piece, group = min(pairs, key=lambda pair: even_numel(pair[0]) or math.inf)  # some are empty
+            lifted = to_master(piece, {})[0] if self.trials.has_master(piece) else piece
+            self._rehearsal.play(lifted, group, changes.closure, num_calls=len(visits))
+
+    def _update(self, visit: Visit, changes: GroupChanges, *, keep: bool) -> None:
+        """One subgroup. Parameters whose states are lent are updated as wholes, with these."""
+        partition = self.partition
+        whole = [partition.parameters[part.parameter] for _, part in visit.active]
+        is_lent = [parameter in self.lent for parameter in whole]
+        storage = None if all(is_lent) else self._taken(visit.index)
+        states = [] if all(is_lent) else _filled(partition.subgroups[visit.index], storage)
+        begin_s = time.perf_counter()
+        pieces = [
+            p if lent else partition.slice_of(part)
+            for p, lent, (_, part) in zip(whole, is_lent, visit.active, strict=True)
+        ]
+        before = [
+            self.lent[p] if lent else states[number] or None
+            for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True)
+        ]
+        after = self._run(pieces, visit.groups, before, changes)
+        del before
+        if not self.trials.is_elementwise:
+            self._check_apart(whole, after)
+        for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True):
+            state = after.pop(0)
+            if lent:
+                self.lent[p] = {} if state is None else state
+            elif state is not None and not self.trials.is_elementwise and must_stay(state, storage, self.files.device):
+                self._keep(p, state, storage)
+                states[number] = {}
+            else:
+                states[number] = state or {}
+        self.update_s += time.perf_counter() - begin_s
+        if states:
+            self._settle(visit.index, states, storage, keep=keep)
+
+    def _taken(self, index: int) -> torch.UntypedStorage | None:
+        asked_s, storage = time.perf_counter(), self.store.take(index)
+        if self._events is not None and storage is not None:
+            self._events.append(StallEvent(storage.nbytes(), asked_s, time.perf_counter()))
+        return storage
+
+    def _keep(self, parameter: torch.Tensor, state: State, storage: torch.UntypedStorage | None) -> None:
+        """Leave a state in memory that no layout gives back as it is."""
+        self.lent[parameter] = state if storage is None else moved_out(state, storage)
+        if state:
+            self._stays = self._stays or (
+                "this optimizer's states share memory with each other, with parameters or gradients, or with something "
+                f"else that holds them (a state with the keys {sorted(map(str, state))}): such states stay in memory"
+            )
+
+    def take_warning(self) -> str | None:
+        """What the user should know of states that do not move, once."""
+        warning, self._stays = self._stays, None if self._stays is None else ""
+        return warning or None
+
+    @spanned("lightning_ssd::update")
+    def _run(
+        self,
+        pieces: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        states: Sequence[State | None],
+        changes: GroupChanges,
+    ) -> list[State | None]:
+        """Let the optimizer update the pieces, or the float32 copies of those that have one."""
+        if not any(map(self.trials.has_master, pieces)):
+            return self._inner_step.run(pieces, groups, states, changes)
+        has_master = [self.trials.has_master(piece) for piece in pieces]
+        lifted = [
+            to_master(piece, state or {}) if lifts else (piece, state)
+            for piece, state, lifts in zip(pieces, states, has_master, strict=True)
+        ]
+        after = self._inner_step.run([t for t, _ in lifted], groups, [state or None for _, state in lifted], changes)
+        result: list[State | None] = []
+        for piece, (tensor, given), state, old in zip(pieces, lifted, after, states, strict=True):
+            if tensor is piece:
+                result.append(state)
+                continue
+            lowered = from_master(piece, tensor, state or {})
+            if old is not None and state is given:  # somebody may hold it
+                old.clear()
+                old.update(lowered)
+                lowered = old
+            result.append(lowered)
+        return result
+
+    def _check_apart(self, parameters: Sequence[torch.Tensor], states: Sequence[State | None]) -> None:
+        if not are_apart([spans_of([p, state]) for p, state in zip(parameters, states, strict=True)]):
+            raise ConfigError(f"this optimizer's states of several parameters share memory. {INCOMPLETE}")
+
+    @spanned("lightning_ssd::flush")
+    def _settle(self, index: int, states: Sequence[State], storage: torch.UntypedStorage | None, *, keep: bool) -> None:
+        """Put states into the subgroup's memory, or into new memory if they have become others, and give it back."""
+        subgroup = self.partition.subgroups[index]
+        paged = [not self.partition.is_whole(part) for part in subgroup.parts]
+        layout = Layout.of(states, self.files.device, self.store.block_bytes, paged)
+        contents = Contents(layout if layout.nbytes else None, layout.templates(states))
+        if layout.nbytes > self._slot_bytes:  # more than a trial has told
+            self._fit_cache(layout.nbytes)
+        if layout != subgroup.layout or storage is None:
+            storage = self.store.allocate(layout.nbytes) if layout.nbytes else None
+        else:
+            self.store.will_change(index)
+        if storage is not None:
+            layout.collect(states, storage)
+        self.store.give(index, storage, is_dirty=True, keep=keep, new=(subgroup, contents))
+
+    def rebalance(self) -> None:
+        """Next writes go where the drives have turned out to be faster."""
+        if len(self.store.tiers) > 1:
+            self._rates = [half_duplex_rate(*pair) for pair in self.files.rates()]
+            self.store.assign(rebalance_paths(self.store.paths, self._rates, max_moves=_MAX_MOVES))
+
+    # -- states from elsewhere -----------------------------------------------------------------------------------
+
+    @property
+    def lent_limit_bytes(self) -> int:
+        """As much may be lent before what nobody holds any more has to go back."""
+        return 2 * self.store.num_slots * self._slot_bytes
+
+    def is_stored(self, number: int) -> bool:
+        """Whether there is a state of a parameter, lent or not, that was ever stored."""
+        return any(self.partition.subgroups[index].templates[part] for index, part in self.partition.places[number])
+
+    def read(self, number: int) -> State:
+        """A copy of a parameter's state in memory; what does not move is the very object, if the parameter is whole."""
+        places = self.partition.places[number]
+        found = []
+        for index, part in places:
+            storage = self.store.take(index)
+            state = _filled(self.partition.subgroups[index], storage)[part]
+            found.append(state if storage is None else moved_out(state, storage))
+            self.store.give(index, storage, is_dirty=False, keep=True)
+        return found[0] if len(places) == 1 else self.partition.join(number, found)
+
+    def put(self, states: Mapping[torch.Tensor, State]) -> None:
+        """States of some parameters. Subgroups in which they change nothing are not written."""
+        known = self.partition
+        mine = {number: state for p, state in states.items() if (number := known.number_of(p)) is not None}
+        for index in sorted({index for number in mine for index, _ in known.places[number]}):
+            subgroup = known.subgroups[index]
+            storage = self.store.take(index)
+            parts = _filled(subgroup, storage)
+            is_changed = False
+            for number, part in enumerate(subgroup.parts):
+                if part.parameter in mine:
+                    cut = known.cut(part, mine[part.parameter])
+                    is_changed = is_changed or not is_unchanged(parts[number], cut)
+                    parts[number] = cut
+            if is_changed:
+                self._settle(index, parts, storage, keep=False)
+            else:
+                self.store.give(index, storage, is_dirty=False, keep=False)
+
+    def forget(self, number: int) -> None:
+        """There is no such state any more. Nothing is moved for it."""
+        for index, part in self.partition.places[number]:
+            self.partition.subgroups[index].forget(part)
+
+    def replace(self, index: int, states: Sequence[State]) -> None:
+        """Other states for the parts of one subgroup; what it keeps of them it copies."""
+        self.store.forget(index)
+        self.partition.subgroups[index].forget_layout()
+        self._settle(index, owned(states, self.files.device), None, keep=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all states that move."""
+        return sum(s.layout.nbytes for s in self.partition.subgroups if s.layout is not None)
+
+
+def subgroup_bytes(nbytes: int, num_directories: int) -> int:
+    """How large subgroups are that make up states of so many bytes, which go to so many directories."""
+    most = min(_MAX_SUBGROUP_BYTES, _MAX_SLOTS_BYTES // (_NUM_SLOTS * num_directories))
+    return min(max(nbytes // (_NUM_SUBGROUPS * num_directories), _MIN_SUBGROUP_BYTES), most)
+
+
+def _filled(subgroup: Subgroup, storage: torch.UntypedStorage | None) -> list[State]:
+    states = list(map(dict, subgroup.templates))
+    return states if storage is None or subgroup.layout is None else subgroup.layout.fill(states, storage)
+
+
+def _group_numbers(groups: Groups) -> dict[int, int]:
+    """Of each parameter, by its id, the number of its group."""
+    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}

@@ -1,0 +1,134 @@
+"""Memory for subgroups of optimizer states: a few pieces that are used again and again, whoever still points at them.
+
+Fresh memory is dear (a page fault per 4 KiB), and sizes rounded up to powers of two would waste up to half of it: a
+slot is as large as the largest subgroup that it has held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from lightning_ssd.common.accelerators import accelerator_of
+from lightning_ssd.memory.mmap import PAGE_BYTES, MappedBlock
+from lightning_ssd.tiers.copy_paths import Edges, Loaded, Mover, Piece, storage_bytes
+from lightning_ssd.tiers.streams import StreamEvent
+
+__all__ = ["BufferPool", "SlotMover"]
+
+
+class BufferPool:
+    """Lends storages of exact sizes. Not thread-safe: its owner locks.
+
+    Args:
+        device: on CPU, page-aligned memory in huge pages; elsewhere, PyTorch's allocator serves.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spare: list[ctypes.Array[ctypes.c_char]] = []
+        self._lent: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self.num_lent = self.lent_bytes = self.peak_bytes = 0
+
+    def take(self, nbytes: int) -> torch.UntypedStorage:
+        """A storage of ``nbytes`` bytes with arbitrary content.
+
+        Raises:
+            MemoryError: there is no such memory (``torch.OutOfMemoryError`` on a device).
+        """
+        storage = self._take(nbytes)
+        self.num_lent += 1
+        self.lent_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
+        return storage
+
+    def _take(self, nbytes: int) -> torch.UntypedStorage:
+        if self._device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        fitting = [array for array in self._spare if len(array) >= nbytes]
+        if fitting:
+            array = min(fitting, key=len)
+            self._spare.remove(array)
+        else:
+            if self._spare:
+                self._spare.pop()  # too small: a larger one takes its place
+            array = MappedBlock(-(-nbytes // PAGE_BYTES) * PAGE_BYTES).export()
+        self._lent[ctypes.addressof(array)] = array
+        return torch.frombuffer(array, dtype=torch.uint8, count=nbytes).untyped_storage()
+
+    def used_here(self, storage: torch.UntypedStorage) -> None:
+        """The current stream uses the memory, which a worker may have allocated on another one."""
+        if (accelerator := accelerator_of(self._device)) is not None:
+            whole = storage_bytes(storage, 0, storage.nbytes())
+            whole.record_stream(accelerator.current_stream())
+
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """End of use: nobody reads or writes it any more."""
+        self.num_lent -= 1
+        self.lent_bytes -= storage.nbytes()
+        array = self._lent.pop(storage.data_ptr(), None)
+        if array is not None:
+            self._spare.append(array)
+
+    def trim(self, num: int) -> None:
+        """Free what is spare beyond ``num`` pieces, lent ones counted."""
+        while self._spare and len(self._spare) + len(self._lent) > num:
+            self._spare.pop()
+
+    def clear(self) -> None:
+        """Free what is not lent."""
+        self._spare.clear()
+
+
+class SlotMover:
+    """A mover whose reads go into memory that was chosen beforehand.
+
+    Args:
+        mover: moves the bytes.
+    """
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._offered: tuple[torch.UntypedStorage, StreamEvent | None] | None = None
+
+    def offer(self, storage: torch.UntypedStorage, after: StreamEvent | None) -> None:
+        """The next read, which the same thread begins at once, goes here.
+
+        Args:
+            storage: where to.
+            after: a point in the work of the stream that the memory was allocated on. PyTorch lends memory of a device
+                while kernels of its former owner are still queued there.
+        """
+        self._offered = storage, after
+
+    def edges(self, storage: torch.UntypedStorage) -> Edges:
+        """None: slots are aligned, and whole blocks are moved."""
+        return Edges(b"", b"")
+
+    def store(
+        self, storage: torch.UntypedStorage, piece: Piece, after: StreamEvent | None, *, check: bool
+    ) -> int | None:
+        """As the other one."""
+        return self._mover.store(storage, piece, after, check=check)
+
+    def allocate(
+        self, nbytes: int, edges: Edges, device: torch.device
+    ) -> tuple[torch.UntypedStorage, StreamEvent | None]:
+        """The memory that was offered, and what the read has to wait for."""
+        offered, self._offered = self._offered, None
+        if offered is None or offered[0].nbytes() != nbytes:
+            raise RuntimeError(f"a read of {nbytes} bytes began without memory of this size; offer() it first")
+        return offered
+
+    def load(
+        self,
+        storage: torch.UntypedStorage,
+        piece: Piece,
+        after: StreamEvent | None,
+        expected: int | None,
+        wait: Callable[[StreamEvent], None],
+    ) -> Loaded | None:
+        """As the other one."""
+        return self._mover.load(storage, piece, after, expected, wait)

@@ -1,0 +1,116 @@
+"""The files that optimizer states wait in: one tier per directory, and how fast each has turned out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+
+import torch
+
+from lightning_ssd.common.uninterrupted import undisturbed
+from lightning_ssd.errors import OutOfSpaceError
+from lightning_ssd.memory.host_budget import BudgetShare
+from lightning_ssd.optimizer.store.buffers import SlotMover
+from lightning_ssd.storage.drive_probe import Rates
+from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
+from lightning_ssd.tiers.base import Progress
+from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.streams import StreamEvent
+
+__all__ = ["StateFiles"]
+
+
+class StateFiles:
+    """What one optimizer needs of the machine.
+
+    Args:
+        tiers: one per directory; all move bytes by ``mover``.
+        mover: puts what is read into chosen memory.
+        probes: measure the directories, where there are several.
+        device: where states are updated.
+        mark: a point in the device's work that writes begin behind.
+        block_bytes: granularity of what moves.
+        first: subgroup that the first step begins with.
+        host: a cache in host memory, where the device has memory of its own; moves bytes by ``mover``, too.
+        share: elsewhere: of the host memory in which more states may stay than a step needs there.
+        wait: lets the current stream wait for a mark.
+        resources: closes the tiers and what they stand on.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[SsdTier],
+        mover: SlotMover,
+        probes: Sequence[Callable[[], Rates]],
+        *,
+        device: torch.device,
+        mark: Callable[[], StreamEvent | None],
+        block_bytes: int,
+        first: int = 0,
+        host: HostTier | None = None,
+        share: BudgetShare | None = None,
+        wait: Callable[[StreamEvent], None],
+        resources: ExitStack,
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self.mover = mover
+        self.device = device
+        self.mark = mark
+        self.block_bytes = block_bytes
+        self.first = first
+        self.host = host
+        self.share = share
+        self.wait = wait
+        self._meters = [BandwidthMeter(tier, probe) for tier, probe in zip(tiers, probes, strict=True)]
+        self._resources = resources
+        self._last: list[Progress] | None = None
+
+    def rates(self) -> list[tuple[float, float]]:
+        """Write and read rate of each directory in bytes per second; one alone need not be measured."""
+        if len(self.tiers) == 1:
+            return [(1.0, 1.0)]
+        found = [meter.machine().ssd for meter in self._meters]
+        return [(0.0, 0.0) if rates is None else (rates.write_bytes_per_s, rates.read_bytes_per_s) for rates in found]
+
+    def reserve(self, needs: Sequence[int]) -> None:
+        """Take the space on the drives before the first step needs it.
+
+        What one directory has no room for is taken in the others: writes go there when the first one refuses them.
+
+        Args:
+            needs: bytes in each directory.
+
+        Raises:
+            OutOfSpaceError: all directories together have no room. Nothing was given back, and nothing is lost.
+        """
+        undisturbed(partial(self._reserve, needs), "lightning_ssd-reserve")
+
+    def _reserve(self, needs: Sequence[int]) -> None:
+        missing, first = 0, None
+        for tier, need in zip(self.tiers, needs, strict=True):
+            try:
+                tier.reserve(need)
+            except OutOfSpaceError as error:
+                missing += need - tier.disk_bytes
+                first = first or error
+        for tier in self.tiers:
+            if missing == 0:
+                return
+            with suppress(OutOfSpaceError):
+                tier.reserve(tier.disk_bytes + missing)
+                missing = 0
+        if missing and first is not None:
+            raise OutOfSpaceError(
+                first.errno, f"optimizer states need {sum(needs):,} bytes; {missing:,} of them have no place: {first}"
+            ) from first
+
+    def progress(self) -> list[Progress]:
+        """Of each directory."""
+        return self._last or [tier.progress() for tier in self.tiers]
+
+    def close(self) -> None:
+        """End moves and threads, and close the files. Idempotent."""
+        self._last = self.progress()
+        self._resources.close()

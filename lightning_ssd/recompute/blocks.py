@@ -1,0 +1,233 @@
+"""The repeated blocks of a model at work: an observer is told when they run.
+
+Where the observer wants it, a call of a block is recomputed in backward, see ``checkpointed_call.py``. The hooks of
+the block run once all the same, because only its ``forward`` is repeated. Those of the modules inside of it run again,
+as in every checkpoint.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_ssd.common.method_patch import MethodPatch
+from lightning_ssd.common.restore import put_back_all
+from lightning_ssd.recompute.call_inputs import CallInputs
+from lightning_ssd.recompute.call_state import CallState
+from lightning_ssd.recompute.checkpointed_call import (
+    Recomputable,
+    Watched,
+    device_of,
+    recompute,
+    recompute_blocker,
+    watch,
+)
+
+__all__ = ["BlockObserver", "Blocks"]
+
+
+class BlockObserver(Protocol):
+    """What one pass wants to know of the blocks, in the thread that runs its forward.
+
+    Per call: ``block_enters``, ``block_inputs`` if it is wanted, ``block_leaves`` also after an error. A block that
+    is called by another block belongs to that one and is not told of. Nothing is told while gradients are off.
+    """
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether to be told of inputs, and to learn which blocks cannot be recomputed. Costs some microseconds."""
+        ...
+
+    def block_enters(self, name: str) -> bool:
+        """A block is about to run. Returns whether this call shall be recomputed in backward."""
+        ...
+
+    def block_is_kept(self) -> None:
+        """The block that entered shall be recomputed, and cannot be."""
+        ...
+
+    def block_leaves(self) -> None:
+        """The block that entered has run, or has failed."""
+        ...
+
+    def block_inputs(self, nbytes: int) -> None:
+        """Bytes of the storages under the tensors that the block was given, each storage once, without parameters."""
+        ...
+
+
+class _Active(threading.local):
+    """Who watches, in this thread."""
+
+    observer: BlockObserver | None = None
+
+
+_NOBODY = _Active()  # nobody sets its observer, so that whoever has it does nothing
+
+
+class Blocks:
+    """Stands in for the ``forward`` of each block, as long as it is installed.
+
+    A context manager; so is :meth:`observe`, which is entered around one forward. Modules are held weakly. Copies of
+    a model are copies without us, see :class:`MethodPatch`. The replicas of ``nn.DataParallel`` still call the module
+    that they were made of, as with every ``forward`` that is set on an instance.
+
+    Args:
+        modules: the blocks by name, as :func:`~lightning_ssd.recompute.block_discovery.find_blocks` gives them.
+        full: compare every byte that a repetition saves, see ``fingerprint.py``.
+        may_recompute: ``False``: only what they are given is wanted, and how long they take.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], *, full: bool = False, may_recompute: bool = True) -> None:
+        self._active = _Active()
+        self._wrappers: list[_Wrapper] = []
+        self._warned: set[str] = set()
+        taken: set[nn.Module] = set()
+        for name, module in modules.items():
+            if module not in taken:
+                taken.add(module)
+                block = Recomputable(name=name, full=full)
+                self._wrappers.append(_Wrapper(block, module, self._active, self._warned, may_recompute))
+
+    def __enter__(self) -> Blocks:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The blocks that we stand in for."""
+        return tuple(wrapper.name for wrapper in self._wrappers)
+
+    def __contains__(self, module: object) -> bool:
+        """Whether we stand in for this module."""
+        return any(wrapper.module is module for wrapper in self._wrappers)
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Blocks that cannot be recomputed exactly -> why, as far as calls have shown whose inputs were wanted.
+
+        They run as they are even if an observer wants them recomputed. Ask after backward: the caller of a block may
+        edit its input until then.
+        """
+        reasons = {wrapper.name: wrapper.why_not() for wrapper in self._wrappers}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    @contextmanager
+    def observe(self, observer: BlockObserver) -> Iterator[None]:
+        """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
+        put_back_all()
+        before = self._active.observer
+        if before is None and observer.wants_inputs:
+            for wrapper in self._wrappers:
+                wrapper.begin_measuring()
+        try:
+            self._active.observer = observer
+            yield
+        finally:
+            self._active.observer = before
+
+    def remove(self) -> None:
+        """Give every block its forward back. Idempotent.
+
+        Where somebody else has replaced ``forward`` since, theirs stays, and what it calls of ours does nothing more.
+        """
+        for wrapper in self._wrappers:
+            wrapper.remove()
+        self._wrappers.clear()
+
+
+class _Wrapper(MethodPatch):
+    """The ``forward`` of one block."""
+
+    def __init__(
+        self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
+    ) -> None:
+        self.name = block.name
+        self._block = block
+        self._active = active
+        self._warned = warned
+        self._is_allowed = may_recompute
+        self._refusal: str | None = None
+        self._edits: str | None = None
+        self._watched: list[Watched] = []
+        super().__init__(module, label=f"block {block.name!r}")
+
+    def remove(self) -> None:
+        self._active = _NOBODY
+        self._watched.clear()
+        super().remove()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._active.observer is None or not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        return self._observed(args, kwargs)
+
+    def _observed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        active, observer = self._active, self._active.observer
+        module = self._module()
+        if observer is None or module is None or torch._C._current_autograd_node() is not None:
+            # The last: a checkpoint of the model's own repeats what we belong to, in a backward inside of the pass.
+            return self.__wrapped__(*args, **kwargs)
+        active.observer = None  # a block that this one calls belongs to it
+        try:
+            wants_recompute = observer.block_enters(self.name)
+            try:
+                if not wants_recompute and not observer.wants_inputs:
+                    return self.__wrapped__(*args, **kwargs)
+                inputs = CallInputs(args, kwargs)
+                if observer.wants_inputs:
+                    observer.block_inputs(inputs.nbytes_on(device_of(module)))
+                state = self._state_to_repeat(module, inputs, wanted=wants_recompute)
+                if state is not None:
+                    return recompute(module, self.__wrapped__, inputs, (args, kwargs), self._block, state)
+                if wants_recompute:
+                    observer.block_is_kept()
+                if observer.wants_inputs and self._is_allowed and self._refusal is None:
+                    result, watched = watch(module, self.__wrapped__, inputs, args, kwargs)
+                    self._watched.append(watched)
+                    return result
+                del inputs
+                return self.__wrapped__(*args, **kwargs)
+            finally:
+                observer.block_leaves()
+        finally:
+            active.observer = observer
+
+    def _state_to_repeat(self, module: nn.Module, inputs: CallInputs, *, wanted: bool) -> CallState | None:
+        """What the call depends on, if it is to be recomputed and can be."""
+        checkpointed, state = recompute_blocker(), None
+        refusal = inputs.opaque or checkpointed
+        reason = refusal or self.why_not()
+        if wanted and reason is None:
+            state = CallState([module, *inputs.modules], inputs.functions)
+            if state.is_unmade:
+                return None  # without a word: later ones are
+            reason = refusal = state.opaque
+        self._refusal = self._refusal or refusal
+        kind = type(self._module()).__name__
+        # Whoever checkpoints by himself has what he wants.
+        is_told = checkpointed is not None or reason == self._block.changed  # by an error
+        if wanted and reason is not None and not is_told and kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"block {self.name!r} ({kind}) is not recomputed: {reason}", stacklevel=4)
+        return state if reason is None else None
+
+    def begin_measuring(self) -> None:
+        """What was learnt of arguments is learnt anew."""
+        self._edits = self._why_edited()
+        self._watched.clear()
+        self._refusal = None
+
+    def why_not(self) -> str | None:
+        """Why a call cannot be recomputed, as far as is known."""
+        return self._refusal or self._why_edited() or self._block.changed
+
+    def _why_edited(self) -> str | None:
+        return self._edits or next((watched.reason for watched in self._watched if watched.reason is not None), None)

@@ -1,0 +1,373 @@
+"""One call of a module that keeps its inputs, and runs again in backward instead of keeping what it computed.
+
+The mechanism is PyTorch's own non-reentrant checkpoint (``torch.utils.checkpoint``), which sees to random numbers and
+autocast. What it leaves to its caller is done here, so that the results are those of the same call kept:
+
+* What the call depends on and can be seen (``call_state.py``) is put back while it runs again: attributes, parameters,
+  buffers, parts and hooks, whatever lies within reach, modes of the process, context variables.
+* What was edited in place since, or got other data, cannot be put back, and is an error.
+* What cannot be seen (globals, files, objects that cannot be looked into) is caught by its effect: what the repetition
+  saves is compared with what the call has saved (``fingerprint.py``).
+
+Each error comes before any gradient of the call is used. A tensor given twice stays one; lists that the forward fills
+are filled once. What lies out of reach is changed once more by each repetition.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from lightning_ssd.common.accelerators import is_capturing
+from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
+from lightning_ssd.common.restore import num_noted, put_back_the_rest
+from lightning_ssd.common.rng import RandomStates, default_sources
+from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
+from lightning_ssd.recompute.call_inputs import CallInputs, fill, is_plain
+from lightning_ssd.recompute.call_state import CallState
+from lightning_ssd.recompute.fingerprint import Fingerprint
+
+__all__ = ["Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "watch"]
+
+# Whoever installed saved-tensor hooks last, and the innermost transform of torch.func. Neither has a public name.
+_top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+_innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+
+
+def recompute_blocker() -> str | None:
+    """Why nothing may be recomputed just here, whatever the call.
+
+    A checkpoint of the model's own runs its part again without us: that has to save what it saved the first time.
+    """
+    if _innermost_transform() is not None:
+        return "it runs under a transform of torch.func"
+    if is_capturing():
+        return "a graph of the device is captured, in which nothing can be compared"
+    hooks = _top_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__:
+        return "the model checkpoints it by itself"
+    return None
+
+
+@dataclass(kw_only=True, slots=True)
+class Recomputable:
+    """A block, and what its repetitions have shown."""
+
+    name: str
+    full: bool = False
+    """Whether every byte that a repetition saves is compared."""
+    changed: str | None = None
+    """Why it was found out in a repetition that the block had better be kept."""
+    unwritten: set[tuple[int, int]] = field(default_factory=set)
+    """Saved integers that differ without meaning, and are no indices: what the call saved, and which of it."""
+
+    def refuse(self, module: nn.Module, reason: str) -> RecomputeError:
+        """From now on it is kept. Returns the error to raise."""
+        self.changed = reason
+        return RecomputeError(
+            f"block {self.name!r} ({type(module).__name__}) was to run again in backward as it ran in forward, and "
+            f"cannot: {reason}. No gradient of it was used, and from now on it is kept: call zero_grad() and repeat "
+            "the step. To keep such blocks from the start, name the classes of others in "
+            "OffloadPolicy.recompute_modules, or leave it empty with activations='auto'"
+        )
+
+
+def recompute(
+    module: nn.Module,
+    run: Callable[..., Any],
+    inputs: CallInputs,
+    first: tuple[tuple[Any, ...], dict[str, Any]],
+    block: Recomputable,
+    state: CallState,
+) -> Any:
+    """Call ``run`` with the arguments ``first``, and again whenever backward needs what it computed.
+
+    Saved-tensor hooks around it see its tensor inputs, those in keyword arguments and in lists too, and nothing else.
+
+    Args:
+        module: whose forward ``run`` is; its weights and state are looked after.
+        run: what to call.
+        inputs: made of ``first``; not ``opaque``.
+        first: arguments and keyword arguments, as the caller gave them.
+        block: is told if a repetition turns out not to be exact.
+        state: of the module and of modules and functions among the arguments; not ``opaque``.
+
+    Raises:
+        ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor.
+    """
+    tensors = list(inputs.tensors)
+    device = device_of(module)
+    if device.type != "cpu" and all(tensor.device != device for tensor in tensors):
+        # checkpoint looks after the random numbers of the devices of its inputs, and of no others.
+        tensors.append(torch.empty(0, device=device))
+    call = _Call(module, run, inputs, first, block, state)
+    with call.inputs_watched(inputs):
+        result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
+    if call.edits is not None:
+        raise ConfigError(
+            f"a {type(module).__name__} edits {call.edits} in place, so that it cannot be recomputed; let it edit a "
+            "copy (or a buffer), or name classes of other blocks in OffloadPolicy.recompute_modules"
+        )
+    return result
+
+
+class Watched:
+    """What a call that was kept has shown of whether it may be recomputed.
+
+    Attributes:
+        reason: why it had better not be; ``None``: nothing speaks against it, as far as is known. What others have
+            edited is known once backward has reached the call, as a repetition would have met it.
+    """
+
+    def __init__(self, inputs: CallInputs) -> None:
+        self.reason: str | None = None
+        self._inputs = [VersionProbe(tensor) for tensor in inputs.tensors if is_plain(tensor)]
+        self._others: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
+
+    def settle(self, state: CallState) -> None:
+        """The call is over."""
+        edits = state.settle()
+        if any(probe.version != probe.saved for probe in self._inputs):
+            edits = "an input"
+        self.reason = state.opaque if edits is None else f"{edits} is edited in place by it"
+        self._others = state.probes()
+
+    def look(self) -> None:
+        """Has anything been edited by now? The first time counts."""
+        if any(probe.version != probe.saved for probe in self._inputs):
+            self.reason = self.reason or "an input of it is edited in place"
+        for label, reference, version in self._others:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                self.reason = self.reason or f"{label} is edited in place before backward"
+        self._inputs.clear()
+        self._others.clear()
+
+
+def watch(
+    module: nn.Module, run: Callable[..., Any], inputs: CallInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Watched]:
+    """``run(*args, **kwargs)``, kept, and what it shows of whether it may be recomputed."""
+    state = CallState([module, *inputs.modules], inputs.functions)
+    watched = Watched(inputs)
+    pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
+
+    def look(packed: Any) -> Any:
+        watched.look()
+        return unpack(packed)
+
+    with saved_tensors_hooks(pack, look) if pack is not _as_it_is else nullcontext():
+        result = run(*args, **kwargs)
+    watched.settle(state)
+    return result, watched
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where its first parameter is."""
+    tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+class _Call:
+    """Runs a module as it was called, and again from the tensors that were saved of that call.
+
+    The first run gets the caller's own lists and dicts, which it may fill; those of later runs are ours.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Callable[..., Any],
+        inputs: CallInputs,
+        first: tuple[Any, Any],
+        block: Recomputable,
+        state: CallState,
+    ) -> None:
+        self.edits: str | None = None
+        """After the first run: what it has edited in place that cannot be put back."""
+        self._module = module
+        self._run = run
+        self._pattern = inputs.pattern
+        self._devices = {device_of(module), *(tensor.device for tensor in inputs.tensors)}
+        self._versions = [(tensor, tensor._version) for tensor in inputs.tensors]
+        self._first: tuple[Any, Any] | None = first
+        self._block = block
+        self._state = state
+        self._saved = Fingerprint(full=block.full, weights=self._state.addresses)
+        self._output: Fingerprint | None = None
+
+    @contextmanager
+    def inputs_watched(self, inputs: CallInputs) -> Iterator[None]:
+        """Around the checkpoint: its inputs are what is saved of it."""
+        probes = [VersionProbe(tensor) for tensor in inputs.tensors if is_plain(tensor)]
+        pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
+
+        def checked(packed: Any) -> Any:
+            if any(probe.version != probe.saved for probe in probes):
+                raise self._block.refuse(self._module, "an input of it was modified by an inplace operation")
+            return unpack(packed)
+
+        with saved_tensors_hooks(pack, checked):
+            yield
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if self._first is None:
+            self._run_again(tensors)
+            return None
+        (args, kwargs), self._first = self._first, None
+        with _seen_by(self._saved, [], wrap=_Saved):
+            result = self._run(*args, **kwargs)
+        self._saved.close()
+        if self._saved.has_integers:
+            self._output = _fingerprint_of(result)
+        self.edits = self._state.settle()
+        if any(tensor._version != version for tensor, version in self._versions):
+            self.edits = "an input"
+        self._versions.clear()
+        return result
+
+    def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        number = num_noted()
+        try:
+            with self._state.claim():
+                reason = self._state.why_not()
+                if reason is not None:
+                    raise self._block.refuse(self._module, reason)
+                self._repeat(tensors)
+        finally:
+            put_back_the_rest(number)
+
+    def _repeat(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        args, kwargs = fill(self._pattern, tensors)
+        numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
+        again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
+        stops: list[BaseException] = []
+        try:
+            with self._state.as_before() as run_in_context, _seen_by(again, stops):
+                run_in_context(self._run, *args, **kwargs)
+        except Exception as error:
+            # Most often that of the checkpoint, which needs no more.
+            if error not in stops:
+                if _is_ours(error):
+                    raise
+                reason = f"its forward raised {type(error).__name__}: {error}"
+                raise self._block.refuse(self._module, reason) from error
+            again.close()
+            self._compare(again, tensors, numbers)
+            raise
+        finally:
+            stops.clear()  # an exception that its own frame holds is a cycle
+        again.close()
+        self._compare(again, tensors, numbers)
+
+    def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> None:
+        reason = self._saved.difference(again)
+        if reason is None:
+            integers = self._saved.differing_integers(again)
+            written = [index for index in integers if not self._saved.may_be_unwritten(index)]
+            kinds = self._saved.kinds
+            unknown = [index for index in integers if (kinds, index) not in self._block.unwritten]
+            if written or (unknown and not self._has_same_output(tensors, numbers)):
+                reason = f"the values of saved tensor {(written or unknown)[0]}, integers, differ"
+            else:  # what might be an index after all is looked at in each call
+                known = [(kinds, index) for index in unknown if self._saved.cannot_be_index(index)]
+                self._block.unwritten.update(known)
+        if reason is not None:
+            raise self._block.refuse(
+                self._module,
+                f"{reason}: it depends on something that has changed and cannot be seen, or does not repeat its bits",
+            )
+
+    def _has_same_output(self, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> bool:
+        """Run once more, to the end."""
+        numbers.restore()
+        args, kwargs = fill(self._pattern, tensors)
+        with self._state.as_before() as run_in_context, saved_tensors_hooks(_nothing, _nothing):
+            output = _fingerprint_of(run_in_context(self._run, *args, **kwargs))
+        return self._output is not None and self._output.difference(output) is None
+
+
+class _Saved:
+    """What a call has saved, in place of the tensor: to be made again, and looked after as autograd does without hooks.
+
+    A checkpoint does neither: what is edited in place after it was saved would give a gradient where PyTorch raises,
+    and a backward that asks twice for ``ctx.saved_tensors`` would raise where PyTorch gives them.
+    """
+
+    __slots__ = ("_description", "_given", "_origin", "_packed", "_probe")
+
+    def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
+        self._packed = packed
+        self._probe = VersionProbe(tensor) if is_plain(tensor) and not tensor._is_zerotensor() else None
+        self._description = tensor.dtype, tensor.device, tensor.shape
+        self._origin = None if self._probe is None else Origin.of(tensor)
+        self._given: torch.Tensor | None = None
+
+    def unpack(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        probe = self._probe
+        if probe is not None and probe.version != probe.saved:
+            raise inplace_error(self._description, self._origin, version=probe.version, expected=probe.saved)
+        try:
+            tensor = unpack(self._packed)
+        except CheckpointError:
+            if self._given is None:
+                raise
+            return self._given.detach()
+        # Operations of PyTorch ask once; what Python's have been given lives as long as their node.
+        self._given = tensor.detach() if isinstance(torch._C._current_autograd_node(), BackwardCFunction) else None
+        return tensor
+
+
+@contextmanager
+def _seen_by(
+    fingerprint: Fingerprint, stops: list[BaseException], *, wrap: Callable[[torch.Tensor, Any], Any] | None = None
+) -> Iterator[None]:
+    """What is saved meanwhile is told, and then goes where it would have gone. What that raises is noted."""
+    hooks = _top_hooks(True)
+    if hooks is None:
+        raise AssertionError("nobody saves what a recomputed call computes")
+    pack, unpack = hooks
+
+    def tell(tensor: torch.Tensor) -> Any:
+        fingerprint.add(tensor)
+        try:
+            packed = pack(tensor)
+        except BaseException as error:
+            stops.append(error)
+            raise
+        return packed if wrap is None else wrap(tensor, packed)
+
+    with saved_tensors_hooks(tell, unpack if wrap is None else lambda saved: saved.unpack(unpack)):
+        yield
+
+
+def _fingerprint_of(result: Any) -> Fingerprint:
+    fingerprint = Fingerprint(full=True)
+    for tensor in CallInputs((result,), {}).tensors:
+        fingerprint.add(tensor)
+    fingerprint.close()
+    return fingerprint
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether it tells of something else than of a forward that is not what it was."""
+    ran_out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    return ran_out or isinstance(error, OffloadError)
+
+
+def _as_it_is(tensor: Any) -> Any:
+    return tensor
+
+
+def _nothing(_: Any) -> Any:
+    return None

@@ -1,0 +1,110 @@
+"""When to plan again: measured against predicted, with patience and hysteresis. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_ssd.planning.bandwidth import leaves_band
+from lightning_ssd.planning.plan import Prediction, TierRates
+from lightning_ssd.scheduling.plan_cursor import StoredPlan
+
+__all__ = ["DriftDetector", "Measured", "is_worth_switching"]
+
+_PATIENCE = 2
+_FIRST_PAUSE = 2
+_MAX_PAUSE = 64
+_MIN_GAIN = 0.02
+_MIN_RELIEF = 0.05
+_MIN_SPARED = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One pass that followed a plan."""
+
+    step_s: float
+    stall_s: float
+    peak_bytes: int
+    written_bytes: int
+    read_bytes: int
+    limit_bytes: int | None = None
+    """The hard limit that was in force."""
+
+
+class DriftDetector:
+    """Looks at the passes that follow one kind of plan.
+
+    A reason must hold in two passes one after the other before it counts, since a machine hiccups; after each new
+    plan it pauses for a number of passes that doubles, since a machine that is noisy by nature would be planned for
+    ever.
+    """
+
+    def __init__(self) -> None:
+        self._num_doubts = 0
+        self._pause = _FIRST_PAUSE
+        self._num_to_skip = 0
+
+    def passed(self, known: StoredPlan, measured: Measured, rates: TierRates, *, times_too: bool = True) -> str | None:
+        """Return why to plan again, or ``None``.
+
+        Args:
+            known: the plan that was followed.
+            measured: the pass.
+            rates: of the drives by now.
+            times_too: whether what the pass took counts; else somebody compares it with keeping everything.
+        """
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return None
+        reason = _doubt(known, measured, rates, times_too=times_too)
+        self._num_doubts = 0 if reason is None else self._num_doubts + 1
+        if self._num_doubts < _PATIENCE:
+            return None
+        self._num_doubts = 0
+        self._num_to_skip, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+        return reason
+
+
+def _doubt(known: StoredPlan, measured: Measured, rates: TierRates, *, times_too: bool) -> str | None:
+    prediction, goal = known.plan.prediction, known.goal
+    if measured.limit_bytes is not None and measured.peak_bytes > measured.limit_bytes:
+        return f"{measured.peak_bytes} bytes were resident under a budget of {measured.limit_bytes}"
+    compute_s = measured.step_s - measured.stall_s
+    most_s = math.inf if goal.budget_bytes is not None else (goal.max_slowdown - 1) * compute_s + prediction.stall_s
+    if times_too and measured.stall_s > most_s:
+        return f"{measured.stall_s:.3g} s of stalls in a pass of {measured.step_s:.3g} s"
+    if times_too and _left(prediction.step_s, measured.step_s):
+        return f"a pass took {measured.step_s:.3g} s where {prediction.step_s:.3g} s were predicted"
+    if measured.written_bytes and _left(known.rates.write_bytes_per_s, rates.write_bytes_per_s):
+        return f"writing runs at {rates.write_bytes_per_s:.3g} bytes/s, not {known.rates.write_bytes_per_s:.3g}"
+    if measured.read_bytes and _left(known.rates.read_bytes_per_s, rates.read_bytes_per_s):
+        return f"reading runs at {rates.read_bytes_per_s:.3g} bytes/s, not {known.rates.read_bytes_per_s:.3g}"
+    return None
+
+
+def _left(expected: float, got: float) -> bool:
+    """Whether ``got`` lies outside of the band around ``expected``; 0: nothing is known."""
+    return expected > 0 and got > 0 and leaves_band(got, expected)
+
+
+def is_worth_switching(old: Prediction, new: Prediction, *, limit_bytes: int | None, max_step_s: float | None) -> bool:
+    """Whether a new plan replaces the old one, both predicted on the same trace with the same rates.
+
+    Args:
+        old: of the plan in force.
+        new: of its rival.
+        limit_bytes: the hard limit, if there is one.
+        max_step_s: the longest pass that was asked for, if there is no limit.
+    """
+    if limit_bytes is not None and old.peak_bytes > limit_bytes:
+        return True
+    if max_step_s is not None:
+        if old.step_s > max_step_s:
+            return True
+        better = new.peak_bytes < (1 - _MIN_RELIEF) * old.peak_bytes
+    else:
+        better = new.step_s < (1 - _MIN_GAIN) * old.step_s
+    # A plan that is no worse and moves much less wears the drive less.
+    moves_less = new.written_bytes < (1 - _MIN_SPARED) * old.written_bytes
+    return better or (moves_less and new.step_s <= old.step_s and new.peak_bytes <= old.peak_bytes)

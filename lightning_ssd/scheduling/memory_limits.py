@@ -1,0 +1,201 @@
+"""How much may be resident: what the user allows, what there is, and what needs memory besides saved activations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_ssd.common.formatting import format_size
+from lightning_ssd.errors import BudgetError
+
+__all__ = ["Limits", "MemoryConstraints", "NonActivationMemory"]
+
+_KEEP_SHARE = 0.4
+"""Of the available memory, what a pass without a plan may keep: gradients and optimizer states are still to come."""
+_USABLE_SHARE = 0.9
+"""Of all memory that there is, what plans may count on: allocators waste some, and other processes grow."""
+_BAND = (0.95, 1.25)
+"""Usable memory counts as the same as before while it stays between these multiples: plans outlive small changes."""
+_MARGIN = 0.02
+_MIN_MARGIN_BYTES = 16 << 20
+"""Added to the smallest memory budget that is named: the larger of the two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryConstraints:
+    """What the policy asks for, in bytes."""
+
+    max_slowdown: float
+    min_relief: float = 0.0
+    """Of the peak: without a budget, nothing is moved for less."""
+    activation_budget: int | None = None
+    memory_budget: int | None = None
+    wear_bytes_per_day: int | None = None
+    recompute: bool = False
+    """Whether blocks may be recomputed."""
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether there is a hard limit."""
+        return self.activation_budget is not None or self.memory_budget is not None
+
+
+@dataclass(slots=True)
+class NonActivationMemory:
+    """Memory that passes of one kind need besides saved activations, in bytes."""
+
+    peak_bytes: int | None = None
+    """At its worst moment, as traced; ``None``: not traced yet."""
+    level_bytes: int = 0
+    """In use when the latest pass began."""
+    traced_level_bytes: int = 0
+    """The same, of the pass that was traced."""
+    num_traces: int = 0
+
+    def traced(self, peak_bytes: int, level_bytes: int) -> None:
+        """A pass that began at this level has been traced."""
+        self.peak_bytes, self.traced_level_bytes = peak_bytes, level_bytes
+        self.num_traces += 1
+
+    @property
+    def grown_bytes(self) -> int:
+        """What has been added since the traced pass: optimizer states come with the first step, after the first pass.
+
+        0 if it is little.
+        """
+        grown = self.level_bytes - self.traced_level_bytes
+        return grown if grown > max(_MIN_MARGIN_BYTES, _MARGIN * self.traced_level_bytes) else 0
+
+
+class Limits:
+    """The limit of resident saved activations, for one process.
+
+    A budget of the policy is one. Where there is none, memory itself becomes one as soon as a pass has found no room
+    for all that it saved (it is *scarce* from then on): what is there, less what everything else needs.
+
+    Args:
+        constraints: of the policy.
+        num_sharing: processes of this run that share the device's memory (on a CPU, all of the machine).
+    """
+
+    def __init__(self, constraints: MemoryConstraints, *, num_sharing: int = 1) -> None:
+        self.agreed = math.inf
+        """The smallest limit of all processes that train together."""
+        self._constraints = constraints
+        self._num_sharing = num_sharing
+        self._is_scarce = False
+        self._usable_bytes = 0
+
+    def look(self, level_bytes: int, available_bytes: int | None) -> int:
+        """A pass begins. Returns how much it may keep without a plan.
+
+        Args:
+            level_bytes: memory in use now.
+            available_bytes: memory that could still be had; ``None``: unknown, then nothing is kept without a plan.
+        """
+        if self._constraints.has_budget or available_bytes is None:
+            return 0
+        available = available_bytes // self._num_sharing
+        usable = int(_USABLE_SHARE * (level_bytes + available))
+        if not self._is_scarce or not _BAND[0] <= usable / max(self._usable_bytes, 1) <= _BAND[1]:
+            self._usable_bytes = usable
+        return int(_KEEP_SHARE * available)
+
+    def ran_out(self) -> bool:
+        """A pass without a plan has found no room for everything. Returns whether this makes memory scarce anew."""
+        if self._constraints.has_budget or self._is_scarce or not self._usable_bytes:
+            return False
+        self._is_scarce = True
+        return True
+
+    def of(self, others: NonActivationMemory) -> int | None:
+        """Resident saved activations that passes with such needs may reach; ``None``: there is no limit."""
+        return _least(self.agreed, self._constraints.activation_budget, self._memory_limit(others))
+
+    def own(self, others: NonActivationMemory) -> int | None:
+        """The same as far as it will last, to agree on with others: without what is a guess until the next trace."""
+        is_known = others.peak_bytes is not None and not self.has_moved(others)
+        return _least(self._constraints.activation_budget, self._memory_limit(others) if is_known else None)
+
+    def _memory_limit(self, others: NonActivationMemory) -> int | None:
+        total = self._constraints.memory_budget
+        if total is None and self._is_scarce:
+            total = self._usable_bytes
+        return None if total is None else max(total - self._needed(others, total), 0)
+
+    @staticmethod
+    def _needed(others: NonActivationMemory, total: int) -> int:
+        if others.peak_bytes is not None:
+            # What has come since may be part of the peak already, as gradients are: too strict until the next trace.
+            return others.peak_bytes + others.grown_bytes
+        # Half of what is left is for gradients, temporaries and what we do not know.
+        return (total + others.level_bytes) // 2
+
+    @property
+    def limits_total_memory(self) -> bool:
+        """Whether the limit is one of all memory."""
+        return self._constraints.memory_budget is not None or self._is_scarce
+
+    def has_moved(self, others: NonActivationMemory) -> bool:
+        """Whether the limit is no longer the one that the traced pass was planned for."""
+        return self.limits_total_memory and others.peak_bytes is not None and others.grown_bytes > 0
+
+    def impossible(
+        self,
+        smallest_bytes: int,
+        others: NonActivationMemory,
+        *,
+        unusable: str | None = None,
+        recomputing_bytes: int | None = None,
+    ) -> BudgetError:
+        """The error for a budget that no plan keeps.
+
+        Args:
+            smallest_bytes: of saved activations, for which a plan is known.
+            others: what else is in memory.
+            unusable: why nothing can be moved to a drive, so that a larger budget is only the second best advice.
+            recomputing_bytes: the smallest one if blocks may be recomputed; ``None``: that gains nothing, or they may.
+        """
+        got, smallest = self._got_and_smallest(smallest_bytes, others)
+        advice = ""
+        if recomputing_bytes is not None:
+            less = self._got_and_smallest(recomputing_bytes, others)[1]
+            advice = (
+                f'. With OffloadPolicy(recompute_modules="blocks"), which lets blocks run again in backward: {less}'
+            )
+        is_worn = self._constraints.wear_bytes_per_day is not None
+        wear = "raise wear_budget (it limits what may be moved), " if is_worn else ""
+        fact = f"OffloadPolicy.{got} cannot be kept by any plan for this model and batch"
+        if unusable is not None:
+            return BudgetError(
+                f"{fact}, because no drive could be used: {unusable}. Without one the smallest possible is "
+                f"{smallest}{advice}. Free space there, or name other directories in HardwareProfile(paths=...): with "
+                "a drive it is lower. Or raise the budget, or make the batch smaller"
+            )
+        return BudgetError(
+            f"{fact}; the smallest possible is {smallest}{advice}. "
+            f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes"
+        )
+
+    def _got_and_smallest(self, smallest_bytes: int, others: NonActivationMemory) -> tuple[str, str]:
+        """The budget that is in the way, and the one in its place for which a plan is known."""
+        constraints, other = self._constraints, others.peak_bytes or 0
+        memory, activations = constraints.memory_budget, constraints.activation_budget
+        if memory is None or (activations is not None and memory - other >= activations):
+            # One that another process has agreed on has no number here.
+            return f"activation_budget={format_size(activations) if activations is not None else None}", format_size(
+                smallest_bytes
+            )
+        # What else is in memory differs from run to run by a few MiB: named to the byte, it could fail again.
+        least = smallest_bytes + other
+        least += max(int(_MARGIN * least), _MIN_MARGIN_BYTES)
+        least = math.ceil(least / 2**20) << 20
+        smallest = f"about {format_size(least)}, of which {format_size(other)} are not saved activations"
+        if others.num_traces < 2:
+            smallest += " (optimizer states that come with the first step are not in it)"
+        return f"memory_budget={format_size(memory)}", smallest
+
+
+def _least(*limits: float | None) -> int | None:
+    least = min((limit for limit in limits if limit is not None), default=math.inf)
+    return None if math.isinf(least) else int(least)

@@ -1,0 +1,457 @@
+"""How much may be moved, by measuring: a plan predicts transfers, but not what moving costs in other ways.
+
+On a CPU freed memory has to be mapped anew, and workers share cores with the model; on every device Python has a share
+in each move. No trace of an offloaded pass shows it, because there it is part of the compute time. It is close to a
+number of seconds per moved byte, which differs between machines by a factor of ten. The search finds that number, and
+the planner makes the plan: with a lower cost it moves more, with a higher one less.
+
+A search goes through these states, and back:
+
+* **Keeping**: a few passes keep everything, and are timed; the last one is traced for the next plan.
+* **Trying**: passes follow the plan until their time is known well enough to say that it is longer than asked for, that
+  it leaves room for moving more, or neither.
+* **Settled**: passes follow the plan; rarer and rarer, or when they become slower, keeping is measured again.
+* **Resting**: everything is kept for many passes, because no plan kept its promise, or trying has cost too much.
+
+A decision needs evidence: times scatter, and what is not beyond their scatter counts as equal. The typical time of a
+few passes is their lower third, because whatever disturbs a pass makes it longer.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean, median
+from typing import NamedTuple
+
+__all__ = ["NUM_KEPT", "Learnt", "MoveSearch", "State"]
+
+NUM_KEPT = 3
+"""Passes that run with everything kept before the first plan comes into force; the first of them warms up."""
+_NUM_KEPT_AGAIN = 2
+"""The same later on: the first one maps memory that had been given back."""
+_WINDOW = 16
+_NUM_BLOCKS = 4
+_MIN_SCATTER = 0.01
+_NUM_ERRORS = 1.3
+"""A difference of so many standard errors is evidence."""
+_MIN_TRIED, _MAX_TRIED = 3, 10
+_FAR_OFF = (0.25, 0.1)
+"""One pass, two passes are enough, where they are beyond what was asked for by so much more."""
+_OUT_OF_HAND = 0.5
+"""This far beyond it, the first pass that follows a plan counts, too."""
+_NUM_SLOWER, _SLOWER = 3, 1.05
+_BAND = 1.2
+"""Costs closer than this lead to plans that no measurement tells apart."""
+_MAX_GROWTH = 3.0
+_FIRST_RECHECK, _MAX_RECHECK = 64, 512
+_FIRST_EXCESS, _MIN_ASKED = 0.2, 0.005
+"""The first plan is an experiment: a guess is worth little, and a pass that moves much tells the cost at once. If the
+guess is right, such a pass takes this much longer than one that keeps everything."""
+_GUESSED_REST, _REST, _MAX_REST = 8, 64, 4096
+_SPENT = 0.016
+"""Of the time of all passes, what trying may cost; in the beginning, of this many passes:"""
+_SPENT_OVER = 100
+
+
+class State(enum.StrEnum):
+    """What a search is doing; see the module."""
+
+    KEEPING = "keeping"
+    TRYING = "trying"
+    SETTLED = "settled"
+    RESTING = "resting"
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a search has found, for one that begins where it has ended."""
+
+    cost_s_per_byte: float
+    good_bytes: int
+    """Moved by a plan that has kept its promise; 0: nothing is worth moving."""
+    slowdown: float
+    """Of that plan, as measured."""
+
+
+class MoveSearch:
+    """Compares the passes that follow plans with those that keep everything, all of one kind and without a budget.
+
+    Args:
+        max_slowdown: time of a pass that was asked for, relative to keeping everything.
+        cost_s_per_byte: of moving, beyond waiting for transfers.
+        is_guess: nothing has been measured, here or elsewhere: the first plan is there to learn from.
+        learnt: in an earlier run, of the same passes on the same machine: the first plan is made with it, and its
+            trial is shorter where it moves no more than then.
+    """
+
+    def __init__(
+        self,
+        max_slowdown: float,
+        cost_s_per_byte: float = 0.0,
+        *,
+        is_guess: bool = False,
+        learnt: Learnt | None = None,
+    ) -> None:
+        if learnt is not None:
+            cost_s_per_byte, is_guess = learnt.cost_s_per_byte, False
+        if is_guess:
+            cost_s_per_byte *= min(max(max_slowdown - 1, _MIN_ASKED) / _FIRST_EXCESS, 1.0)
+        self.cost_s_per_byte = cost_s_per_byte
+        """What the next plan is to be made with."""
+        self.slowdown: float | None = None
+        """Of the latest plan, as measured."""
+        self._limit = max_slowdown
+        self._offs: deque[float] = deque(maxlen=2 * _WINDOW)  # of earlier passes from their median, relative
+        self._kept = _KeptTimes()
+        self._moved: deque[_Moved] = deque(maxlen=_WINDOW)  # that followed the present plan
+        self._plan: object = None
+        self._num_to_keep = NUM_KEPT
+        self._num_to_skip = 1
+        self._wants_plan = True
+        self._awaits_plan = self._is_settled = self._is_back = False
+        self._num_settled, self._recheck = 0, _FIRST_RECHECK
+        self._rest = _REST if learnt is not None else _GUESSED_REST  # nothing has been measured yet
+        self._is_resting = False
+        self._rest_cost = cost_s_per_byte  # with which nothing was worth moving
+        self._goes_up: bool | None = None  # the cost, when it was last learnt
+        self._num_turns = 0
+        self._num_passes = 0
+        self._num_tried = 0  # passes of the present trial
+        self._spent = 0.0  # on earlier ones, in passes
+        # Of the latest plan that has kept its promise.
+        self._good_bytes = None if learnt is None else learnt.good_bytes
+        self._good_slowdown = 1.0 if learnt is None else learnt.slowdown
+        self._is_known = False  # the next plan moves no more than that one
+        self._num_compared = 0  # passes of the trial after which keeping was last measured
+        self._has_restarted = False  # the present trial, because the machine had changed
+        self._is_again = False  # the next trial is of a plan that was settled: keeping is measured before it alone
+
+    # -- what the next pass does -------------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the next pass keeps everything."""
+        return self._num_to_keep > 0 or self._wants_plan or self._awaits_plan
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the next pass is the one to plan from."""
+        return self._wants_plan and self._num_to_keep <= 1 and not self._awaits_plan
+
+    @property
+    def state(self) -> State:
+        """For metrics."""
+        if self.keeps:
+            return State.RESTING if self._is_resting else State.KEEPING
+        return State.SETTLED if self._is_settled else State.TRYING
+
+    @property
+    def learnt(self) -> Learnt | None:
+        """For another run; ``None``: nothing yet that would spare it trials."""
+        if self._is_resting:
+            return Learnt(self._rest_cost, 0, 1.0)
+        if self._is_settled and self._good_bytes is not None:
+            return Learnt(self.cost_s_per_byte, self._good_bytes, self._good_slowdown)
+        return None
+
+    @property
+    def keep_s(self) -> float | None:
+        """Typical time of a pass that keeps everything; ``None``: not known yet."""
+        return self._kept.at(self._num_passes) if self._kept else None
+
+    # -- what has happened -------------------------------------------------------------------------------------------
+
+    def kept(self, step_s: float | None) -> None:
+        """A pass that kept everything has ended, after so many seconds; ``None``: they are not known."""
+        self._num_passes += 1
+        was_keeping = self.keeps
+        self._num_to_keep = max(self._num_to_keep - 1, 0)
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+        elif step_s is not None:
+            self._keep_time(step_s)
+        if was_keeping and not self.keeps:
+            self._num_to_skip = 1  # the first pass that follows a plan maps memory that keeping had not to map
+
+    def _keep_time(self, step_s: float) -> None:
+        keep_s = self.keep_s
+        if self._is_back and keep_s is not None:
+            has_changed = abs(step_s / keep_s - 1) > max(_SLOWER - 1, 3 * self._scatter)
+            if has_changed and not self._has_restarted:
+                self._restart()
+            else:
+                self._num_compared = max(self._num_compared, len(self._moved))
+        self._is_back = False
+        self._kept.add(self._num_passes, step_s)
+
+    def _restart(self) -> None:
+        """The machine has changed: what was measured before says nothing of it. Once per trial, or none would end."""
+        self._offs.extend((*self._kept.offs, *_offs(self._slowdowns)))
+        self._kept.clear()
+        self._moved.clear()
+        self._num_compared, self._is_again, self._has_restarted = 0, False, True
+        self._num_to_keep = max(self._num_to_keep, 1)
+
+    def submitted(self) -> None:
+        """A plan is being made from the trace of the latest pass."""
+        if self._wants_plan and not self._num_to_keep:
+            self._wants_plan, self._awaits_plan = False, True
+
+    def planned(self, nbytes: int | None) -> None:
+        """The plan has been made. Where it moves nothing, everything is kept for a while, before less is asked for.
+
+        Args:
+            nbytes: that it moves; ``None``: unknown yet, but some.
+        """
+        self._awaits_plan = self._is_again = False
+        self._is_known = bool(nbytes and self._good_bytes and nbytes <= _BAND * self._good_bytes)
+        if nbytes != 0 or self._wants_plan:
+            return
+        if self.cost_s_per_byte > 0:
+            self._keep_for_long()
+            self.cost_s_per_byte /= 2
+        else:
+            self._is_settled = True  # it is not the cost: nothing helps
+
+    def moved(self, plan: object, nbytes: int, step_s: float, predicted_stall_s: float) -> str | None:
+        """A pass has followed a plan to its end.
+
+        Args:
+            plan: any object, the same for all passes that follow it.
+            nbytes: that it moves.
+            step_s: how long the pass took.
+            predicted_stall_s: of these, seconds in which it was to wait for transfers. All others beyond keeping are a
+                cost of moving, since nobody knows them better.
+
+        Returns:
+            Why another plan is wanted, or ``None``.
+        """
+        self._num_passes += 1
+        keep_s = self.keep_s
+        if self.keeps or keep_s is None:  # it had begun before that was decided
+            return None
+        if plan is not self._plan:
+            self._plan = plan
+            self._try()
+        if not nbytes:
+            self._is_settled = True  # it recomputes, say: there is no cost of moving to be found
+            return None
+        self._num_tried += not self._is_settled
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            if step_s <= (self._limit + _OUT_OF_HAND) * keep_s:
+                return None
+        self._moved.append(_Moved(self._num_passes, step_s, predicted_stall_s))
+        self.slowdown = _typical(self._slowdowns)
+        if self._is_settled:
+            self._look_again(keep_s)
+            return None
+        return self._judge(nbytes, keep_s, self.slowdown)
+
+    def replan(self) -> None:
+        """Something else than the cost of moving calls for another plan."""
+        if not self.keeps:
+            self._measure_keeping()
+            self._wants_plan = True
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def _judge(self, nbytes: int, keep_s: float, slowdown: float) -> str | None:
+        num, excess, error = len(self._moved), slowdown - self._limit, self._error
+        is_over = num >= (_MAX_TRIED // 2 if self._is_known else _MAX_TRIED)
+        cost = _typical([one.step_s - one.stall_s - self._kept.at(one.number) for one in self._moved])
+        is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + error
+        if is_far_off:
+            self._num_turns = 0  # the machine is another one than before, or this is the first plan
+        if is_far_off or (num >= _MIN_TRIED and excess > error) or (is_over and excess > error / 2):
+            self._forget_good()
+            return self._learn(max(cost / nbytes, _BAND * self.cost_s_per_byte), "less is moved")
+        if self._has_spent:
+            self._keep_for_long()
+            return None
+        surely = cost + error * keep_s / (2 if is_over else 1)
+        may_be_cheaper = self._num_compared > 0 and self.cost_s_per_byte > 0 and not self._is_known
+        if may_be_cheaper and _BAND * surely < self.cost_s_per_byte * nbytes:
+            told = self._learn(max(cost / nbytes, self.cost_s_per_byte / _MAX_GROWTH), "more can be moved")
+            if told is not None:
+                self._note_good(nbytes)
+                return told
+        if is_over and self._num_compared >= num - 1:
+            self._note_good(nbytes)
+            self._settle()
+        elif num - self._num_compared >= _MAX_TRIED // 2:
+            self._compare()
+        return None
+
+    def _compare(self) -> None:
+        """Measure keeping once more before the plan is settled: the machine may be faster than it was before."""
+        self._is_back = True
+        self._num_to_keep, self._num_to_skip = NUM_KEPT, 1
+
+    def _note_good(self, nbytes: int) -> None:
+        self._good_bytes, self._good_slowdown = nbytes, self.slowdown or 1.0
+
+    def _forget_good(self) -> None:
+        self._good_bytes, self._is_known = None, False
+
+    def _settle(self) -> None:
+        self._spent += self._trial_cost
+        self._num_tried = self._num_settled = 0
+        self._is_settled, self._rest = True, _REST
+
+    def _learn(self, cost: float, what: str) -> str | None:
+        """Approach ``cost``, by less each time that the search turns round.
+
+        Source: H. Kesten, Accelerated stochastic approximation (Annals of Mathematical Statistics 29, 1958).
+        """
+        went_up, goes_up = self._goes_up, cost > self.cost_s_per_byte
+        num_turns = self._num_turns + (went_up is not None and went_up is not goes_up)
+        if self.cost_s_per_byte > 0:
+            cost = self.cost_s_per_byte * (cost / self.cost_s_per_byte) ** (1 / (1 + num_turns))
+        if not goes_up and _BAND * cost > self.cost_s_per_byte:
+            return None
+        self._goes_up, self._num_turns, self.cost_s_per_byte = goes_up, num_turns, cost
+        self._rest = max(self._rest, _REST)
+        if self._has_spent:
+            self._keep_for_long()
+        else:
+            self._measure_keeping()
+        self._wants_plan = True
+        return (
+            f"passes take {self.slowdown:.2f} times as long as with everything kept: {what} "
+            f"({cost * 2**30:.3g} s per GiB besides transfers)"
+        )
+
+    @property
+    def _has_spent(self) -> bool:
+        return self._spent + self._trial_cost > _SPENT * max(self._num_passes, _SPENT_OVER)
+
+    @property
+    def _trial_cost(self) -> float:
+        """Of the present trial, in passes; by the typical one, since what disturbs a pass is not its fault."""
+        if self.slowdown is None or not self._moved:
+            return 0.0
+        return self._num_tried * max(self.slowdown - self._limit, 0.0)
+
+    def _look_again(self, keep_s: float) -> None:
+        """Keeping is measured again now and then, and when passes have become slower."""
+        self._num_settled += 1
+        last = [one.step_s for one in self._moved][-_NUM_SLOWER:]
+        slow_s = max(_SLOWER * self._good_slowdown, self._limit + _NUM_ERRORS * self._scatter) * keep_s
+        is_slower = len(last) == _NUM_SLOWER and min(last) > slow_s
+        if is_slower or self._num_settled >= self._recheck:
+            self._recheck = min(2 * self._recheck, _MAX_RECHECK)
+            self._forget_good()  # as good as then, or not: the same plan is tried again
+            self._measure_keeping()
+            self._is_again = not is_slower
+
+    def _measure_keeping(self) -> None:
+        self._spent += self._trial_cost
+        self._num_tried, self._is_settled, self._is_again = 0, False, False
+        self._num_to_keep, self._num_to_skip = _NUM_KEPT_AGAIN, 1
+        self._is_back = True
+        self._plan = None  # it is tried anew
+
+    def _keep_for_long(self) -> None:
+        self._rest_cost = self.cost_s_per_byte
+        self._measure_keeping()
+        overspent = math.ceil(self._spent / _SPENT) - max(self._num_passes, _SPENT_OVER)
+        self._num_to_keep, self._rest = max(self._rest, overspent), min(2 * self._rest, _MAX_REST)
+        self._wants_plan = self._is_resting = True
+
+    def _try(self) -> None:
+        self._offs.extend(_offs(self._slowdowns))
+        self._moved.clear()
+        self._num_compared = _MAX_TRIED if self._is_again else 0
+        self._is_again = self._has_restarted = False
+        self._num_to_skip = 1  # the first one maps memory that keeping had not to map
+        self._is_settled = self._is_resting = False
+
+    # -- statistics --------------------------------------------------------------------------------------------------
+
+    @property
+    def _scatter(self) -> float:
+        """Standard deviation of one pass, relative to it."""
+        offs = [*self._offs, *self._kept.offs, *_offs(self._slowdowns)]
+        return max(_MIN_SCATTER, 1.48 * median(offs) if offs else 0.0)
+
+    @property
+    def _error(self) -> float:
+        """What the measured slowdown is uncertain by."""
+        return _NUM_ERRORS * self._scatter * math.sqrt(1 / len(self._moved) + 1 / self._kept.num_recent)
+
+    @property
+    def _slowdowns(self) -> list[float]:
+        """Of each pass that has followed the plan, against keeping at its time."""
+        return [one.step_s / self._kept.at(one.number) for one in self._moved]
+
+
+class _Moved(NamedTuple):
+    """A pass that has followed a plan."""
+
+    number: int
+    step_s: float
+    stall_s: float
+    """Predicted."""
+
+
+class _KeptTimes:
+    """When passes kept everything, and how long they took. In between, keeping is thought to change evenly."""
+
+    def __init__(self) -> None:
+        # Of passes one after the other; and the middle of each block with its typical seconds, asked for in every pass.
+        self._blocks: deque[list[tuple[int, float]]] = deque(maxlen=_NUM_BLOCKS)
+        self._points: deque[tuple[float, float]] = deque(maxlen=_NUM_BLOCKS)
+
+    def __bool__(self) -> bool:
+        return bool(self._blocks)
+
+    def add(self, number: int, step_s: float) -> None:
+        """The pass of this number kept everything."""
+        if self._blocks and self._blocks[-1][-1][0] == number - 1:
+            self._blocks[-1].append((number, step_s))
+            del self._blocks[-1][:-_WINDOW]
+        else:
+            self._blocks.append([(number, step_s)])
+            self._points.append((number, step_s))
+        numbers, times = zip(*self._blocks[-1], strict=True)
+        self._points[-1] = (mean(numbers), _typical(times))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._blocks.clear()
+        self._points.clear()
+
+    def at(self, number: int) -> float:
+        """Seconds that keeping would have taken in the pass of this number."""
+        for (left, left_s), (right, right_s) in pairwise(self._points):
+            if number < right:
+                share = min(max((number - left) / (right - left), 0.0), 1.0)
+                return left_s + share * (right_s - left_s)
+        return self._points[-1][1]
+
+    @property
+    def num_recent(self) -> int:
+        """Passes in the two latest blocks."""
+        return sum(len(block) for block in list(self._blocks)[-2:])
+
+    @property
+    def offs(self) -> list[float]:
+        """Of each pass from those beside it, relative."""
+        return [off for block in self._blocks for off in _offs([s for _, s in block])]
+
+
+def _offs(times: Sequence[float]) -> list[float]:
+    if len(times) < 2:
+        return []
+    middle = median(times)
+    return [abs(one / middle - 1) for one in times]
+
+
+def _typical(times: Sequence[float]) -> float:
+    return sorted(times)[(len(times) - 1) // 3]

@@ -1,0 +1,137 @@
+"""What is known of all passes of one signature."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightning_ssd.common.uninterrupted import Task
+from lightning_ssd.planning.plan import Machine, Plan, PlanObjective
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.drift import DriftDetector
+from lightning_ssd.scheduling.memory_limits import NonActivationMemory
+from lightning_ssd.scheduling.move_search import MoveSearch
+from lightning_ssd.scheduling.plan_cursor import StoredPlan
+
+__all__ = ["PassKind", "TracedPass"]
+
+_MAX_PLANS = 8
+_MAX_PASSED_OVER = 8
+_RECENT = 16
+"""Sizes that have not come for so many passes are not waited for."""
+
+Sizes = tuple[int, ...]
+"""Bytes of the storages that a pass saves, in pack order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPass:
+    """A pass to plan for."""
+
+    sizes: Sizes
+    trace: Trace
+    peak_bytes: int
+    """Resident saved activations at the worst moment, as measured."""
+
+
+@dataclass(slots=True)
+class PassKind:
+    """Passes of one signature save alike as a rule; where they do not, each sequence of sizes has its plan."""
+
+    others: NonActivationMemory = field(default_factory=NonActivationMemory)
+    plans: OrderedDict[Sizes, StoredPlan] = field(default_factory=OrderedDict)
+    recompute: frozenset[int] = frozenset()
+    inner_bytes: dict[int, int] = field(default_factory=dict)
+    """Of recomputed blocks: what a checkpoint computes again goes past us."""
+    watch: DriftDetector = field(default_factory=DriftDetector)
+    is_trace_asked_for: bool = True
+    task: Task[Plan] | None = None
+    asked: tuple[TracedPass, PlanObjective, Machine] | None = None
+    unplanned: deque[Sizes] = field(default_factory=lambda: deque(maxlen=_MAX_PLANS))
+    """Sizes of passes that stay under the budget although no plan is known to."""
+    _searches: OrderedDict[Sizes, MoveSearch] = field(default_factory=OrderedDict)
+    _last_pass: dict[Sizes, int] = field(default_factory=dict)
+    """When a search was last asked for, in passes of this kind."""
+    _num_passes: int = 0
+    _num_to_pass_over: int = 0
+    """So many traced passes at most are passed over, while others are waited for."""
+
+    # -- searches ------------------------------------------------------------------------------------------------
+
+    def search(self, sizes: Sizes, begin: Callable[[], MoveSearch]) -> MoveSearch:
+        """How much passes of these sizes may move; ``begin`` makes the search where there is none yet."""
+        key = () if self.recompute else sizes  # with blocks recomputed, and without, one pass has different sizes
+        if key not in self._searches:
+            self._searches[key] = begin()
+            while len(self._searches) > _MAX_PLANS:
+                del self._last_pass[self._searches.popitem(last=False)[0]]
+        self._searches.move_to_end(key)
+        self._num_passes += 1
+        self._last_pass[key] = self._num_passes
+        return self._searches[key]
+
+    def keeps(self, sizes: Sizes) -> bool:
+        """Whether passes of these sizes keep everything for now, although there is a plan.
+
+        So they do for others that begin alike: until they part, nobody knows which one it is.
+        """
+        if self.recompute:
+            return () not in self._searches or self._searches[()].keeps
+        since = self._num_passes - _RECENT
+        alike = [
+            key for key, last in self._last_pass.items() if key == sizes or (last > since and key[:1] == sizes[:1])
+        ]
+        return sizes not in alike or any(self._searches[key].keeps for key in alike)
+
+    @property
+    def only_search(self) -> MoveSearch | None:
+        """The search for all passes, if there is but one."""
+        return next(iter(self._searches.values())) if len(self._searches) == 1 else None
+
+    @property
+    def is_of_many(self) -> bool:
+        """Whether several sequences of sizes are searched for: without hooks nobody knows which one a pass is of."""
+        return len(self._searches) > 1
+
+    def begin_to_recompute(self, blocks: frozenset[int], inner_bytes: dict[int, int], sizes: Sizes) -> None:
+        """These blocks are recomputed from now on: another pass altogether, to be traced as it really is."""
+        if not self.recompute and sizes in self._searches:
+            self._searches, self._last_pass = OrderedDict({(): self._searches[sizes]}), {(): self._num_passes}
+        self.recompute, self.inner_bytes = blocks, inner_bytes
+        self.is_trace_asked_for = True
+        self.plans.clear()
+
+    # -- traces and plans ----------------------------------------------------------------------------------------
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the next pass is to be traced."""
+        return self.is_trace_asked_for or (self._num_to_pass_over > 0 and self._is_searched_for)
+
+    @property
+    def _is_searched_for(self) -> bool:
+        return any(search.wants_trace for search in self._searches.values())
+
+    def wait_for_trace(self) -> None:
+        """Pass over some passes that have a plan: one that lacks one, or whose search wants another, is waited for."""
+        self._num_to_pass_over = _MAX_PASSED_OVER
+
+    def passes_over(self) -> bool:
+        """Whether this trace, which nobody has asked for, is not taken, because others are waited for."""
+        if not self._num_to_pass_over:
+            return False
+        self._num_to_pass_over -= 1
+        return True
+
+    def traced(self) -> None:
+        """A trace has been taken."""
+        self.is_trace_asked_for = False
+        self._num_to_pass_over = _MAX_PASSED_OVER if self._is_searched_for else 0
+
+    def put_in_force(self, plan: StoredPlan) -> None:
+        """The latest plan of its sizes."""
+        self.plans[plan.sizes] = plan
+        self.plans.move_to_end(plan.sizes)
+        while len(self.plans) > _MAX_PLANS:
+            self.plans.popitem(last=False)

@@ -1,0 +1,504 @@
+"""Turns finished passes into plans, in the background, and says what the next pass follows.
+
+A *kind* is all passes of one signature. Its first pass runs without a plan and is traced; the plan is made in a
+thread and put in force at the border of a later pass. From then on predictions are held against measurements, and
+a kind whose promises break is traced and planned again. All methods are called from the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from lightning_ssd.common.collectives import AllReduceMin
+from lightning_ssd.common.profiling import span
+from lightning_ssd.common.uninterrupted import Task
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.planning.plan import Machine, Plan, PlanObjective, TierRates
+from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, recomputing_budget, smallest_budget
+from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
+from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.clock import Clock, Stamp
+from lightning_ssd.scheduling.drift import Measured, is_worth_switching
+from lightning_ssd.scheduling.memory_limits import Limits, MemoryConstraints, NonActivationMemory
+from lightning_ssd.scheduling.move_search import MoveSearch, State
+from lightning_ssd.scheduling.pass_kind import PassKind, TracedPass
+from lightning_ssd.scheduling.plan_cache import PlanCache
+from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
+from lightning_ssd.scheduling.plan_report import Comparison, PlanReport
+from lightning_ssd.scheduling.recorder import Recorder
+from lightning_ssd.scheduling.stalls import stall_seconds
+from lightning_ssd.telemetry.metrics import PlanReadings
+
+__all__ = ["FinishedPass", "PlainPass", "Scheduler"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_KINDS = 64
+_DAY_S = 86_400
+_NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedPass:
+    """A pass whose backward is over."""
+
+    signature: Hashable
+    sizes: tuple[int, ...]
+    cursor: PlanCursor
+    recorder: Recorder | None
+    refused: frozenset[str] = frozenset()
+    """Names of blocks that cannot be recomputed exactly."""
+    clock: Clock
+    begin: Stamp
+    end: Stamp
+    level_bytes: int
+    """All memory in use when it began, but saved tensors."""
+    stalls: tuple[tuple[Stamp, Stamp], ...]
+    """Begin and end of each wait for a transfer."""
+    peak_bytes: int
+    written_bytes: int
+    read_bytes: int
+
+
+class PlainPass(NamedTuple):
+    """A pass whose backward is over, and that ran without hooks: all that is known is that it kept everything."""
+
+    signature: Hashable
+    clock: Clock
+    begin: Stamp
+    end: Stamp
+    is_timed: bool
+    """It alone ran between its begin and its end."""
+
+
+class Scheduler:
+    """One per offloader with ``activations="auto"``.
+
+    Args:
+        constraints: of the policy.
+        machine: the tiers' rates, measured until now.
+        agree: makes processes that train together plan with the same numbers; ``None``: there is one process.
+        num_sharing: processes of this run that share the device's memory.
+        cache: what earlier runs have learnt, and where this one leaves what it learns.
+    """
+
+    def __init__(
+        self,
+        constraints: MemoryConstraints,
+        machine: Callable[[], Machine],
+        *,
+        agree: AllReduceMin | None = None,
+        num_sharing: int = 1,
+        cache: PlanCache | None = None,
+    ) -> None:
+        self.trace: Trace | None = None
+        self.num_plans = 0
+        self.unusable: str | None = None  # why the drives were not planned with the last time
+        self.comparison = Comparison(wear_bytes_per_day=constraints.wear_bytes_per_day)
+        self._constraints = constraints
+        self._measure = machine
+        self._agree = agree
+        self._cache = cache
+        self._agreed: Machine | None = None
+        self._learnt_cost: float | None = None  # seconds per moved byte, by the latest search that knows
+        self._searched: MoveSearch | None = None  # of the pass that was read last
+        self._limits = Limits(constraints, num_sharing=num_sharing)
+        self._kinds: OrderedDict[Hashable, PassKind] = OrderedDict()
+        self._unread: deque[FinishedPass | PlainPass] = deque()
+        self._traced: list[tuple[PassKind, TracedPass]] = []
+        self._peak_bytes = 0  # of the pass that was traced last
+        self._is_following = False
+        self._num_borders = 0
+        self._others = NonActivationMemory()  # of the kind that was traced last
+        # One plan at a time. A leaf lock: a plan is made of numbers alone.
+        self._planning = threading.Lock()
+        self._is_closed = False
+        self._tasks: deque[Task[Plan]] = deque(maxlen=_MAX_KINDS)
+
+    # -- before a pass -------------------------------------------------------------------------------------------
+
+    def cursor(
+        self, signature: Hashable, *, level_bytes: int, available_bytes: int | None, resident_bytes: int = 0
+    ) -> tuple[PlanCursor, bool]:
+        """What the next pass follows, and whether it is to be traced.
+
+        Args:
+            signature: its kind.
+            level_bytes: memory in use now, but saved tensors.
+            available_bytes: memory that could still be had; ``None``: unknown, then nothing is kept without a plan.
+            resident_bytes: saved tensors in memory now, of passes that are still alive.
+
+        Raises:
+            BudgetError: the budget cannot be kept by any plan.
+        """
+        self._poll()
+        kind = self._kinds.setdefault(signature, PassKind())
+        self._kinds.move_to_end(signature)
+        while len(self._kinds) > _MAX_KINDS:
+            self._kinds.popitem(last=False)
+        kind.others.level_bytes = level_bytes
+        room = self._limits.look(level_bytes + resident_bytes, available_bytes)
+        limit = self._limits.of(kind.others)
+        kind.is_trace_asked_for = kind.is_trace_asked_for or self._limits.has_moved(kind.others)
+        is_free = limit is None and room > 0  # to keep everything
+        most = room if limit is None else limit  # memory may have become less since a plan was made
+        plans = [
+            k
+            for k in reversed(kind.plans.values())
+            if (available_bytes is None or k.plan.prediction.peak_bytes <= most)
+            and not (is_free and kind.keeps(k.sizes))
+        ]
+        if is_free and not plans and (not kind.recompute or kind.keeps(())):
+            return PlanCursor(room_bytes=room), kind.wants_trace
+        cursor = PlanCursor(
+            plans,
+            recompute=kind.recompute,
+            room_bytes=room if limit is None else min(room, limit),
+            limit_bytes=limit,
+            reserve_bytes=max(kind.inner_bytes.values(), default=0),
+            limits_total_memory=self._limits.limits_total_memory,
+        )
+        return cursor, kind.wants_trace
+
+    def learns_without_hooks(self, signature: Hashable) -> bool:
+        """Whether a pass of this kind teaches anything although nobody knows what it saves."""
+        kind = self._kinds.get(signature)
+        return kind is None or not kind.is_of_many
+
+    def goes_on_keeping(self, signature: Hashable) -> bool:
+        """Whether nothing has come up since the last pass of this kind, which kept everything without a trace."""
+        kind = self._kinds.get(signature)
+        if (
+            kind is None
+            or kind.task is not None
+            or kind.wants_trace
+            or kind.is_of_many
+            or self._limits.limits_total_memory
+        ):
+            return False
+        return all(kind.keeps(sizes) or not known.plan.moves for sizes, known in kind.plans.items())
+
+    # -- after a pass --------------------------------------------------------------------------------------------
+
+    def observe(self, done: FinishedPass | PlainPass) -> None:
+        """Learn from a pass."""
+        # The device may still be busy with this pass; with the one before it is done for sure.
+        self._unread.append(done)
+        while len(self._unread) > done.clock.lag:
+            oldest = self._unread.popleft()
+            kind = self._kinds.get(oldest.signature)
+            if kind is None:
+                continue
+            if isinstance(oldest, PlainPass):
+                self._read_plain(kind, oldest)
+            else:
+                self._read(kind, oldest)
+
+    def border(self) -> None:
+        """A backward is over, and its passes have been observed: agree, put plans in force, begin new ones.
+
+        Raises:
+            BudgetError: the budget cannot be kept by any plan.
+        """
+        self._num_borders += 1
+        if self._agree is not None and self._num_borders & (self._num_borders - 1) == 0:
+            # With the 1st, 2nd, 4th ... backward: every process counts them alike, so that all meet here.
+            self._agree_with_others(self._agree)
+        self._poll()
+        while self._traced:
+            kind, traced = self._traced.pop()
+            if kind.task is None:
+                self._submit(kind, traced)
+            else:
+                kind.is_trace_asked_for = True  # two passes of one kind in one backward: one plan at a time
+
+    def _read(self, kind: PassKind, done: FinishedPass) -> None:
+        if done.cursor.ran_out and self._limits.ran_out():
+            _log.info(
+                "a pass has saved more than there is room for: memory is planned from now on as if it were a budget"
+            )
+            kind.is_trace_asked_for = True  # of a pass under that limit, in which memory returns
+            return
+        known = done.cursor.completed()
+        self._is_following = known is not None and done.cursor.recompute == kind.recompute
+        is_free = done.cursor.limit_bytes is None and not self._constraints.has_budget
+        search = self._search(kind, done.sizes) if is_free else None
+        wanted_trace = search is not None and search.wants_trace
+        if search is not None and done.cursor.keeps_all:
+            search.kept(done.clock.seconds(done.begin, done.end))
+        if known is not None and self._is_following:
+            self._compare(kind, known, done, search)
+        elif done.sizes not in kind.unplanned and not (done.cursor.keeps_all and kind.plans):
+            kind.is_trace_asked_for = True
+            kind.wait_for_trace()
+        has_plan = known is not None or (done.cursor.keeps_all and done.sizes in kind.plans)
+        recorder = done.recorder if (wanted_trace or kind.wants_trace) and kind.task is None else None
+        if recorder is not None and (wanted_trace or not (has_plan and kind.passes_over())):
+            self._keep_trace(kind, done, recorder)
+        if search is not None and search.wants_trace and (not wanted_trace or recorder is None):
+            kind.wait_for_trace()
+
+    def _search(self, kind: PassKind, sizes: tuple[int, ...]) -> MoveSearch:
+        self._searched = kind.search(sizes, partial(self._begin_search, sizes))
+        return self._searched
+
+    def _begin_search(self, sizes: tuple[int, ...]) -> MoveSearch:
+        learnt = None if self._cache is None else self._cache.get(sizes)
+        if learnt is not None:
+            return MoveSearch(self._constraints.max_slowdown, learnt=learnt)
+        if self._learnt_cost is None:
+            return MoveSearch(self._constraints.max_slowdown, self.machine.cost_s_per_byte, is_guess=True)
+        return MoveSearch(self._constraints.max_slowdown, self._learnt_cost)
+
+    def _read_plain(self, kind: PassKind, done: PlainPass) -> None:
+        self._is_following = False
+        search = kind.only_search
+        if search is not None:
+            search.kept(done.clock.seconds(done.begin, done.end) if done.is_timed else None)
+            if search.wants_trace:
+                kind.wait_for_trace()
+
+    @staticmethod
+    def _trace(done: FinishedPass, recorder: Recorder) -> Trace:
+        known, trace = done.cursor.completed(), recorder.trace(done.end, done.refused)
+        moved = done.written_bytes if known is None else known.moved_bytes
+        return trace if done.cursor.keeps_all else replace(trace, moved_bytes=moved)
+
+    def _keep_trace(self, kind: PassKind, done: FinishedPass, recorder: Recorder) -> None:
+        kind.traced()
+        self.trace = trace = self._trace(done, recorder)
+        self._others = kind.others
+        self._others.traced(trace.other_peak_bytes, done.level_bytes)
+        if trace.storages:
+            self._peak_bytes = done.peak_bytes
+            self._traced.append((kind, TracedPass(done.sizes, trace, done.peak_bytes)))
+
+    def _compare(self, kind: PassKind, known: StoredPlan, done: FinishedPass, search: MoveSearch | None) -> None:
+        """Hold what was measured against what was predicted, and against keeping everything."""
+        measured = Measured(
+            step_s=done.clock.seconds(done.begin, done.end),
+            stall_s=sum(stall_seconds(done.clock, begin, end) for begin, end in done.stalls),
+            peak_bytes=done.peak_bytes,
+            written_bytes=done.written_bytes,
+            read_bytes=done.read_bytes,
+            limit_bytes=done.cursor.limit_bytes,
+        )
+        self.comparison.add(known, measured)
+        if search is not None and known.plan.moves:
+            before = search.state
+            told = search.moved(known, known.moved_bytes, measured.step_s, known.plan.prediction.stall_s)
+            self._learnt_cost = search.cost_s_per_byte
+            if told is not None and self._cache is not None:
+                self._cache.drop(known.sizes)  # as much as that cannot be moved, or more can
+            if search.state is not before:
+                self._keep_learnt(search, known)
+            if told is not None:
+                _log.info("planning again: %s", told)
+        is_searched = search is not None and search.keep_s is not None
+        if is_searched and search is not None and search.state is not State.SETTLED:
+            return  # it is being looked at already, and will be planned again with the rates of then
+        reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING, times_too=not is_searched)
+        if reason is None:
+            return
+        _log.info("planning again: %s", reason)
+        if search is None or not is_searched:
+            kind.is_trace_asked_for = True
+        else:
+            search.replan()  # from a pass that keeps everything
+
+    def _keep_learnt(self, search: MoveSearch, known: StoredPlan) -> None:
+        """For the next run. Where blocks are recomputed, sizes do not tell what was learnt of."""
+        learnt = search.learnt
+        if self._cache is not None and learnt is not None and not known.plan.recompute:
+            self._cache.put(known.sizes, learnt)
+            self._cache.save()
+
+    def _submit(self, kind: PassKind, traced: TracedPass) -> None:
+        goal, machine = self._goal(traced.trace, kind.others), self.machine
+        if goal.budget_bytes is None:
+            search = self._search(kind, traced.sizes)
+            search.submitted()
+            machine = replace(machine, cost_s_per_byte=search.cost_s_per_byte)
+        self.unusable = (machine.ssd or _NOTHING).unusable
+        traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
+        kind.asked = traced, goal, machine
+        task = Task(partial(self._make_plan, traced.trace, machine, goal), "lightning_ssd-plan")
+        # Those that have ended hold a plan, and nobody waits for them at the end.
+        self._tasks = deque([*(one for one in self._tasks if not one.is_done), task], _MAX_KINDS)
+        task.start()
+        kind.task = task
+
+    def _make_plan(self, trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
+        """In a thread of its own."""
+        with self._planning:
+            if self._is_closed:
+                raise OffloaderClosedError("the offloader was closed before this plan was begun")
+            with span("lightning_ssd::plan"):
+                return make_plan(trace, machine, goal)
+
+    def _goal(self, trace: Trace, others: NonActivationMemory) -> PlanObjective:
+        limit, wear = self._limits.of(others), self._constraints.wear_bytes_per_day
+        may_recompute = self._constraints.recompute and (limit is not None or wear is not None)
+        return PlanObjective(
+            max_slowdown=self._constraints.max_slowdown,
+            min_relief=self._constraints.min_relief,
+            budget_bytes=limit,
+            written_bytes=None if wear is None else int(wear * trace.end_s / _DAY_S),
+            # A trace with recomputed blocks cannot tell what their storages would do: placements only, then.
+            recompute=may_recompute and bool(trace.blocks) and not trace.recomputed,
+        )
+
+    @property
+    def limits_total_memory(self) -> bool:
+        """Whether all memory is limited, not only that of saved tensors."""
+        return self._limits.limits_total_memory
+
+    @property
+    def machine(self) -> Machine:
+        """The rates to plan with: those that the processes have agreed on, else our own."""
+        return self._agreed or self._measure()
+
+    def _agree_with_others(self, agree: AllReduceMin) -> None:
+        machine, limit = self._measure(), self._limits.own(self._others)
+        ssd, host = machine.ssd or _NOTHING, machine.host
+        floor = 0
+        is_asked = self._constraints.has_budget and limit is not None and self._peak_bytes > limit
+        if is_asked and self.trace is not None and self.trace.storages:
+            floor = smallest_budget(self.trace, machine, self._goal(self.trace, self._others))
+        write, read, capacity, self._limits.agreed, negative_floor = agree(
+            [
+                ssd.write_bytes_per_s,
+                ssd.read_bytes_per_s,
+                0.0 if host is None else float(host.capacity_bytes or 0),
+                math.inf if limit is None else float(limit),
+                float(-floor),
+            ]
+        )
+        unusable = ssd.unusable
+        if unusable is None and write < ssd.write_bytes_per_s and not write:
+            unusable = "another process of this run has none that could be measured"
+        ssd = replace(ssd, write_bytes_per_s=write, read_bytes_per_s=read, unusable=unusable)
+        self._agreed = Machine(
+            cost_s_per_byte=machine.cost_s_per_byte,
+            ssd=None if machine.ssd is None else ssd,
+            host=None if host is None or not capacity else replace(host, capacity_bytes=int(capacity)),
+        )
+        if -negative_floor > self._limits.agreed:
+            less = None
+            if self.trace is not None and floor == -negative_floor:  # of another process nobody here can tell
+                less = recomputing_budget(self.trace, machine, self._goal(self.trace, self._others))
+            raise self._limits.impossible(int(-negative_floor), self._others, unusable=unusable, recomputing_bytes=less)
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        for kind in list(self._kinds.values()):  # another thread may enter a pass of a new kind
+            if kind.task is not None and kind.task.is_done:
+                self._install(kind)
+
+    def wait(self) -> None:
+        """Block until the plans under way have been made, and put them in force.
+
+        Raises:
+            BudgetError: the budget cannot be kept by any plan.
+        """
+        for kind in list(self._kinds.values()):
+            if kind.task is not None:
+                kind.task.wait()  # what it raises, _install raises
+                self._install(kind)
+
+    def _install(self, kind: PassKind) -> None:
+        task, asked = kind.task, kind.asked
+        kind.task = kind.asked = None
+        if task is None or asked is None:
+            return
+        traced, goal, machine = asked
+        sizes, trace = traced.sizes, traced.trace
+        try:
+            plan = task.result()
+        except BudgetTooSmall as error:
+            may_move = goal.written_bytes is None or trace.moved_bytes <= goal.written_bytes
+            is_kept = goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes and may_move
+            if is_kept or not self._constraints.has_budget:
+                # Nobody has asked for the limit of scarce memory; nor does the planner know of every way to make room
+                # (copies that a retained graph drops, say). This pass was possible: go on like it.
+                _log.info("no plan is known for a pass that was possible: %s", error)
+                kind.unplanned.append(sizes)
+                return
+            if self._limits.has_moved(kind.others):
+                kind.is_trace_asked_for = True  # what has come since may be counted twice: the next trace knows
+                return
+            unusable = (machine.ssd or _NOTHING).unusable
+            # What the planner was asked is not what the user wrote: it would say "under 0 bytes" of a memory_budget.
+            less = recomputing_budget(trace, machine, goal)
+            raise self._limits.impossible(
+                error.smallest_bytes, kind.others, unusable=unusable, recomputing_bytes=less
+            ) from None
+        search = self._search(kind, sizes) if goal.budget_bytes is None else None
+        if plan.recompute != trace.recomputed:
+            if search is not None:
+                search.planned(None)
+            # Another pass altogether: it is traced and planned again as it really is.
+            kind.begin_to_recompute(plan.recompute, inner_bytes(trace, plan.recompute), sizes)
+            self.num_plans += 1
+            return
+        new = StoredPlan(sizes=sizes, trace=trace, goal=goal, rates=machine.ssd or _NOTHING, plan=plan)
+        old = kind.plans.get(sizes)
+        chosen = new if old is None else self._better(old, new, machine)
+        kind.put_in_force(chosen)
+        if search is not None:
+            search.planned((chosen.moved_bytes or None) if chosen.plan.moves else 0)
+            if not chosen.plan.moves:
+                self._keep_learnt(search, chosen)
+        self.num_plans += chosen is new
+
+    @staticmethod
+    def _better(old: StoredPlan, new: StoredPlan, machine: Machine) -> StoredPlan:
+        """The new plan, or the old one with its prediction brought up to date."""
+        limit = new.goal.budget_bytes
+        prediction = simulate(
+            new.trace, old.plan.placements, machine, limit_bytes=limit, ahead_bytes=old.plan.ahead_bytes
+        ).prediction
+        max_step_s = None if limit is not None else new.goal.max_slowdown * new.plan.keep_step_s
+        if is_worth_switching(prediction, new.plan.prediction, limit_bytes=limit, max_step_s=max_step_s):
+            return new
+        return replace(new, plan=replace(old.plan, prediction=prediction, keep_step_s=new.plan.keep_step_s))
+
+    def report(self) -> PlanReport | None:
+        """Predicted against measured; ``None`` before the first pass that followed a plan."""
+        searched = self._searched
+        return self.comparison.report(
+            self.num_plans,
+            slowdown=None if searched is None else searched.slowdown,
+            state=None if searched is None else searched.state,
+        )
+
+    def readings(self) -> PlanReadings | None:
+        """Of the last pass; ``None`` if it followed no plan."""
+        if self.comparison.latest is None or not self._is_following:
+            return None
+        known, measured = self.comparison.latest
+        return PlanReadings(
+            predicted_step_s=known.plan.prediction.step_s,
+            measured_step_s=measured.step_s,
+            predicted_peak_bytes=known.plan.prediction.peak_bytes,
+            measured_peak_bytes=measured.peak_bytes,
+            predicted_stall_s=known.plan.prediction.stall_s,
+            num_plans=self.num_plans,
+            slowdown=None if self._searched is None else self._searched.slowdown,
+            moving_cost_s_per_byte=None if self._searched is None else self._searched.cost_s_per_byte,
+        )
+
+    def close(self) -> None:
+        """End the thread; a plan under way is dropped."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.wait()

@@ -1,0 +1,197 @@
+"""Facts about a directory: what it lies on, what direct I/O wants there, and whether it will do."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_ssd.errors import UnsuitablePathError
+from lightning_ssd.memory.mmap import PAGE_BYTES
+
+__all__ = [
+    "DirectAlignment",
+    "DirectoryFacts",
+    "cannot_be_made",
+    "check_directory",
+    "direct_alignment",
+    "inspect_directory",
+    "make_directory",
+    "refuse_unsuitable",
+]
+
+_MEMORY_TYPES = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+_NETWORK_TYPES = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "coda", "gpfs", "glusterfs", "lustre", "ncpfs", "nfs", "nfs4", "orangefs"}
+    | {"panfs", "pvfs2", "smb3", "smbfs", "wekafs"}
+    | {f"fuse.{name}" for name in ("beeond", "ceph-fuse", "davfs2", "gcsfuse", "glusterfs", "juicefs", "mount-s3")}
+    | {f"fuse.{name}" for name in ("rclone", "s3fs", "sshfs")}
+)
+
+_BLOCK_DEVICES = Path("/sys/dev/block")
+
+# struct statx of linux/stat.h: stx_mask at byte 0, stx_dio_mem_align and stx_dio_offset_align at byte 0x98 (Linux 6.1).
+_STATX_NBYTES = 256
+_STATX_DIO_AT = 0x98
+_STATX_DIOALIGN = 0x2000
+_AT_EMPTY_PATH = 0x1000
+_statx: Any = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+
+
+class DirectAlignment(NamedTuple):
+    """What direct I/O wants of a memory address, and of an offset or length in the file."""
+
+    memory: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectoryFacts:
+    """What a directory lies on."""
+
+    path: Path
+    file_system: str
+    """Type as in ``/proc/self/mountinfo``, such as "ext4"; "unknown" where that cannot be read."""
+    device: str
+    """Source of the mount, such as "/dev/nvme0n1p2"."""
+    is_memory: bool
+    is_network: bool
+    is_rotational: bool | None
+    """What the kernel believes; virtual disks often say ``True`` wrongly. ``None``: unknown."""
+    free_bytes: int
+    total_bytes: int
+
+
+def inspect_directory(path: str | os.PathLike[str]) -> DirectoryFacts:
+    """Look, without writing. The directory must exist."""
+    path = Path(path)
+    file_system, device = _mount_of(path)
+    space = os.statvfs(path)
+    return DirectoryFacts(
+        path=path,
+        file_system=file_system,
+        device=device,
+        is_memory=file_system in _MEMORY_TYPES,
+        is_network=file_system in _NETWORK_TYPES,
+        is_rotational=_read_flag(os.stat(path).st_dev, "rotational"),
+        free_bytes=space.f_bavail * space.f_frsize,
+        total_bytes=space.f_blocks * space.f_frsize,
+    )
+
+
+def check_directory(path: str | os.PathLike[str], *, allow_unsuitable: bool = False) -> DirectoryFacts:
+    """Make the directory when missing and refuse it where it cannot serve, or should not.
+
+    Raises:
+        UnsuitablePathError: not a directory, not writable; without ``allow_unsuitable`` also memory and network file
+            systems.
+    """
+    path = Path(path)
+    make_directory(path)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise _unsuitable(
+            path, "is not writable for this user", "change its owner or mode, or name another", errno.EACCES
+        )
+    return refuse_unsuitable(path, allow_unsuitable=allow_unsuitable)
+
+
+def refuse_unsuitable(path: Path, *, allow_unsuitable: bool) -> DirectoryFacts:
+    """Judge what an existing directory lies on.
+
+    Raises:
+        UnsuitablePathError: without ``allow_unsuitable``: memory and network file systems.
+    """
+    facts = inspect_directory(path)
+    if facts.is_memory and not allow_unsuitable:
+        raise _unsuitable(
+            path,
+            f"lies on {facts.file_system}, which is memory: nothing would be saved",
+            "name a directory on a local SSD, or set allow_unsuitable_paths=True",
+            errno.EINVAL,
+        )
+    if facts.is_network and not allow_unsuitable:
+        raise _unsuitable(
+            path,
+            f"lies on {facts.file_system}, a network file system: slow, and shared with others",
+            "name a directory on a local SSD, or set allow_unsuitable_paths=True",
+            errno.EINVAL,
+        )
+    return facts
+
+
+def make_directory(path: Path) -> None:
+    """With its parents, where it is missing.
+
+    Raises:
+        UnsuitablePathError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_be_made(path, error) from error
+
+
+def cannot_be_made(path: Path, error: OSError) -> UnsuitablePathError:
+    """The error that says why a directory of the user's is not there, and what to do."""
+    reason = "exists and is no directory" if path.exists() else f"cannot be made ({os.strerror(error.errno or 0)})"
+    return _unsuitable(path, reason, "name a directory on a local SSD", error.errno)
+
+
+def _unsuitable(path: Path, reason: str, advice: str, code: int | None) -> UnsuitablePathError:
+    return UnsuitablePathError(code, f"{path} {reason}; {advice} (HardwareProfile.paths, $LIGHTNING_SSD_PATHS)")
+
+
+def direct_alignment(fd: int) -> DirectAlignment | None:
+    """What ``O_DIRECT`` wants for this file, or ``None`` where the file system says that it has no direct I/O.
+
+    Asks ``statx``; else the limits of the drive's queue; else assumes one page, which suits every drive.
+    """
+    buffer = ctypes.create_string_buffer(_STATX_NBYTES)
+    if _statx is not None and _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) == 0:
+        (mask,) = struct.unpack_from("=I", buffer, 0)
+        if mask & _STATX_DIOALIGN:
+            memory, offset = struct.unpack_from("=II", buffer, _STATX_DIO_AT)
+            return DirectAlignment(memory, offset) if memory and offset else None
+    device = os.fstat(fd).st_dev
+    mask_bits, sector = _read_queue(device, "dma_alignment"), _read_queue(device, "logical_block_size")
+    if mask_bits is None or sector is None:
+        return DirectAlignment(PAGE_BYTES, PAGE_BYTES)
+    return DirectAlignment(max(mask_bits + 1, 4), sector)
+
+
+def _read_queue(device: int, name: str) -> int | None:
+    """A limit of the queue of a block device; a partition has none of its own, its parent has."""
+    node = _BLOCK_DEVICES / f"{os.major(device)}:{os.minor(device)}"
+    for queue in (node / "queue", node.resolve().parent / "queue"):
+        try:
+            return int((queue / name).read_text())
+        except (OSError, ValueError):
+            continue  # no block device below (overlay, btrfs, zfs), no sysfs, or an old kernel: the next may know
+    return None
+
+
+def _read_flag(device: int, name: str) -> bool | None:
+    value = _read_queue(device, name)
+    return None if value is None else bool(value)
+
+
+def _mount_of(path: Path) -> tuple[str, str]:
+    """File system type and source of the mount under ``path``, by mount id: paths may be mounted over one another."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+        finally:
+            os.close(fd)
+        mount_id = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            if line.split(" ", 1)[0] == mount_id:
+                kind, source = line.rpartition(" - ")[2].split(" ")[:2]
+                return kind, source
+    except (OSError, StopIteration):
+        pass  # no /proc here: the type stays unknown, and the probe's own reads and writes still have to pass
+    return "unknown", "unknown"

@@ -1,0 +1,370 @@
+"""Where offloaded bytes lie on a drive: one anonymous file per directory, cut into extents.
+
+The file never has a name that outlives its opening, so that the kernel frees it however the process ends. It grows in
+preallocated chunks and never shrinks; extents are reused, lowest offset first, so that its size stays constant once a
+training step has been seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_ssd.common.tensors import Region
+from lightning_ssd.errors import OffloaderClosedError, OutOfSpaceError, StorageError
+from lightning_ssd.storage.directories import MAX_VANISHED, open_private
+from lightning_ssd.storage.extents import Extent, ExtentAllocator
+
+__all__ = ["SPACE_ADVICE", "Arena", "Extent", "ExtentAllocator", "as_storage_error"]
+
+SPACE_ADVICE = "Free space there, or name other directories in HardwareProfile(paths=...)"
+"""How the message of a full file system ends."""
+_FIRST_GROWTH_BYTES = 64 << 20
+_MAX_GROWTH_BYTES = 4 << 30
+_RETRY_AFTER_S = 5.0
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS})
+_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
+
+_fallocate: Any = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+
+
+def as_storage_error(error: OSError, what: str) -> StorageError:
+    """Turn a system error into ours; ``what`` says what was tried, on which path, offset and length."""
+    kind = OutOfSpaceError if error.errno in _FULL else StorageError
+    return kind(error.errno, f"{what}: {os.strerror(error.errno or 0)}")
+
+
+class Arena:
+    """One anonymous file in ``directory`` and the allocator over it. Thread-safe; of use to the opening process only.
+
+    The file lies in ``directory/.lightning_ssd-<uid>`` (0700, ours, no symlink), which is made when missing and
+    removed at close.
+
+    Note [freeing waits for nobody]: the lock is held while the file grows. So ``free`` leaves the extent, in one step
+    that nothing can divide, to whoever holds the lock next.
+
+    Args:
+        directory: the user's directory.
+        block_bytes: granularity of extents, a multiple of what direct I/O wants.
+        direct: open with ``O_DIRECT``.
+        growth_bytes: first and smallest preallocation; later ones are a quarter of the size, at most 4 GiB.
+        clock: seconds, for the pause between attempts to grow on a full file system.
+
+    Raises:
+        StorageError: if the directory or file cannot be opened, or the private directory is not safely ours.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        block_bytes: int,
+        direct: bool,
+        growth_bytes: int = _FIRST_GROWTH_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.directory = Path(directory)
+        self.path = self.directory / f".lightning_ssd-{os.geteuid()}"
+        self.block_bytes = block_bytes
+        self.direct = direct
+        self.reader: Callable[[Region, int], None] | None = None
+        """Fills memory from any offset on, where the file holds other bytes than were written (encryption); else
+        ``None``: whoever maps the file sees what was written."""
+        self.is_mapped = False
+        """Whether parts of the file are, or were, shown as memory: that outlives :meth:`close`."""
+        self.is_distrusted = False
+        """Whether the system may have lost bytes on their way to it."""
+        self.write_numbers: Any = None
+        """Which write covers what (encryption)."""
+        self._growth_bytes = growth_bytes
+        self._clock = clock
+        self._pid = os.getpid()
+        self._extents = ExtentAllocator(block_bytes)
+        self._lent: dict[int, Extent] = {}
+        self._returned: dict[int, Extent] = {}
+        self._full_until = 0.0
+        self._refused_bytes = 0
+        self._num_users = 0
+        self._closed = False
+        # Guards allocator, growth, users and closing. A leaf lock: nothing else is locked and nobody called under it.
+        self._lock = threading.Lock()
+        self._fd = _open_anonymous(self.directory, self.path.name, direct=direct)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return self._extents.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in extents that are lent."""
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._merge_returned()
+        return self._extents.used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the file system would still give."""
+        with self.use() as fd:
+            facts = os.fstatvfs(fd)
+        return facts.f_bavail * facts.f_frsize
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor. For transfers take :meth:`use`, which keeps it open."""
+        self._check_usable()
+        return self._fd
+
+    @contextmanager
+    def use(self) -> Iterator[int]:
+        """The file descriptor for one transfer.
+
+        ``close`` meanwhile only takes effect when the last user is done, so that a late write cannot hit another file
+        that got the same number.
+        """
+        self._check_usable()
+        is_counted = False
+        try:
+            with self._lock:
+                self._check_usable()
+                self._num_users += 1
+                is_counted = True
+            yield self._fd
+        finally:
+            if is_counted:
+                with self._lock:
+                    self._num_users -= 1
+                    last = self._closed and self._num_users == 0
+                if last:
+                    self._release()
+
+    def allocate(self, nbytes: int) -> Extent:
+        """An extent of at least ``nbytes`` bytes; the file grows where needed. Zero bytes need no place in the file.
+
+        Raises:
+            OutOfSpaceError: if the file system is full. Within some seconds after that, requests that would have to
+                grow the file as much again fail at once, because the attempt makes the file system search hard.
+            StorageError: if growing fails otherwise, or after a fork.
+            OffloaderClosedError: after close.
+        """
+        self._check_usable()
+        if nbytes == 0:
+            return Extent(0, 0)
+        with self._lock:
+            self._check_usable()
+            self._merge_returned()
+            extent = self._extents.allocate(nbytes)
+            if extent is None:
+                self._grow(nbytes)
+                extent = self._extents.allocate(nbytes)
+            if extent is None:
+                raise StorageError(
+                    f"growing {self.path} for {nbytes} bytes gave no extent; please report this as a bug"
+                )
+            self._lent[extent.offset] = extent
+            return extent
+
+    def reserve(self, nbytes: int) -> None:
+        """Let the file have at least ``nbytes`` bytes from now on, so that as many will not be refused later.
+
+        Raises:
+            OutOfSpaceError: the file system has not so many.
+            StorageError: if growing fails otherwise, or after a fork.
+            OffloaderClosedError: after close.
+        """
+        self._check_usable()
+        with self._lock:
+            self._check_usable()
+            missing = self._extents.round_up(nbytes) - self.size_bytes if nbytes else 0
+            if missing > 0 and not self._preallocate(missing):
+                raise self._out_of_space(missing)
+            if missing > 0:
+                self._extents.grow(missing)
+
+    def free(self, extent: Extent) -> None:
+        """Take an extent back. Never waits; harmless after close and in a forked child.
+
+        Raises:
+            ValueError: if the extent is not lent: freed twice, or from another arena.
+        """
+        if extent.nbytes == 0 or self._closed or os.getpid() != self._pid:
+            return
+        if self._lent.get(extent.offset) != extent or extent.offset in self._returned:
+            raise ValueError(f"{extent} is not lent by {self.path}: it was freed twice, or belongs to another arena")
+        self._returned[extent.offset] = extent
+
+    def close(self) -> None:
+        """Give file and space back to the system. Idempotent; takes effect when the last transfer is done."""
+        if os.getpid() != self._pid:
+            # The lock may have been taken by another thread at the fork: it is never released in this process.
+            if not self._closed:
+                self._closed = True
+                self._close_file()
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            last = self._num_users == 0
+        if last:
+            self._release()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise OffloaderClosedError(f"the spill file in {self.path} is closed; open the offloader again to use it")
+        if os.getpid() != self._pid:
+            raise StorageError(
+                f"the spill file in {self.path} was opened by process {self._pid} and cannot be shared with its child "
+                f"{os.getpid()}: both would hand out the same extents. Open the offloader after the fork"
+            )
+
+    def _release(self) -> None:
+        if not self.is_mapped and os.getpid() == self._pid:
+            # Forked processes (workers of a DataLoader) have the file open too, and would keep its space.
+            with suppress(OSError):
+                os.ftruncate(self._fd, 0)
+        self._close_file()
+        # Removing the directory is a courtesy: it may be gone, or (without O_TMPFILE) in use by another process.
+        with suppress(OSError):
+            os.rmdir(self.path)
+
+    def _close_file(self) -> None:
+        try:
+            os.close(self._fd)
+        except OSError as error:
+            # A network file system that has gone says so here, too. The descriptor is closed all the same, its bytes
+            # were not to outlive it; raised, this would hide the failed read that the caller has to hear of.
+            if error.errno == errno.EBADF:
+                raise
+
+    def _merge_returned(self) -> None:
+        for offset, extent in list(self._returned.items()):
+            self._extents.free(extent)
+            del self._lent[offset], self._returned[offset]
+
+    def _grow(self, nbytes: int) -> None:
+        need = self._extents.round_up(nbytes) - self._extents.tail_free_bytes
+        resting = self._clock() < self._full_until
+        if resting and 0 < self._refused_bytes <= need:
+            raise self._out_of_space(need)
+        for step in self._growth_steps(need, resting=resting):
+            if self._preallocate(step):
+                self._extents.grow(step)
+                return
+            self._full_until = self._clock() + _RETRY_AFTER_S
+            self._refused_bytes = 0
+        self._refused_bytes = need
+        raise self._out_of_space(need)
+
+    def _growth_steps(self, need: int, *, resting: bool) -> list[int]:
+        """What to try: a comfortable chunk first, unless that would take most of what others have left."""
+        chunk = self._extents.round_up(min(max(self._growth_bytes, self.size_bytes // 4), _MAX_GROWTH_BYTES))
+        facts = os.fstatvfs(self._fd)
+        if resting or chunk <= need or chunk > facts.f_bavail * facts.f_frsize // 2:
+            return [need]
+        return [chunk, need]
+
+    def _preallocate(self, nbytes: int) -> bool:
+        """Reserve ``nbytes`` behind the end; ``False`` where the file system is full."""
+        size = self.size_bytes
+        try:
+            _reserve(self._fd, size, nbytes)
+        except OSError as error:
+            # A refused reservation may have been granted in part.
+            os.ftruncate(self._fd, size)
+            if error.errno in _FULL:
+                return False
+            raise as_storage_error(error, f"cannot grow the spill file in {self.path} by {nbytes:,} bytes") from error
+        return True
+
+    def _out_of_space(self, need: int) -> OutOfSpaceError:
+        facts = os.fstatvfs(self._fd)
+        return OutOfSpaceError(
+            errno.ENOSPC,
+            f"the file system of {self.path} is full: {need:,} more bytes are needed, "
+            f"{facts.f_bavail * facts.f_frsize:,} are free, the spill file has {self.size_bytes:,}. " + SPACE_ADVICE,
+        )
+
+
+def _reserve(fd: int, offset: int, nbytes: int) -> None:
+    """``fallocate``, else a sparse file. Not ``os.posix_fallocate``: glibc emulates it by writing into every block."""
+    while _fallocate is not None:
+        if _fallocate(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) == 0:
+            return
+        code = ctypes.get_errno()
+        if code in _NO_FALLOCATE:
+            break
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    os.ftruncate(fd, offset + nbytes)
+
+
+def _open_anonymous(directory: Path, name: str, *, direct: bool) -> int:
+    """A file without a name in ``directory/name``, which is made when missing."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (_O_DIRECT if direct else 0)
+    try:
+        parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return _create_in_private(parent, directory / name, flags)
+        except BaseException as error:
+            if not isinstance(error, StorageError):  # else it is not ours to remove
+                with suppress(OSError):
+                    os.rmdir(name, dir_fd=parent)
+            raise
+        finally:
+            os.close(parent)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise as_storage_error(error, f"cannot create a spill file in {directory / name}") from error
+
+
+def _create_in_private(parent: int, path: Path, flags: int) -> int:
+    """Create in the private directory; again where another process, closing its last arena, has just removed it."""
+    for _ in range(MAX_VANISHED):
+        try:
+            folder = open_private(parent, path)
+        except FileNotFoundError:
+            continue
+        try:
+            return _create(folder, flags)
+        except OSError:
+            if os.fstat(folder).st_nlink:
+                raise
+        finally:
+            os.close(folder)
+    raise FileNotFoundError(errno.ENOENT, "the directory vanishes as often as it is made", str(path))
+
+
+def _create(folder: int, flags: int) -> int:
+    """``O_TMPFILE``, else a file with an unpredictable name that is unlinked at once."""
+    if _O_TMPFILE:
+        try:
+            return os.open(".", flags | _O_TMPFILE, 0o600, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+    name = secrets.token_hex(16)
+    try:
+        return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+    finally:
+        # Also on failure: where O_DIRECT is refused the file may have been created all the same.
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)

@@ -1,0 +1,1 @@
+"""Lightning's strategies and Fabric's: the only package that leans on Lightning."""

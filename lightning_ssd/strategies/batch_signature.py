@@ -1,0 +1,70 @@
+"""What kind of step a batch makes: its shapes, and the modes that change what forward saves."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from lightning_ssd.common.accelerators import device_types
+
+__all__ = ["signature_of"]
+
+_MAX_DEPTH = 16
+"""Deeper down, and in what contains itself, only types count."""
+
+
+def signature_of(arguments: Any, module: torch.nn.Module) -> Hashable:
+    """Equal for steps that save alike: same shapes, training modes, autocast and trained parameters.
+
+    Two of one kind may still differ (data-dependent control flow), and then are told apart by what they save.
+
+    Args:
+        arguments: of ``training_step``: tensors in lists, tuples, mappings and dataclasses, and whatever else.
+        module: whose parameters are trained; alternating steps of a GAN toggle them. It costs about 0.2 microseconds
+            per module and parameter.
+    """
+    return (
+        _shape(arguments, _MAX_DEPTH),
+        any(torch.is_autocast_enabled(kind) for kind in device_types()),
+        _modes(module),
+    )
+
+
+def _modes(root: torch.nn.Module) -> bytes:
+    """One flag per module (in training) and parameter (trained). ``Module.parameters()`` would cost four times this."""
+    modules, known = [root], {root}
+    flags: list[bool] = []
+    for module in modules:
+        flags.append(module.training)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                flags.append(parameter.requires_grad)
+        for child in module._modules.values():
+            if child is not None and child not in known:
+                known.add(child)
+                modules.append(child)
+    return bytes(flags)
+
+
+def _shape(value: Any, depth: int) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        # A nested tensor has no shape, or one with a symbol of its own in each batch.
+        return value.dim() if value.is_nested else tuple(value.shape), value.dtype
+    if depth > 0:
+        if isinstance(value, Mapping):
+            return tuple((_name(key), _shape(item, depth - 1)) for key, item in value.items())
+        if isinstance(value, list | tuple):
+            return tuple(_shape(item, depth - 1) for item in value)
+        if is_dataclass(value) and not isinstance(value, type):
+            # A field that is not set by the constructor may be missing.
+            return tuple(_shape(getattr(value, field.name, None), depth - 1) for field in fields(value))
+    # Numbers among them (the index of the batch) change in each step and say nothing of what is saved.
+    return type(value).__name__
+
+
+def _name(key: object) -> str:
+    """A key that is no name (a number, a tensor) may be another one in each batch."""
+    return key if isinstance(key, str) else type(key).__name__

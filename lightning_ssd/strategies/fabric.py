@@ -1,0 +1,390 @@
+"""``Fabric(strategy="ssd_offload")``: the same offloading for those who write their own loop with Lightning's Fabric.
+
+Note: Where a pass begins
+    In Fabric the user calls the model and computes the loss himself. So a stand-in for ``forward`` of what
+    ``fabric.setup`` returns (``forward_context.py``) enters ``offloader.saved_tensors()``. What the loss saves outside
+    of it stays in memory, where backward wants it first. ``strategy.saved_tensors()`` covers more.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.strategies.strategy import Strategy
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ssd._environment import rank_directory
+from lightning_ssd.common.accelerators import device_types
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.offloader import Offloader
+from lightning_ssd.strategies.batch_signature import signature_of
+from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
+from lightning_ssd.strategies.ddp_options import StartMethod, check_start_method, ddp_arguments
+from lightning_ssd.strategies.fabric_single_device import become_one_device
+from lightning_ssd.strategies.forward_context import ForwardContextPatch
+from lightning_ssd.strategies.mixin import register_name
+from lightning_ssd.telemetry.stats import OffloadStats
+
+__all__ = ["SSDOffloadFabricStrategy", "register"]
+
+
+@names_mistakes
+class SSDOffloadFabricStrategy(DDPStrategy):
+    """Trains with saved activations on SSD, in a loop of one's own: bit for bit the same results, with less memory.
+
+    One device needs neither ``fabric.launch()`` nor a process group; several train with ``DistributedDataParallel``.
+    Files and threads live from the first setup of an optimizer, or the first forward with gradients, to :meth:`close`,
+    or to the end of the process or of the strategy. Without gradients nothing is opened.
+
+    Example::
+
+        fabric = Fabric(strategy="ssd_offload")
+        model, optimizer = fabric.setup(model, optimizer)
+        with fabric.strategy:  # optional: closes at the end
+            for batch in data:
+                loss = compute_loss(model(batch))
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                fabric.log_dict(fabric.strategy.offloader.drain_metrics())
+
+    Args:
+        policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is.
+        hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the current directory.
+        accelerator: set by Fabric; CPU and CUDA are supported, others where Lightning provides them.
+        parallel_devices: set by Fabric.
+        cluster_environment: how processes find each other; default: detected.
+        checkpoint_io: writes and reads checkpoints, which are ordinary ones; default: Lightning's.
+        precision: set by Fabric.
+        process_group_backend: "nccl", "gloo"; default: by device. Like what follows, for several processes only.
+        timeout: of the process group; default: the backend's own.
+        start_method: "popen" runs the script once more for each process, "fork" works in notebooks too.
+        find_unused_parameters: of ``DistributedDataParallel``, as are the following.
+        static_graph: the graph is the same in every step.
+        gradient_as_bucket_view: gradients live in the all-reduce buckets, which saves one copy of them.
+        broadcast_buffers: rank zero's buffers overwrite the others' before each forward; default: PyTorch's.
+        bucket_cap_mb: size of the all-reduce buckets in MiB; default: PyTorch's.
+    """
+
+    strategy_name = "ssd_offload"
+
+    def __init__(
+        self,
+        *,
+        policy: OffloadPolicy | None = None,
+        hardware: HardwareProfile | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: StartMethod = "popen",
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        broadcast_buffers: bool | None = None,
+        bucket_cap_mb: float | None = None,
+    ) -> None:
+        check_start_method(self, start_method)
+        ddp = ddp_arguments(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+        )
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision,
+            process_group_backend,
+            timeout,
+            start_method,
+            **ddp,
+        )
+        checked = Offloader(policy=policy, hardware=hardware)  # opens nothing
+        self.policy, self.hardware = checked.policy, checked.hardware
+        self._offloader: Offloader | None = None
+        self._stand_ins: list[ForwardContextPatch] = []
+        self._is_closed = False
+        self._is_setting_up = False
+        self._has_seen_forward = False
+        self._num_passes = 0
+        self._num_ended = 0
+
+    # -- the life of the offloader -------------------------------------------------------------------------------
+
+    @property
+    def offloader(self) -> Offloader | None:
+        """``None`` before it is first opened; closed after :meth:`close`."""
+        return self._offloader
+
+    @property
+    def stats(self) -> OffloadStats:
+        """Counters of this process."""
+        return OffloadStats() if self._offloader is None else self._offloader.stats
+
+    def _opened(self) -> Offloader:
+        if self._offloader is None:
+            self._offloader = Offloader(
+                policy=self.policy,
+                hardware=self.hardware,
+                device=self.root_device,
+                default_directory=Path.cwd(),
+                subdirectory=rank_directory(self.global_rank),
+                agree=self._smallest if self.is_distributed else None,
+                num_local_processes=self.num_processes,
+                local_rank=self.local_rank,
+            )
+            self._offloader.expects_optimizer = False  # setup_optimizer gives all
+            # Processes that multiprocessing started ("fork", "spawn") end without atexit.
+            Finalize(None, _end_of_process, (weakref.ref(self._offloader),), exitpriority=0)
+        if not self._offloader.is_open:
+            self._offloader.open(*(stood.module for stood in self._stand_ins if stood.module is not None))
+        return self._offloader
+
+    def close(self) -> None:
+        """Join the threads, close the files, give the modules their ``forward`` back. Idempotent.
+
+        Modules go on without offloading. Optimizers whose states are on SSD do not step any more; their
+        ``state_dict`` works. A later ``fabric.setup`` opens anew.
+
+        Raises:
+            StorageError: a read had failed for good; the thread that waited for it has seen the same error.
+        """
+        self._is_closed = True
+        for stood in self._stand_ins:
+            stood.remove()
+        self._stand_ins.clear()
+        if self._offloader is not None:
+            self._offloader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc is not None and self._offloader is not None:
+            self._offloader.abort()
+        self.close()
+
+    @override
+    def teardown(self) -> None:
+        try:
+            self.close()
+        finally:
+            super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads and files stay here; a process that is spawned opens its own.
+        return {**self.__dict__, "_offloader": None, "_stand_ins": []}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A copy of what fabric.setup returned (for moving averages) belongs to the same process and devices.
+        return self
+
+    # -- from Fabric's construction to setup ---------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_nodes * self.num_processes > 1
+
+    @override
+    def _set_world_ranks(self) -> None:
+        # With one device this process may still be one of many to somebody else (torchrun, SLURM); not to us.
+        if self.is_distributed:
+            super()._set_world_ranks()
+
+    @override
+    def _configure_launcher(self) -> None:
+        name, devices = type(self).__name__, self.parallel_devices or [torch.device("cpu")]
+        if devices[0].type not in device_types():  # to try what it can would start it before a launch
+            allowed = ", ".join(map(repr, device_types()))
+            raise ConfigError(
+                f"{name} got a device of type {devices[0].type!r}; allowed: {allowed}. "
+                "Pass accelerator='cpu' or another strategy to Fabric"
+            )
+        if self.policy.optimizer_states == "offload" and self._checkpoint_io is None:
+            self.checkpoint_io = StreamedCheckpointIO()
+        if not self.is_distributed:
+            become_one_device(self)
+            return
+        if _IS_INTERACTIVE and self._start_method != "fork":
+            raise ConfigError(
+                f"{name} got {self.num_processes} devices in an interactive session with "
+                f"start_method={self._start_method!r}; allowed there: devices=1, or {name}(start_method='fork')"
+            )
+        super()._configure_launcher()
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # one device needs no wrapper
+        self._is_closed = False
+        wrapped = self._wrapped(module) if self.is_distributed else module
+        self._stand_ins = [stood for stood in self._stand_ins if stood.module is not None]
+        if all(stood.module is not wrapped for stood in self._stand_ins):
+            self._stand_ins.append(ForwardContextPatch(wrapped, self._around_forward))
+        if self._offloader is not None and self._offloader.is_open:
+            self._offloader.register_module(wrapped)
+        return wrapped
+
+    def _wrapped(self, module: nn.Module) -> nn.Module:
+        # On the current stream, as the strategy for the Trainer does; Lightning takes one of its own.
+        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._is_closed, self._is_setting_up = False, True
+        try:
+            return self._opened().offload_optimizer(optimizer)
+        finally:
+            self._is_setting_up = False
+
+    def _smallest(self, values: Sequence[float]) -> list[float]:
+        """Of each number the smallest that any process has, while all of them are in setup.
+
+        Later on there is no common point: loops may accumulate over more batches in one process than in another, and
+        wait for ever for who does not come. So each process plans with its own rates.
+        """
+        if not self._is_setting_up or not torch.distributed.is_initialized():
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.root_device)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)
+        return tensor.tolist()
+
+    # -- in the training loop ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saved_tensors(self, *, signature: Hashable = None) -> Iterator[None]:
+        """Around more than a forward: also what is saved outside of the modules' own ``forward`` is offloaded.
+
+        Such as a large loss, or a method that does not go through ``forward``. Inside, forwards begin no pass of
+        their own. Does nothing where saved-tensor hooks are installed already, or cannot be; or after :meth:`close`.
+
+        Args:
+            signature: names the kind of step, see :meth:`Offloader.saved_tensors`.
+
+        Raises:
+            BudgetError: on entry: a budget of the policy cannot be kept by any plan for this model and batch.
+            StorageError: on first entry: a directory cannot serve, or is full.
+        """
+        self._has_seen_forward = True
+        if self._is_closed or not _may_install():
+            yield
+            return
+        with self._opened().saved_tensors(signature=signature):
+            self._num_passes += 1
+            yield
+
+    def _around_forward(self, module: nn.Module, arguments: Any) -> AbstractContextManager[None] | None:
+        self._has_seen_forward = True  # without gradients too: a checkpoint around the model begins so
+        if not torch.is_grad_enabled() or self._is_closed or not _may_install():
+            return None
+        # Two models may get batches of the same shape.
+        return self.saved_tensors(signature=(id(module), signature_of(arguments, module)))
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        self._warn_if_past_us()
+        super().backward(tensor, module, *args, **kwargs)
+        self._end_backward()
+
+    # Fabric refuses loss.backward() where a strategy has a backward of its own. Ours can do without, see below. This is
+    # how Fabric recognises a method that stands for the base class' one.
+    backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        if self._num_ended < self._num_passes:  # somebody has called loss.backward()
+            self._end_backward()
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def _end_backward(self) -> None:
+        self._num_ended = self._num_passes
+        if self._offloader is not None and self._offloader.is_open:
+            self._offloader.end_backward()
+
+    def _warn_if_past_us(self) -> None:
+        if self._has_seen_forward or self._is_closed or self.policy.activations == "keep":
+            return
+        self._has_seen_forward = True  # once is enough
+        rank_zero_warn(
+            "fabric.backward() comes before any forward of a module that fabric.setup() returned, so that nothing was "
+            "offloaded. Call the module itself, or put what computes the loss into "
+            "`with fabric.strategy.saved_tensors():`",
+            category=UserWarning,
+        )
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Make ``Fabric(strategy="ssd_offload")`` mean this class; again (after a reload) without an error."""
+        for name in (cls.strategy_name, f"{cls.strategy_name}_activations"):
+            register_name(strategy_registry, name, cls, "saved activations wait on SSD")
+
+
+def _may_install() -> bool:
+    """Whether a pass may begin here.
+
+    Hooks that somebody has installed around the forward (a checkpoint, ``save_on_cpu``, a pass of ours) are to see
+    what is saved. Transforms of ``torch.func`` and ``disable_saved_tensors_hooks`` refuse hooks. A forward that a
+    backward calls is repeated by somebody who knows what to keep.
+    """
+    autograd: Any = torch._C._autograd  # two of the following are in no stub
+    return (
+        autograd._saved_tensors_hooks_is_enabled()
+        and autograd._top_saved_tensors_default_hooks(True) is None
+        and torch._C._current_autograd_node() is None
+    )
+
+
+def _end_of_process(reference: weakref.ref[Offloader]) -> None:
+    offloader = reference()
+    if offloader is not None:
+        offloader.abort()
+        offloader.close()
+
+
+def register() -> None:
+    """Register the strategies' names with Fabric. Importing ``lightning_ssd`` does it."""
+    SSDOffloadFabricStrategy.register_strategies(STRATEGY_REGISTRY)
+    other = sys.modules.get("lightning_fabric.strategies")
+    if other is not None:
+        # Not supported, but a Fabric of that package would call the name invalid and leave the user guessing.
+        for name in (SSDOffloadFabricStrategy.strategy_name, f"{SSDOffloadFabricStrategy.strategy_name}_activations"):
+            register_name(other.STRATEGY_REGISTRY, name, _refuse_lightning_fabric, "see lightning.fabric")
+
+
+def _refuse_lightning_fabric() -> NoReturn:
+    raise ConfigError(
+        "this Fabric comes from lightning_fabric, whose classes are not those of lightning; allowed: "
+        "lightning.fabric.Fabric. Write `from lightning.fabric import Fabric` instead of `from lightning_fabric import "
+        "Fabric`, everywhere"
+    )

@@ -1,0 +1,82 @@
+"""A context around the ``forward`` of one module, for those who do not call it themselves."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from lightning_ssd.common.method_patch import MethodPatch
+
+__all__ = ["Around", "ForwardContextPatch"]
+
+Around = Callable[[nn.Module, Any], AbstractContextManager[None] | None]
+"""Given a module and the arguments of a call: what to enter around it; ``None``: the call is left alone."""
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _uncompiled(function: _F) -> _F:
+    """The compiler does not look at the function, nor at what it calls."""
+    return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+def _stepped_over(function: _F) -> _F:
+    """The compiler does not look at the function, but at what it calls."""
+    return cast(_F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+
+
+class ForwardContextPatch(MethodPatch):
+    """Enters something around each call of a module's ``forward``, until it is removed or nobody wants it any more.
+
+    Stays outside of compiled code: of a module that was compiled in place (``module.compile()``), which is called in
+    another way, and of one whose ``forward`` is compiled below us (``torch.compile(module)``).
+
+    Args:
+        module: held weakly, since it holds us.
+        around: a bound method. Its object is held weakly; when it is gone, the module has its own forward again.
+    """
+
+    def __init__(self, module: nn.Module, around: Around) -> None:
+        # Not a WeakMethod, which runs Python code when the object dies: a KeyboardInterrupt in there would be lost.
+        method = cast(types.MethodType, around)
+        self._owner, self._function = weakref.ref(method.__self__), method.__func__
+        super().__init__(module, "forward" if module._compiled_call_impl is None else "_compiled_call_impl")
+
+    @_stepped_over
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward, context = self._look(args, kwargs)
+        if context is None:
+            return forward(*args, **kwargs)
+        with context:
+            return forward(*args, **kwargs)
+
+    @_uncompiled
+    def _look(self, args: Any, kwargs: Any) -> tuple[Callable[..., Any], _Uncompiled | None]:
+        owner, module = None if self._is_removed else self._owner(), self._module()
+        if owner is None:
+            self.remove()
+        context = None if owner is None or module is None else self._function(owner, module, (args, kwargs))
+        return self.__wrapped__, None if context is None else _Uncompiled(context)
+
+
+class _Uncompiled:
+    """A context whose own code is not looked at by the compiler, whatever it does with what runs inside."""
+
+    def __init__(self, context: AbstractContextManager[None]) -> None:
+        self._context = context
+
+    @_uncompiled
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    @_uncompiled
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._context.__exit__(exc_type, exc, traceback)

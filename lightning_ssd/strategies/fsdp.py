@@ -1,0 +1,195 @@
+"""``Trainer(strategy="ssd_offload_fsdp")``: sharded models (FSDP2, tensor parallelism) with what waits on SSD."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ssd.activations.dtensor_hooks import shards_unwrapped
+from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.strategies.mixin import OffloadMixin
+
+__all__ = ["SSDOffloadFSDPStrategy"]
+
+Size = int | Literal["auto"]
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+
+
+@names_mistakes
+class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
+    """Lightning's ``ModelParallelStrategy`` with saved activations and optimizer states on SSD, bit for bit the same.
+
+    The module's ``configure_model`` shards it over ``self.device_mesh`` (dimensions ``"data_parallel"`` and
+    ``"tensor_parallel"``), with ``fully_shard``, ``parallelize_module`` or both. Each process moves what it has itself:
+    the activations of its batch, and its shards of the optimizer's states. Parameters that FSDP2 has gathered for a
+    while are recognised and left to it.
+
+    Example::
+
+        class Sharded(L.LightningModule):
+            def configure_model(self):
+                for block in self.blocks:
+                    fully_shard(block, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+        trainer = L.Trainer(strategy="ssd_offload_fsdp", devices=8)
+
+    Args:
+        policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is. Its ``master_weights``
+            are refused: ``fully_shard`` keeps float32 shards by itself, with a ``MixedPrecisionPolicy``.
+        hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
+        data_parallel_size: processes that the batch is spread over; "auto": all that tensor parallelism leaves.
+        tensor_parallel_size: processes that share each layer; "auto": all that data parallelism leaves. Both "auto":
+            as Lightning has it, nodes times the devices of a node.
+        save_distributed_checkpoint: each process writes its shards into a directory. ``False``: rank zero collects the
+            full weights, which have to fit into its memory, and the full states, which go to its drives one by one, and
+            writes one file.
+        accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
+        parallel_devices: set by the Trainer.
+        cluster_environment: how processes find each other; default: detected.
+        checkpoint_io: writes full checkpoints; default: Lightning's.
+        precision_plugin: set by the Trainer from ``precision``.
+        process_group_backend: "nccl", "gloo"; default: by device.
+        timeout: of the process group; default: Lightning's own.
+
+    Raises:
+        ConfigError: a size is not "auto" or a whole number above 0, or the policy asks for ``master_weights``; with the
+            Trainer: the sizes do not multiply to the number of processes.
+    """
+
+    strategy_name = "ssd_offload_fsdp"
+    description = "saved activations of a sharded model wait on SSD"
+    compares_stalls = True
+
+    def __init__(
+        self,
+        *,
+        policy: OffloadPolicy | None = None,
+        hardware: HardwareProfile | None = None,
+        data_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = 1,
+        save_distributed_checkpoint: bool = True,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+    ) -> None:
+        _check_size("data_parallel_size", data_parallel_size)
+        _check_size("tensor_parallel_size", tensor_parallel_size)
+        super().__init__(
+            data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
+        )
+        if accelerator is not None:
+            self.accelerator = accelerator
+        self.parallel_devices = parallel_devices
+        self.cluster_environment = cluster_environment
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
+        if precision_plugin is not None:
+            self.precision_plugin = precision_plugin
+        self._wanted_sizes = data_parallel_size, tensor_parallel_size
+        self._configure_offloading(policy, hardware)
+        if self.policy.master_weights:
+            raise ConfigError(
+                f"{type(self).__name__} got OffloadPolicy.master_weights=True; allowed: False. Parameters in float32 "
+                "with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) are such weights"
+            )
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._data_parallel_size, self._tensor_parallel_size = _sizes(
+            type(self).__name__, *self._wanted_sizes, self.num_nodes, self.num_processes
+        )
+        # Lightning checks this itself where it was given an object, not a name.
+        if self.precision_plugin.precision not in _PRECISIONS:
+            raise ConfigError(
+                f"{type(self).__name__} got precision={self.precision_plugin.precision!r}; allowed: "
+                f"{', '.join(map(repr, _PRECISIONS))}. Pass one of these to the Trainer"
+            )
+        super()._configure_launcher()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        # Where there are no states yet, the base class writes what a step with gradients of zero makes.
+        if self._save_distributed_checkpoint or not isinstance(inner, OffloadedOptimizer) or not inner.state:
+            return super().optimizer_state(optimizer)
+        full = inner.full_state_dict(receive=self.global_rank == 0)
+        return _numbered_by_module(full, inner, self.module) if full else full
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if not any(isinstance(optimizer, OffloadedOptimizer) for optimizer in self.optimizers):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        # Not before: it takes long to import, and few runs begin with a checkpoint.
+        from lightning_ssd.optimizer.checkpoint.sharded import saved_in_directory, saved_in_full
+
+        path = Path(self.broadcast(checkpoint_path))
+        optimizers, self.optimizers = self.optimizers, []  # the base class would bring all states into memory
+        try:
+            checkpoint = super().load_checkpoint(path, weights_only)
+        finally:
+            self.optimizers = optimizers
+        for number, optimizer in enumerate(optimizers):
+            if path.is_dir():
+                states = saved_in_directory(path, number, self.module, optimizer)
+            else:
+                states = saved_in_full(checkpoint, path, number, self.module, optimizer)
+            optimizer.load_state_dict(states)
+        return checkpoint
+
+    @override
+    def _inside_saving(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        # Without hooks of ours, those below are the user's, who expects DTensors.
+        return nullcontext() if isinstance(saving, SavedPass) and saving.is_plain else shards_unwrapped()
+
+
+def _numbered_by_module(state_dict: dict[str, Any], optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
+    """Parameters by their numbers in the module, as Lightning has them in full checkpoints, not in the optimizer."""
+    number_of = {id(parameter): number for number, parameter in enumerate(module.parameters())}
+    numbers = [number_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [{**group, "params": [numbers[own] for own in group["params"]]} for group in state_dict["param_groups"]]
+    states = {numbers[own]: state for own, state in state_dict["state"].items()}
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _check_size(name: str, size: object) -> None:
+    if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ConfigError(f'{name}={size!r}; allowed: "auto", or a whole number above 0')
+
+
+def _sizes(owner: str, data: Size, tensor: Size, num_nodes: int, num_devices: int) -> tuple[int, int]:
+    """The sizes of the mesh.
+
+    Raises:
+        ConfigError: there is no mesh of these sizes with so many processes.
+    """
+    world_size = num_nodes * num_devices
+    if data == "auto" and tensor == "auto":
+        return num_nodes, num_devices
+    data_size = world_size // tensor if data == "auto" and tensor != "auto" else data
+    tensor_size = world_size // data if tensor == "auto" and data != "auto" else tensor
+    if data_size == "auto" or tensor_size == "auto" or data_size * tensor_size != world_size:
+        raise ConfigError(
+            f"{owner} got data_parallel_size={data!r} and tensor_parallel_size={tensor!r} with {num_nodes} x "
+            f"{num_devices} processes (nodes x devices); allowed: sizes whose product is {world_size}. Leave one of "
+            'them "auto", or give the Trainer other devices'
+        )
+    return data_size, tensor_size

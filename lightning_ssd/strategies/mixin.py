@@ -1,0 +1,280 @@
+"""What every strategy of ours does with an :class:`~lightning_ssd.offloader.Offloader`, whatever trains in parallel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ssd._environment import rank_directory
+from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.offloader import Offloader
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.strategies.batch_signature import signature_of
+from lightning_ssd.strategies.batch_size_finder import BatchSizeFinderAdapter
+from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
+from lightning_ssd.strategies.single_or_ddp import WithModule
+from lightning_ssd.strategies.stragglers import StragglerMonitor
+from lightning_ssd.telemetry.stats import OffloadStats
+
+__all__ = ["OffloadMixin", "register_name"]
+
+
+class OffloadMixin(WithModule):
+    """Stands before one of Lightning's strategies among the bases of a class: files and threads live from ``setup`` to
+    ``teardown`` of ``fit``; forwards run inside ``saved_tensors``, backwards end with ``end_backward``.
+    """
+
+    strategy_name: str
+    aliases: tuple[str, ...] = ()
+    description: str
+    """Of the name, in Lightning's registry."""
+    compares_stalls = False
+    """Whether processes tell each other how long they waited: only where every backward makes them meet anyway."""
+
+    policy: OffloadPolicy
+    hardware: HardwareProfile
+    _offloader: Offloader | None = None
+    _size_trial: BatchSizeFinderAdapter | None = None
+    _num_borders = 0
+    _is_set_up = False
+    """From the end of ``setup`` for ``fit`` to ``teardown``."""
+    _stall_watch: StragglerMonitor | None = None
+
+    def _configure_offloading(self, policy: OffloadPolicy | None, hardware: HardwareProfile | None) -> None:
+        """Check and keep what the user wants; to be called by the constructor."""
+        checked = Offloader(policy=policy, hardware=hardware)  # opens nothing
+        self.policy, self.hardware = checked.policy, checked.hardware
+
+    @property
+    def offloader(self) -> Offloader | None:
+        """``None`` before the first ``fit``, open while it runs, closed afterwards."""
+        return self._offloader
+
+    @property
+    def stats(self) -> OffloadStats:
+        """Counters of the present or last ``fit`` in this process."""
+        return OffloadStats() if self._offloader is None else self._offloader.stats
+
+    @property
+    def rank_stalls_s(self) -> tuple[float, ...]:
+        """Of each process: seconds that it waited for its drives between the last two comparisons of all processes.
+
+        Empty before the first one, with one process, and with strategies that do not compare.
+        """
+        return () if self._stall_watch is None else self._stall_watch.stalls_s
+
+    # -- from setup to teardown ----------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        default_directory = trainer.default_root_dir
+        offloader = self._offloader = Offloader(
+            policy=self.policy,
+            hardware=self.hardware,
+            device=self.root_device,
+            default_directory=None if "://" in default_directory else default_directory,
+            subdirectory=rank_directory(self.global_rank),
+            agree=self._smallest if self.is_distributed else None,
+            num_local_processes=self.num_processes or None,
+            local_rank=self.local_rank,
+        )
+        offloader.expects_optimizer = False  # all that the module has are given below
+        self._stall_watch = StragglerMonitor(self._from_all) if self.is_distributed and self.compares_stalls else None
+        self._size_trial = BatchSizeFinderAdapter(trainer)
+        self._is_set_up = False
+        # Opened first, so that a directory that cannot serve is refused before the model is moved and optimizers are
+        # built. Registered last: moving to the device and converting the precision make new parameter storages.
+        offloader.open()
+        super().setup(trainer)
+        offloader.register_module(self.module)
+        # Last: Lightning has moved the states to the device and looked at the optimizers' classes.
+        self.optimizers = [_offloaded(optimizer, offloader) for optimizer in self.optimizers]
+        self._warn_of_whole_compile()
+        self._is_set_up = True
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.policy.optimizer_states == "offload" and type(self.checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = StreamedCheckpointIO()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.policy.optimizer_states == "keep" or not self.lightning_restore_optimizer:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        # The base class would bring all states to the device.
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._offloader is not None:
+            self._offloader.abort()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._is_set_up = False
+        try:
+            if self._offloader is not None:
+                self._offloader.close()
+        finally:
+            # Lightning would bring the states to the CPU. Those on SSD are there, or lost with a step that failed.
+            optimizers = self.optimizers
+            self.optimizers = [o for o in optimizers if not isinstance(o, OffloadedOptimizer)]
+            try:
+                super().teardown()
+            finally:
+                self.optimizers = optimizers
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads and files stay here; a process that is spawned opens its own in setup.
+        own = {"_offloader": None, "_stall_watch": None, "_size_trial": None, "_is_set_up": False}
+        return {**super().__getstate__(), **own}
+
+    def _warn_of_whole_compile(self) -> None:
+        name = _compiled_whole(self.module)
+        if name is not None and self.policy.activations != "keep":
+            rank_zero_warn(
+                f"{name} is compiled as a whole: its backward asks for all saved tensors before its first operation, "
+                "so that offloading saves little memory. Compile each block instead: "
+                "for block in model.blocks: block.compile()",
+                category=UserWarning,
+            )
+
+    # -- in a step -----------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        offloader = self._offloader
+        if offloader is None or not self._is_set_up:
+            if self.lightning_module is None:
+                raise RuntimeError(f"{type(self).__name__}.training_step before setup; call Trainer.fit")
+            return super().training_step(*args, **kwargs)  # a loop called again after fit: nothing is offloaded
+        num_borders = self._num_borders
+        saving = offloader.saved_tensors(signature=signature_of((args, kwargs), self.module))
+        with self._translated(), saving, self._inside_saving(saving):
+            output = super().training_step(*args, **kwargs)
+        if not self.module.automatic_optimization and self._num_borders == num_borders:
+            # Manual optimization may call loss.backward() itself, past us.
+            self._end_backward(offloader)
+        return output
+
+    def _translated(self) -> AbstractContextManager[None]:
+        """For the batch-size finder."""
+        return nullcontext() if self._size_trial is None else self._size_trial.translated()
+
+    def _inside_saving(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """More hooks, above the offloader's."""
+        return nullcontext()
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        # The last thing in Lightning's backward, which stays its own: whoever wraps that one expects to be called once.
+        super().post_backward(closure_loss)
+        if self._offloader is not None and self._is_set_up:
+            self._end_backward(self._offloader)
+
+    def _end_backward(self, offloader: Offloader) -> None:
+        with self._translated():
+            offloader.end_backward()
+            if self._size_trial is not None and self._size_trial.is_on:
+                offloader.wait_for_plan()  # a trial is to end with a verdict, not before it
+        self._num_borders += 1
+        if self._stall_watch is not None and self._meets_others and self._stall_watch.is_due():
+            states = offloader.optimizer_stats
+            stall_s = offloader.stats.stall_s + sum(optimizer.stall_s for optimizer in states)
+            warning = self._stall_watch.compare(stall_s, time.perf_counter())
+            if warning is not None:
+                rank_zero_warn(warning, category=UserWarning)
+
+    # -- between processes ---------------------------------------------------------------------------------------
+
+    @property
+    def _meets_others(self) -> bool:
+        """Whether all processes come by here alike. With manual optimization one may have backwards of its own, whose
+        end would wait for who does not come: then each plans by itself.
+        """
+        return not self._is_set_up or self.module.automatic_optimization
+
+    def _smallest(self, values: Sequence[float]) -> list[float]:
+        """Of each number the smallest that any process has, so that all plan alike."""
+        if not torch.distributed.is_initialized() or not self._meets_others:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.root_device)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)
+        return tensor.tolist()
+
+    def _from_all(self, values: Sequence[float]) -> list[list[float]]:
+        """Every process' numbers, in the order of ranks."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.root_device)
+        if not torch.distributed.is_initialized():
+            return [mine.tolist()]
+        gathered = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(gathered, mine)
+        return [numbers.tolist() for numbers in gathered]
+
+    # -- Lightning's registry ------------------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Make ``Trainer(strategy="...")`` mean this class; again (after a reload) without an error."""
+        for name in (cls.strategy_name, *cls.aliases):
+            register_name(strategy_registry, name, cls, cls.description)
+
+
+def register_name(registry: _StrategyRegistry, name: str, strategy: Callable[..., Any], description: str) -> None:
+    """Let a name mean a strategy.
+
+    Raises:
+        ConfigError: it means somebody else's already.
+    """
+    known = registry[name]["strategy"] if name in registry else strategy
+    if (known.__module__, known.__qualname__) != (strategy.__module__, strategy.__qualname__):
+        raise ConfigError(
+            f"strategy name {name!r} belongs to {known.__module__}.{known.__qualname__} already; "
+            f"allowed: only one of the two packages in one process"
+        )
+    registry.register(name, strategy, description=description, override=True)
+
+
+def _offloaded(optimizer: Optimizer, offloader: Offloader) -> Optimizer:
+    """With its states on SSD. A module may return Lightning's wrapper, whose ``step`` comes back to the strategy."""
+    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    offloaded = offloader.offload_optimizer(inner)
+    return optimizer if offloaded is inner else offloaded
+
+
+def _compiled_whole(module: pl.LightningModule) -> str | None:
+    """The name of a compiled part that holds more than half of the parameters: then there is no block order left."""
+    if module._compiler_ctx is not None:
+        return type(module).__name__
+    for name, child in module.named_modules():
+        is_compiled = isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
+        if is_compiled and 2 * _num_parameters(child) > _num_parameters(module):
+            return f"{type(module).__name__}.{name}" if name else type(module).__name__
+    return None
+
+
+def _num_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

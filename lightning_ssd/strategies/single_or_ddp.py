@@ -1,0 +1,349 @@
+"""One device as it is, several processes with DistributedDataParallel. Knows nothing of offloading.
+
+Note: Why not Lightning's DDPStrategy
+    Lightning asks ``isinstance(strategy, DDPStrategy)`` to know whether a run is distributed. A subclass always is:
+    with one device too it gets its samplers replaced (so another order of the data, and other losses than without
+    us), is refused by the batch-size finder, and needs a process group. Therefore this is a ``ParallelStrategy`` that
+    answers ``is_distributed`` by its number of processes, and wraps the module only where there are several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook, _sync_module_states, prepare_for_backward
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import _augment_message
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.distributed import ReduceOp
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ssd.common.accelerators import device_types
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.strategies.ddp_options import StartMethod, check_start_method
+
+__all__ = ["GroupOptions", "HookOptions", "SingleOrDDPStrategy", "WithModule"]
+
+_T = TypeVar("_T")
+
+
+class GroupOptions(NamedTuple):
+    """How several processes start and find each other."""
+
+    backend: str | None
+    """``None``: by device."""
+    timeout: timedelta | None
+    """``None``: the backend's own."""
+    start_method: StartMethod
+
+
+class HookOptions(NamedTuple):
+    """What becomes of gradients on their way between processes."""
+
+    state: object | None
+    hook: Callable[..., Any] | None
+    wrapper: Callable[..., Any] | None
+    averaging_period: int | None
+    """Steps between averages of the parameters; with post-local SGD only."""
+
+
+class WithModule(ParallelStrategy):
+    """What strategies tell of their module and processes."""
+
+    num_nodes: int
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The LightningModule without wrappers."""
+        if self.lightning_module is None:
+            raise RuntimeError(f"{type(self).__name__} has no LightningModule yet; it gets one from Trainer.fit")
+        return self.lightning_module
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process. Lightning asks too."""
+        return self.num_nodes * self.num_processes > 1
+
+
+class SingleOrDDPStrategy(WithModule):
+    """Data parallel training with as little machinery as the number of processes needs.
+
+    Args:
+        accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
+        parallel_devices: set by the Trainer.
+        cluster_environment: how processes find each other.
+        checkpoint_io: writes and reads checkpoints.
+        precision_plugin: set by the Trainer.
+        group: for several processes only, as is what follows.
+        hook: registered with ``DistributedDataParallel``, on CPU too.
+        ddp_arguments: more arguments for ``DistributedDataParallel``.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        group: GroupOptions,
+        hook: HookOptions,
+        ddp_arguments: dict[str, Any],
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        check_start_method(self, group.start_method)
+        self.num_nodes = 1
+        self.process_group_backend = group.backend
+        self._timeout = group.timeout
+        self._start_method = group.start_method
+        self._hook = hook
+        self._averaging = self._averaging_arguments(hook.state, hook.averaging_period)
+        self._averager: Any = None
+        self._ddp_arguments = ddp_arguments
+        self._forward_redirection = _DDPForwardRedirection()
+        self._static_graph_started = False
+        self._fitting = False
+
+    def _averaging_arguments(self, state: object | None, period: int | None) -> dict[str, Any] | None:
+        """Post-local SGD needs both its state and a period; one alone would be ignored."""
+        if state is None and period is None:
+            return None
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+        if isinstance(state, PostLocalSGDState) != (period is not None):
+            raise ConfigError(
+                f"{type(self).__name__}.model_averaging_period={period!r} with ddp_comm_state={state!r}; "
+                "allowed: a number of steps with a PostLocalSGDState, None with anything else"
+            )
+        if not isinstance(state, PostLocalSGDState):
+            return None
+        return {"period": period, "warmup_steps": state.start_localSGD_iter}
+
+    # -- who and where -------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if not self.parallel_devices:
+            raise RuntimeError(f"{type(self).__name__} has no device yet; it gets one from the Trainer")
+        return self.parallel_devices[self.local_rank]
+
+    # With one device this process may still be one of many to somebody else (torchrun, SLURM); not to us.
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return super().local_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return super().node_rank if self.is_distributed else 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return super().world_size if self.is_distributed else 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment who we are. Called by the Trainer, and again in each process."""
+        if self.is_distributed and self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # -- from the Trainer's construction to teardown --------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        name = type(self).__name__
+        if self.root_device.type not in device_types():  # to try what it can would start it before a launch
+            allowed = ", ".join(map(repr, device_types()))
+            raise ConfigError(
+                f"{name} got a device of type {self.root_device.type!r}; allowed: {allowed}. "
+                "Pass accelerator='cpu' or another strategy to the Trainer"
+            )
+        if not self.is_distributed or self.cluster_environment is None:
+            return
+        if _IS_INTERACTIVE and self._start_method != "fork":
+            raise ConfigError(
+                f"{name} got {self.num_processes} devices in an interactive session with "
+                f"start_method={self._start_method!r}; allowed there: devices=1, or {name}(start_method='fork')"
+            )
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if not self.is_distributed or self.cluster_environment is None:
+            return
+        reset_seed()
+        self.set_world_ranks()
+        device = self.root_device
+        backend = self.process_group_backend or _get_default_process_group_backend_for_device(device)
+        self.process_group_backend = backend
+        device_id = None if device.type == "cpu" else device
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._syncs_layers and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.module)
+        super().setup(trainer)
+        if self._fitting and self.is_distributed and self._averaging is not None:
+            from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+            self._averager = PeriodicModelAverager(**self._averaging)
+
+    @property
+    def _syncs_layers(self) -> bool:
+        return self._fitting and self.is_distributed
+
+    @override
+    def model_to_device(self) -> None:
+        self.module.to(self.root_device)
+
+    @override
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        if not self.is_distributed:
+            return model
+        if not self._fitting:
+            _sync_module_states(model)
+            return model
+        # On the current stream: DDP makes the nodes that accumulate gradients, and these remember the stream they were
+        # made on. On another one than backward's, each gradient costs a wait across streams (and PyTorch warns).
+        device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
+        wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._ddp_arguments)
+        _register_ddp_comm_hook(wrapped, self._hook.state, self._hook.hook, self._hook.wrapper)
+        return wrapped
+
+    @override
+    def teardown(self) -> None:
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.lightning_module
+        if self._syncs_layers and self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+        self._fitting = False
+        self._averager = None
+        super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        _augment_message(
+            exception,
+            pattern=".*Expected to have finished reduction in the prior iteration.*",
+            new_message=(
+                "Some parameters took no part in the loss that training_step returned. If that is intended, pass "
+                f"strategy={type(self).__name__}(find_unused_parameters=True) to the Trainer."
+            ),
+        )
+
+    # -- in a step -----------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        # In manual optimization the forward ran with gradient sync off, so that DDP has not prepared itself.
+        if isinstance(self.model, DistributedDataParallel) and not self.module.automatic_optimization:
+            prepare_for_backward(self.model, closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        model = self.model
+        if not isinstance(model, DistributedDataParallel) or self.module.automatic_optimization:
+            return
+        if model.static_graph and not self._static_graph_started:
+            # A static graph delays its first all-reduce to the end of a backward that DDP itself prepared.
+            model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+            self._static_graph_started = True
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._averager is not None:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._averager.average_parameters(parameter for parameter in parameters if parameter.grad is not None)
+        return output
+
+    # -- between processes ---------------------------------------------------------------------------------------
+
+    @property
+    def _has_group(self) -> bool:
+        return self.is_distributed and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self._has_group:
+            return
+        if torch.distributed.get_backend() == "nccl":
+            torch.distributed.barrier(device_ids=[self.root_device.index])
+        else:
+            torch.distributed.barrier()
+
+    @override
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        objects = [obj]
+        if self._has_group:
+            torch.distributed.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(
+        self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> torch.Tensor | Any:
+        if self._has_group and isinstance(tensor, torch.Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        return super().all_gather(tensor, group, sync_grads) if self._has_group else tensor
+
+
+# Lightning refuses compiled modules unless the strategy is one of three classes of its own. This is the one that it
+# asks about nowhere else.
+SingleDeviceStrategy.register(SingleOrDDPStrategy)

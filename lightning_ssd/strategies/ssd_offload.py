@@ -1,0 +1,119 @@
+"""``Trainer(strategy="ssd_offload")``, and the strategies' names in Lightning's registry."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.strategies.ddp_options import StartMethod, ddp_arguments
+from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
+from lightning_ssd.strategies.mixin import OffloadMixin, register_name
+from lightning_ssd.strategies.single_or_ddp import GroupOptions, HookOptions, SingleOrDDPStrategy
+
+__all__ = ["SSDOffloadStrategy", "register"]
+
+
+@names_mistakes
+class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
+    """Trains with saved activations on SSD: bit for bit the same results, with less memory.
+
+    One device needs no process group and no wrapper, and works in notebooks. Several devices or nodes train with
+    ``DistributedDataParallel``; each process has its own files, in a sub-directory ``lightning_ssd-<uid>-rank-<n>``.
+    Files and threads live from ``setup`` to ``teardown`` of ``fit``; validation, test and prediction open nothing,
+    because they save nothing.
+
+    Example::
+
+        trainer = L.Trainer(strategy="ssd_offload")
+        trainer = L.Trainer(strategy=SSDOffloadStrategy(hardware=HardwareProfile(paths=["/mnt/nvme0", "/mnt/nvme1"])))
+
+    Args:
+        policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is.
+        hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
+        accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
+        parallel_devices: set by the Trainer.
+        cluster_environment: how processes find each other; default: detected.
+        checkpoint_io: writes and reads checkpoints, which are ordinary ones; default: Lightning's.
+        precision_plugin: set by the Trainer from ``precision``.
+        process_group_backend: "nccl", "gloo"; default: by device. Like what follows, for several processes only.
+        timeout: of the process group; default: the backend's own.
+        start_method: "popen" runs the script once more for each process, "fork" works in notebooks too.
+        ddp_comm_state: state for ``ddp_comm_hook``.
+        ddp_comm_hook: replaces the gradient all-reduce, see ``DistributedDataParallel.register_comm_hook``.
+        ddp_comm_wrapper: wraps that hook, for example to compress gradients.
+        model_averaging_period: steps between averages for post-local SGD; needed with its ``ddp_comm_state``.
+        find_unused_parameters: of ``DistributedDataParallel``, as are the following.
+        static_graph: the graph is the same in every step.
+        gradient_as_bucket_view: gradients live in the all-reduce buckets, which saves one copy of them.
+        broadcast_buffers: rank zero's buffers overwrite the others' before each forward; default: PyTorch's.
+        bucket_cap_mb: size of the all-reduce buckets in MiB; default: PyTorch's.
+    """
+
+    strategy_name = "ssd_offload"
+    aliases = ("ssd_offload_activations",)
+    description = "saved activations wait on SSD"
+
+    def __init__(
+        self,
+        *,
+        policy: OffloadPolicy | None = None,
+        hardware: HardwareProfile | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: StartMethod = "popen",
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        broadcast_buffers: bool | None = None,
+        bucket_cap_mb: float | None = None,
+    ) -> None:
+        group = GroupOptions(process_group_backend, timeout, start_method)
+        hook = HookOptions(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
+        ddp = ddp_arguments(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+        )
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, group, hook, ddp
+        )
+        self._configure_offloading(policy, hardware)
+
+
+def register() -> None:
+    """Register the strategies' names with Lightning. Importing ``lightning_ssd`` does it."""
+    other = sys.modules.get("pytorch_lightning.strategies")
+    for strategy in (SSDOffloadStrategy, SSDOffloadFSDPStrategy):
+        strategy.register_strategies(StrategyRegistry)
+        if other is not None:
+            # Not supported, but a Trainer of that package would call the name invalid and leave the user guessing.
+            for name in (strategy.strategy_name, *strategy.aliases):
+                register_name(other.StrategyRegistry, name, _refuse_pytorch_lightning, "see lightning.pytorch")
+
+
+def _refuse_pytorch_lightning() -> NoReturn:
+    raise ConfigError(
+        "this Trainer comes from pytorch_lightning, whose classes are not those of lightning; allowed: "
+        "lightning.pytorch.Trainer. Write `import lightning as L` instead of `import pytorch_lightning`, everywhere"
+    )

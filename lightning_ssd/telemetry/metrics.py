@@ -1,0 +1,241 @@
+"""The table of metric keys, and the arithmetic from events and counters to numbers. Pure: no clock, no Trainer.
+
+:data:`METRICS` is the only place where a key is written down. :func:`compute` makes one sample of it, for one step or
+for as long as nobody asked; :class:`MetricWindow` merges samples of several steps by the rule that the table gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_ssd.memory.readings import MemoryReadings
+from lightning_ssd.telemetry.events import Event, StallEvent, TransferEvent
+from lightning_ssd.telemetry.stats import OffloadStats
+
+__all__ = ["METRICS", "Metric", "MetricWindow", "PlanReadings", "compute", "overlap_ratio", "union_s"]
+
+GIB = 1 << 30
+TB = 10**12
+
+Merge = Literal["mean", "max", "last", "bytes_weighted", "rate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table."""
+
+    key: str
+    """``group/name_unit``."""
+    meaning: str
+    divisor: float
+    """Raw bytes or seconds (or a ratio) divided by this give the number."""
+    merge: Merge
+    """How several steps become one number: the mean per step, the largest, the last, the mean weighted with the bytes
+    moved, or all bytes over all busy time."""
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("memory/device_peak_gib", "peak of PyTorch's CUDA allocator on our device; absent on CPU", GIB, "max"),
+    Metric("memory/host_peak_gib", "peak resident set of this process; absent without /proc", GIB, "max"),
+    Metric("memory/activations_resident_peak_gib", "saved activations in memory at the worst moment", GIB, "max"),
+    Metric("memory/activations_saved_peak_gib", "what keeping all of them would have held at its worst", GIB, "max"),
+    Metric("io/write_gib", "bytes that reached a drive", GIB, "mean"),
+    Metric("io/read_gib", "bytes that came back from a drive", GIB, "mean"),
+    Metric("io/host_gib", "bytes that went to host memory instead of a drive", GIB, "mean"),
+    Metric("io/forwarded_gib", "bytes taken back before or during their write, without a read", GIB, "mean"),
+    Metric("io/stall_s", "time that training threads waited for transfers", 1, "mean"),
+    Metric(
+        "io/overlap_ratio",
+        "1 - time with a stall / time with a transfer in flight, clipped to [0, 1]; absent when nothing moved",
+        1,
+        "bytes_weighted",
+    ),
+    Metric("io/write_gib_per_s", "bytes written to drives / time with a write in flight; absent without", GIB, "rate"),
+    Metric("io/read_gib_per_s", "bytes read from drives / time with a read in flight; absent without", GIB, "rate"),
+    Metric("wear/written_tb", "bytes written to drives since the start, in units of 10**12", TB, "last"),
+    Metric(
+        "wear/drive_life_days",
+        "days of continuous use until a drive reaches its vendor's rating; absent without a rating or a write",
+        1,
+        "last",
+    ),
+    Metric("plan/predicted_step_s", "forward and backward, as the plan says; absent without a plan", 1, "mean"),
+    Metric("plan/measured_step_s", "the same, as the clock says", 1, "mean"),
+    Metric("plan/predicted_peak_gib", "saved activations in memory at the worst moment, as the plan says", GIB, "max"),
+    Metric("plan/measured_peak_gib", "the same, as counted", GIB, "max"),
+    Metric("plan/predicted_stall_s", "time that training threads wait, as the plan says", 1, "mean"),
+    Metric("plan/num_plans", "plans made since the start", 1, "last"),
+    Metric("plan/slowdown_ratio", "measured time of a pass that moves / of one that keeps everything", 1, "last"),
+    Metric("plan/moving_cost_s_per_gib", "what moving costs besides transfers, as far as it is known", 1 / GIB, "last"),
+)
+"""Peaks hold since the start or the last reset, ``io/`` numbers since the last sample. No key is called ``step`` or
+lies under ``system/``: Lightning and W&B take those for themselves."""
+
+_RATES = {"io/write_gib_per_s": "io/write_gib", "io/read_gib_per_s": "io/read_gib"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReadings:
+    """Prediction against measurement since the last sample; what is ``None`` has no key."""
+
+    predicted_step_s: float | None = None
+    """Forward and backward of one step, stalls included."""
+    measured_step_s: float | None = None
+    predicted_peak_bytes: int | None = None
+    """Resident saved activations at the worst moment."""
+    measured_peak_bytes: int | None = None
+    predicted_stall_s: float | None = None
+    num_plans: int | None = None
+    """Plans made since the start."""
+    slowdown: float | None = None
+    """Typical time of a pass that moves, relative to one that keeps everything, both measured."""
+    moving_cost_s_per_byte: float | None = None
+    """What moving is planned to cost besides transfers."""
+
+
+def union_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of ``(start, end)`` intervals; those with ``end <= start`` count nothing."""
+    total = 0.0
+    covered_until = float("-inf")
+    for start, end in sorted(intervals):
+        start = max(start, covered_until)
+        if end > start:
+            total += end - start
+            covered_until = end
+    return total
+
+
+def overlap_ratio(stalls: Iterable[tuple[float, float]], transfers: Iterable[tuple[float, float]]) -> float | None:
+    """``1 - union(stalls) / union(transfers)``, clipped to [0, 1]: 1 means that no transfer was waited for.
+
+    ``None`` when no transfer took any time: neither 0 nor 1 would be true.
+    """
+    busy_s = union_s(transfers)
+    if busy_s <= 0:
+        return None
+    return min(1.0, max(0.0, 1 - union_s(stalls) / busy_s))
+
+
+def compute(
+    events: Iterable[Event],
+    *,
+    stats_before: OffloadStats,
+    stats_now: OffloadStats,
+    readings: MemoryReadings,
+    plan: PlanReadings | None = None,
+    drive_life_days: float | None = None,
+) -> dict[str, float]:
+    """One sample: what happened between two snapshots.
+
+    Args:
+        events: what the log held since the last sample.
+        stats_before: counters at the last sample.
+        stats_now: counters now.
+        readings: memory now.
+        plan: what was predicted and measured; ``None``: there is no plan.
+        drive_life_days: at the vendors' ratings; ``None``: no drive is rated. Infinity (nothing is written) is left
+            out, because JSON has no such number.
+
+    Returns:
+        Keys of :data:`METRICS`. A key is absent where there is no number: no CUDA, nothing moved, no plan.
+    """
+    raw: dict[str, float | None] = {
+        "memory/device_peak_gib": readings.device_peak_bytes,
+        "memory/host_peak_gib": readings.host_peak_bytes,
+        "memory/activations_resident_peak_gib": stats_now.resident_peak_bytes,
+        "memory/activations_saved_peak_gib": stats_now.saved_peak_bytes,
+        "io/write_gib": stats_now.bytes_written - stats_before.bytes_written,
+        "io/read_gib": stats_now.bytes_read - stats_before.bytes_read,
+        "io/host_gib": stats_now.bytes_host - stats_before.bytes_host,
+        "io/forwarded_gib": stats_now.bytes_forwarded - stats_before.bytes_forwarded,
+        "io/stall_s": stats_now.stall_s - stats_before.stall_s,
+        "wear/written_tb": stats_now.bytes_written,
+        "wear/drive_life_days": None if drive_life_days == math.inf else drive_life_days,
+    }
+    raw |= _from_events(events) | _from_plan(plan or PlanReadings())
+    return {metric.key: value / metric.divisor for metric in METRICS if (value := raw[metric.key]) is not None}
+
+
+def _from_events(events: Iterable[Event]) -> dict[str, float | None]:
+    stalls: list[tuple[float, float]] = []
+    moved: list[TransferEvent] = []
+    for event in events:
+        if isinstance(event, StallEvent):
+            stalls.append((event.start_s, event.end_s))
+        elif not event.failed:
+            moved.append(event)
+    return {
+        "io/overlap_ratio": overlap_ratio(stalls, [(event.start_s, event.end_s) for event in moved]),
+        "io/write_gib_per_s": _bytes_per_s(event for event in moved if event.direction == "write"),
+        "io/read_gib_per_s": _bytes_per_s(event for event in moved if event.direction == "read"),
+    }
+
+
+def _from_plan(plan: PlanReadings) -> dict[str, float | None]:
+    return {
+        "plan/predicted_step_s": plan.predicted_step_s,
+        "plan/measured_step_s": plan.measured_step_s,
+        "plan/predicted_peak_gib": plan.predicted_peak_bytes,
+        "plan/measured_peak_gib": plan.measured_peak_bytes,
+        "plan/predicted_stall_s": plan.predicted_stall_s,
+        "plan/num_plans": plan.num_plans,
+        "plan/slowdown_ratio": plan.slowdown,
+        "plan/moving_cost_s_per_gib": plan.moving_cost_s_per_byte,
+    }
+
+
+def _bytes_per_s(transfers: Iterable[TransferEvent]) -> float | None:
+    """Rate of the drives together: the host tier's copies would only flatter it."""
+    to_drives = [event for event in transfers if event.tier != "host"]
+    busy_s = union_s((event.start_s, event.end_s) for event in to_drives)
+    return sum(event.nbytes for event in to_drives) / busy_s if busy_s > 0 else None
+
+
+class MetricWindow:
+    """Samples of several steps, merged into one row by :attr:`Metric.merge`. Holds a few numbers, not the samples."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._values: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, sample: Mapping[str, float]) -> None:
+        """Add what :func:`compute` returned for one step."""
+        self.num_steps += 1
+        # What goes to host memory comes back from there, and its copies are among the transfers that overlap.
+        moved = sum(sample.get(key, 0.0) for key in ("io/write_gib", "io/read_gib"))
+        moved += 2 * sample.get("io/host_gib", 0.0)
+        for metric in METRICS:
+            value = sample.get(metric.key)
+            if value is None:
+                continue
+            before = self._values.get(metric.key)
+            if metric.merge == "max":
+                self._values[metric.key] = value if before is None else max(before, value)
+            elif metric.merge == "last":
+                self._values[metric.key] = value
+            else:
+                weight = _weight(metric, value, sample, moved)
+                self._values[metric.key] = (before or 0.0) + value * weight
+                self._weights[metric.key] = self._weights.get(metric.key, 0.0) + weight
+
+    def result(self) -> dict[str, float]:
+        """The merged row; empty without a sample. A key that no step had is absent."""
+        row: dict[str, float] = {}
+        for metric in METRICS:
+            if metric.key not in self._values:
+                continue
+            weight = self._weights.get(metric.key, 1.0)
+            if weight > 0:
+                row[metric.key] = self._values[metric.key] / weight
+        return row
+
+
+def _weight(metric: Metric, value: float, sample: Mapping[str, float], moved: float) -> float:
+    """A rate weighs as long as it lasted, so that the merged one is all bytes over all busy time."""
+    if metric.merge == "rate":
+        return sample.get(_RATES[metric.key], 0.0) / value if value > 0 else 0.0
+    return moved if metric.merge == "bytes_weighted" else 1.0

@@ -1,0 +1,128 @@
+"""One honest paragraph on a run. Pure: numbers in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_ssd.common.formatting import format_sizes, pluralize
+from lightning_ssd.config import OffloadPolicy
+from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
+
+__all__ = ["RunFacts", "summarize_run"]
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What there is to judge."""
+
+    stats: OffloadStats | None
+    """Counters at the end; ``None``: nothing that offloads took part."""
+    policy: OffloadPolicy | None
+    backend: str
+    """One line: how bytes reached the drive, and where."""
+    metrics: Mapping[str, float]
+    """All steps merged into one row."""
+    step_s: float
+    """Time in training steps, without data loading and validation."""
+    num_processes: int = 1
+    unusable: str | None = None
+    """Why nothing could be moved to a drive; ``None``: it could."""
+    plan: str | None = None
+    """Predicted against measured; ``None``: no step has followed a plan."""
+    drive_life_days: float | None = None
+    """At the vendor's rating and this run's rate of writing, day and night."""
+    optimizers: Sequence[OptimizerStats] = ()
+    """Counters of each optimizer whose states were offloaded."""
+
+
+def summarize_run(run: RunFacts) -> str:
+    """What was held, moved and waited for; plain words where nothing was offloaded at all."""
+    sentences = [*_activations(run), *_optimizers(run.optimizers), *_life(run.drive_life_days), *_peaks(run.metrics)]
+    if run.num_processes > 1:
+        sentences.append(f"Numbers of the first of {run.num_processes} processes.")
+    return " ".join(sentences)
+
+
+def _activations(run: RunFacts) -> list[str]:
+    stats, policy = run.stats, run.policy
+    if stats is None or policy is None:
+        return ["Nothing was offloaded: the Trainer's strategy does not."]
+    saved_peak = max(stats.saved_peak_bytes, _bytes(run.metrics, "memory/activations_saved_peak_gib"))
+    resident_peak = max(stats.resident_peak_bytes, _bytes(run.metrics, "memory/activations_resident_peak_gib"))
+    if stats.bytes_saved == 0:
+        moves = policy.activations not in ("keep", "recompute")
+        advice = " Lower min_tensor_bytes to move those too." if moves and stats.num_kept_small else ""
+        return [
+            f"Nothing was offloaded: no saved activation had min_tensor_bytes={policy.min_tensor_bytes!r} or more; "
+            f"{pluralize(stats.num_kept_small, 'smaller one was', 'smaller ones were')} kept.{advice}"
+        ]
+    resident, saved = format_sizes(resident_peak, saved_peak)
+    if policy.activations == "recompute":
+        return [f"Blocks were recomputed, as asked; what they leave was kept: at most {saved} at a time."]
+    if policy.activations == "keep":
+        return [f"Saved activations: all kept in memory, as asked; at most {saved} at a time."]
+    share = 100 * resident_peak / saved_peak if saved_peak else 100.0
+    sentences = [
+        f"Saved activations: at most {resident} resident of {saved} that keeping would have held ({share:.0f} %).",
+        f"{_moved(stats)}; {_stalls(stats.stall_s, run)}.",
+    ]
+    if stats.failures:
+        sentences.append(
+            f"{pluralize(stats.failures, 'transfer', 'transfers')} failed; "
+            f"{pluralize(stats.fallbacks, 'time', 'times')} training went on with the tensor in memory or a second try."
+        )
+    if run.unusable is not None and not stats.bytes_written:
+        sentences.append(f"Nothing was moved to a drive, because {run.unusable}.")
+    if run.plan is not None:
+        sentences.append(run.plan)
+    return [*sentences, f"Backend: {run.backend}."]
+
+
+def _optimizers(optimizers: Sequence[OptimizerStats]) -> list[str]:
+    if not optimizers:
+        return []
+    resident, states = format_sizes(
+        sum(o.resident_peak_bytes for o in optimizers), sum(o.state_bytes for o in optimizers)
+    )
+    written, read = format_sizes(sum(o.written_bytes for o in optimizers), sum(o.read_bytes for o in optimizers))
+    return [
+        f"Optimizer states: at most {resident} of {states} in memory; {written} written, {read} read; "
+        f"steps waited {sum(o.stall_s for o in optimizers):.1f} s for them."
+    ]
+
+
+def _life(life: float | None) -> list[str]:
+    if life is None:
+        return []
+    days = f"{life:,.0f} days" if life >= 10 else f"{life:.1f} days"
+    return [f"Written to like this day and night, a drive reaches its vendor's rating in {days}."]
+
+
+def _moved(stats: OffloadStats) -> str:
+    written, on_host, read, forwarded = format_sizes(
+        stats.bytes_written, stats.bytes_host, stats.bytes_read, stats.bytes_forwarded
+    )
+    to_host = f" and {on_host} put into host memory" if stats.bytes_host else ""
+    return f"{written} written{to_host}, {read} read, {forwarded} taken back without a read"
+
+
+def _stalls(stall_s: float, run: RunFacts) -> str:
+    share = f" ({100 * stall_s / run.step_s:.1f} %)" if run.step_s > 0 else ""
+    text = f"stalled {stall_s:.1f} s of {run.step_s:.1f} s in training steps{share}"
+    overlap = run.metrics.get("io/overlap_ratio")
+    return text if overlap is None else f"{text}, overlap {100 * overlap:.0f} %"
+
+
+def _peaks(metrics: Mapping[str, float]) -> list[str]:
+    names = {"memory/device_peak_gib": "device", "memory/host_peak_gib": "host"}
+    known = {name: _bytes(metrics, key) for key, name in names.items() if key in metrics}
+    if not known:
+        return []
+    return [f"Peak memory: {', '.join(map(' '.join, zip(known, format_sizes(*known.values()), strict=True)))}."]
+
+
+def _bytes(metrics: Mapping[str, float], key: str) -> int:
+    return round(metrics.get(key, 0.0) * _GIB)

@@ -1,0 +1,135 @@
+"""Counters of one offloader: a mutable set inside, a frozen snapshot outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+__all__ = ["Counters", "OffloadStats", "OptimizerStats"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadStats:
+    """Totals since the offloader was opened (peaks: since the last :meth:`Offloader.reset_peaks`)."""
+
+    bytes_saved: int = 0
+    """Unique saved storages handed to us that are at least ``min_tensor_bytes`` large (parameters excluded)."""
+    bytes_kept: int = 0
+    """Of these, kept in memory by decision or because a write failed."""
+    bytes_written: int = 0
+    """Bytes that reached a drive."""
+    bytes_read: int = 0
+    """Bytes that came back from a drive."""
+    bytes_host: int = 0
+    """Bytes that went to host memory instead of a drive."""
+    bytes_forwarded: int = 0
+    """Taken back before or during their write, or found still alive in memory, so that no read was needed."""
+    writes_cancelled_bytes: int = 0
+    """Of the forwarded bytes, those whose write never began."""
+    stall_s: float = 0.0
+    """Time that training threads waited for transfers."""
+    write_busy_s: float = 0.0
+    """Time in which at least one write was under way."""
+    read_busy_s: float = 0.0
+    """Time in which at least one read was under way."""
+    resident_bytes: int = 0
+    """Saved activations in memory now."""
+    resident_peak_bytes: int = 0
+    """Saved activations in memory at the worst moment."""
+    saved_peak_bytes: int = 0
+    """What keeping all of them would have held at its worst moment."""
+    disk_bytes: int = 0
+    """Size of the spill files now."""
+    num_saved: int = 0
+    """Unique saved storages behind ``bytes_saved``."""
+    num_kept_small: int = 0
+    """Saved tensors below ``min_tensor_bytes``, kept."""
+    num_kept_foreign: int = 0
+    """Tensor subclasses, sparse, quantised, meta and other-device tensors, kept as they are."""
+    num_kept_parameters: int = 0
+    """Saved tensors that are parameters, buffers or views of them, kept."""
+    num_plain_passes: int = 0
+    """Passes without hooks: like others that were counted they keep everything, and nothing else here counts what they
+    save. Peaks hold for them as well."""
+    failures: int = 0
+    """Transfers that failed."""
+    fallbacks: int = 0
+    """Failures after which training went on with the tensor in memory, or after a second try."""
+
+    def with_optimizers(self, optimizers: Iterable[OptimizerStats]) -> OffloadStats:
+        """The same, with what optimizers' states moved and waited for."""
+        total = self
+        for states in optimizers:
+            total = replace(
+                total,
+                bytes_written=total.bytes_written + states.written_bytes,
+                bytes_read=total.bytes_read + states.read_bytes,
+                stall_s=total.stall_s + states.stall_s,
+            )
+        return total
+
+
+@dataclass(kw_only=True, slots=True)
+class Counters:
+    """What the tensor cache counts itself; same names and meanings as in :class:`OffloadStats`. Its lock guards it."""
+
+    bytes_saved: int = 0
+    bytes_kept: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    bytes_host: int = 0
+    bytes_forwarded: int = 0
+    writes_cancelled_bytes: int = 0
+    stall_s: float = 0.0
+    resident_bytes: int = 0
+    resident_peak_bytes: int = 0
+    saved_peak_bytes: int = 0
+    num_saved: int = 0
+    num_kept_small: int = 0
+    num_kept_foreign: int = 0
+    num_kept_parameters: int = 0
+    num_plain_passes: int = 0
+    failures: int = 0
+    fallbacks: int = 0
+
+    @property
+    def num_packed(self) -> int:
+        """Tensors that autograd has handed to us, but for those of a storage that was saved already."""
+        return self.num_saved + self.num_kept_small + self.num_kept_foreign + self.num_kept_parameters
+
+    def snapshot(self) -> OffloadStats:
+        """A frozen copy."""
+        return OffloadStats(**{name: getattr(self, name) for name in _NAMES})
+
+
+_NAMES = tuple(field.name for field in fields(Counters))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerStats:
+    """Totals of one :class:`~lightning_ssd.optimizer.offloaded_optimizer.OffloadedOptimizer`."""
+
+    num_steps: int = 0
+    num_subgroups: int = 0
+    subgroup_bytes: int = 0
+    """States of a subgroup, about."""
+    state_bytes: int = 0
+    """All states that move."""
+    resident_bytes: int = 0
+    """Of these, in memory now."""
+    resident_peak_bytes: int = 0
+    """In memory at the worst moment."""
+    written_bytes: int = 0
+    read_bytes: int = 0
+    kept_bytes: int = 0
+    """Bytes that stayed in memory from one step to the next, summed over the steps."""
+    stall_s: float = 0.0
+    """Time that steps waited for transfers."""
+    fetch_busy_s: float = 0.0
+    """Time in which at least one read was under way, summed over the drives."""
+    flush_busy_s: float = 0.0
+    """Time in which at least one write was under way, summed over the drives."""
+    update_s: float = 0.0
+    """Time in the user's optimizer."""
+    step_s: float = 0.0
+    """Time in steps without their closures."""

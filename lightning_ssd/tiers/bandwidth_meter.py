@@ -1,0 +1,137 @@
+"""The rates of the tiers: from a short probe first, then from the run itself."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from lightning_ssd.common.accelerators import accelerator_of
+from lightning_ssd.common.uninterrupted import undisturbed
+from lightning_ssd.errors import StorageError
+from lightning_ssd.memory.mmap import READ_WRITE, address_of, map_anonymous
+from lightning_ssd.planning.bandwidth import RateEstimate
+from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.storage.drive_probe import Rates
+from lightning_ssd.storage.spill_file import SPACE_ADVICE
+from lightning_ssd.tiers.base import Progress
+from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.ssd import SsdTier
+
+__all__ = ["BandwidthMeter", "measure_copies", "measure_mapping"]
+
+_MAX_AGE_S = 0.05
+
+
+def measure_copies(device: torch.device, *, nbytes: int = 64 << 20) -> Rates:
+    """How fast bytes get from the device's memory to the host's (locked, where we can) and back."""
+    accelerator = accelerator_of(device)
+    pin = accelerator is not None and accelerator.locks_host_memory
+    on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    on_host = torch.ones(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+
+    def timed(target: torch.Tensor, source: torch.Tensor) -> float:
+        begin_s = time.perf_counter()
+        target.copy_(source)
+        if accelerator is not None:
+            accelerator.synchronize()
+        return nbytes / (time.perf_counter() - begin_s)
+
+    timed(on_host, on_device)  # what the first copy sets up is not part of the rate
+    return Rates(timed(on_host, on_device), timed(on_device, on_host))
+
+
+def measure_mapping(*, nbytes: int = 16 << 20) -> float:
+    """Seconds per byte that this process has never touched: its page is mapped, and comes filled with zeros."""
+    begin_s = time.perf_counter()
+    memory = map_anonymous(nbytes, READ_WRITE)
+    try:
+        ctypes.memset(address_of(memory), 1, nbytes)
+    finally:
+        memory.close()
+    return (time.perf_counter() - begin_s) / nbytes
+
+
+class BandwidthMeter:
+    """Reads the tiers' counters when it is asked, and keeps an estimate per tier and direction.
+
+    Args:
+        ssd: the drives.
+        probe: measures the drives, for the time before the run has told; called once, when the rates are first asked
+            for. ``None``: they are unknown (0) until then.
+        host: the host tier, if there is one.
+        probe_host: the same for it.
+        place: of the drives, as the user knows it, for messages.
+        probe_cost: guesses what moving takes besides transfers, in seconds per byte; called once. ``None``: nothing.
+    """
+
+    def __init__(
+        self,
+        ssd: SsdTier,
+        probe: Callable[[], Rates] | None = None,
+        *,
+        host: HostTier | None = None,
+        probe_host: Callable[[], Rates] | None = None,
+        place: str = "the SSD tier",
+        probe_cost: Callable[[], float] | None = None,
+    ) -> None:
+        self._probe_cost = probe_cost
+        self._cost_s_per_byte = 0.0
+        self._ssd = _Channels(ssd.progress, probe, place)
+        self._host_tier = host
+        self._host: _Channels | None = None
+        if host is not None and probe_host is not None:
+            self._host = _Channels(host.progress, probe_host, "host memory")
+
+    def machine(self) -> Machine:
+        """The tiers as they are known now."""
+        if self._probe_cost is not None:
+            self._cost_s_per_byte, self._probe_cost = self._probe_cost(), None
+        host = None
+        if self._host is not None and self._host_tier is not None:
+            host = self._host.rates(self._host_tier.capacity_bytes)
+        return Machine(ssd=self._ssd.rates(None), host=host, cost_s_per_byte=self._cost_s_per_byte)
+
+
+class _Channels:
+    """Both directions of one tier."""
+
+    def __init__(self, progress: Callable[[], Progress], probe: Callable[[], Rates] | None, place: str) -> None:
+        self._progress = progress
+        self._probe = probe
+        self._place = place
+        self._unusable: str | None = None
+        self._seen = Progress(0, 0.0, 0, 0.0)
+        self._seen_s = 0.0
+        self._write, self._read = RateEstimate(), RateEstimate()
+
+    def rates(self, capacity_bytes: int | None) -> TierRates:
+        now_s = time.perf_counter()
+        if now_s - self._seen_s >= _MAX_AGE_S:
+            now, before = self._progress(), self._seen
+            self._write.sample(now.written_bytes - before.written_bytes, now.write_busy_s - before.write_busy_s)
+            self._read.sample(now.read_bytes - before.read_bytes, now.read_busy_s - before.read_busy_s)
+            self._seen, self._seen_s = now, now_s
+        if self._probe is not None and not (self._write.value and self._read.value):
+            try:
+                probed = undisturbed(self._probe, "lightning_ssd-probe")
+            # As with a failed write: nothing is moved, training goes on. A device or a host without the memory to try
+            # copies with raises a RuntimeError of PyTorch's.
+            except (OSError, StorageError, RuntimeError, MemoryError) as error:
+                told = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                reason, advice, _ = told.partition(f". {SPACE_ADVICE}")
+                self._unusable = f"{self._place} could not be measured ({reason})"
+                warnings.warn(f"{self._unusable}; nothing will be moved there{advice}", stacklevel=2)
+                probed = Rates(0.0, 0.0)
+            self._probe = None
+            self._write = self._write if self._write.value else RateEstimate(probed.write_per_s)
+            self._read = self._read if self._read.value else RateEstimate(probed.read_per_s)
+        return TierRates(
+            write_bytes_per_s=self._write.value,
+            read_bytes_per_s=self._read.value,
+            capacity_bytes=capacity_bytes,
+            unusable=None if self._write.value and self._read.value else self._unusable,
+        )

@@ -1,0 +1,193 @@
+"""Where offloaded bytes lie in host memory: one range of addresses, taken as it is needed, cut into extents."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+
+import torch
+
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.memory.host_budget import HostMemoryBudget
+from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
+from lightning_ssd.storage.extents import Extent, ExtentAllocator
+
+__all__ = ["HostArena"]
+
+_log = logging.getLogger(__name__)
+
+_FIRST_GROWTH_BYTES = 64 << 20
+_MAX_GROWTH_BYTES = 256 << 20
+
+
+class HostArena:
+    """Bounded host memory in extents. Thread-safe; of use to the opening process only.
+
+    Addresses for the whole capacity are reserved at once, which costs nothing. Memory is taken in growing slabs, and
+    each slab is locked (pinned) once, when the first extent in it is prepared. Extents are reused, lowest first, and
+    may lie across slabs; no size is rounded up to more than a page.
+
+    Args:
+        room: most memory to take, in bytes; or a budget that others take from, too, each as it grows.
+        pin: lock slabs for CUDA. Where that fails it goes on without, with one warning.
+        growth_bytes: first and smallest slab; later ones are a quarter of the size, at most 256 MiB.
+
+    Raises:
+        MemoryError: there are not that many addresses (``ulimit -v``).
+    """
+
+    def __init__(self, room: int | HostMemoryBudget, *, pin: bool, growth_bytes: int = _FIRST_GROWTH_BYTES) -> None:
+        host_budget = HostMemoryBudget(room) if isinstance(room, int) else room
+        self._share = host_budget.share()
+        self._limit_bytes = host_budget.total_bytes
+        self._growth_bytes = growth_bytes
+        self._pid = os.getpid()
+        self._extents = ExtentAllocator(PAGE_BYTES)
+        # Guards extents, slabs, limit and block. Held for arithmetic and one quick system call. Order: the budget's may
+        # be taken under it, nothing else.
+        self._lock = threading.Lock()
+        self._slab_ends: list[int] = []
+        # Guards the two below, and is held while slabs are locked, which takes long: reads never need it. Order: the
+        # lock above may be taken under this one, never the other way round.
+        self._pin_lock = threading.Lock()
+        self._pin = pin
+        self._num_pinned = 0
+        self._pinned_starts: list[int] = []
+        self._device: torch.device | None = None
+        self._block: MappedBlock | None = MappedBlock(max(host_budget.total_bytes, PAGE_BYTES), usable=False)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child, which has not got the memory, and in which locks may be held for ever."""
+        return os.getpid() != self._pid
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Most memory that it may have: what it has, and what others and the system leave."""
+        return min(self._limit_bytes, self._share.nbytes + self._share.host_budget.left_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory taken so far. It goes back at :meth:`close`."""
+        return self._extents.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in extents that are lent."""
+        return self._extents.used_bytes
+
+    def allocate(self, nbytes: int) -> Extent | None:
+        """An extent of at least ``nbytes`` bytes, or ``None`` where there is no room. Zero bytes need no place.
+
+        Raises:
+            OffloaderClosedError: after close.
+            StorageError: after a fork.
+        """
+        self._opened()  # before the lock, which another thread may have held at a fork
+        with self._lock:
+            self._opened()
+            if nbytes == 0:
+                return Extent(0, 0)
+            try:
+                extent = self._extents.allocate(nbytes)
+                if extent is None and self._grow(nbytes):
+                    extent = self._extents.allocate(nbytes)
+            except BaseException:
+                self._extents.recover()
+                raise
+            return extent
+
+    def free(self, extent: Extent) -> None:
+        """Take an extent back. Harmless after close and in a forked child.
+
+        Raises:
+            ValueError: if the extent is not lent.
+        """
+        if extent.nbytes == 0 or self.is_foreign:
+            return
+        with self._lock:
+            if self._block is not None:
+                try:
+                    self._extents.free(extent)
+                except BaseException:
+                    self._extents.recover()
+                    raise
+
+    def prepare(self, extent: Extent, device: torch.device) -> None:
+        """Lock the slabs under an extent where that has not been done; takes long for each new slab."""
+        with self._pin_lock:
+            with self._lock:
+                ends = list(self._slab_ends)
+            while self._pin and self._num_pinned < len(ends):
+                start = ends[self._num_pinned - 1] if self._num_pinned else 0
+                if start >= extent.offset + extent.nbytes:
+                    return  # extents fill the lowest places first: slabs above will be wanted later
+                self._lock_slab(start, ends[self._num_pinned] - start, device)
+
+    def pieces(self, extent: Extent, nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Cut the first ``nbytes`` bytes of an extent into (start within it, address, length).
+
+        No piece crosses slabs: CUDA does not copy from or to two separately locked ranges at once.
+        """
+        with self._lock:
+            address, ends = self._opened().address, list(self._slab_ends)
+        done = 0
+        while done < nbytes:
+            at = extent.offset + done
+            length = min(chunk_bytes, nbytes - done, ends[bisect_right(ends, at)] - at)
+            yield done, address + at, length
+            done += length
+
+    def close(self) -> None:
+        """Give the memory back. Nobody may copy from or to it any more. Idempotent."""
+        if self.is_foreign:
+            return  # the memory is not in this process, and the locks may have been taken at the fork
+        with self._pin_lock, self._lock:
+            block, self._block = self._block, None
+            starts, self._pinned_starts = self._pinned_starts, []
+            if block is not None:
+                for start in starts:
+                    unlock_memory(block.address + start, self._device)
+                self._share.close()
+
+    def _opened(self) -> MappedBlock:
+        if self.is_foreign:
+            raise StorageError(
+                f"the host tier was opened by process {self._pid}; its child {os.getpid()} has not got its memory. "
+                "Open the offloader after the fork"
+            )
+        if self._block is None:
+            raise OffloaderClosedError("the host tier is closed; open the offloader again to use it")
+        return self._block
+
+    def _grow(self, nbytes: int) -> bool:
+        """Take one more slab in which, with what is free at the end, ``nbytes`` bytes fit."""
+        size, left = self.size_bytes, self._limit_bytes - self.size_bytes
+        need = self._extents.round_up(nbytes) - self._extents.tail_free_bytes
+        if need > left:
+            return False
+        slab = min(max(self._growth_bytes, size // 4), _MAX_GROWTH_BYTES)
+        slab = self._share.grow(need, min(-(-max(slab, need) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, left))
+        if not slab:
+            return False
+        if not self._opened().make_usable(size, slab):
+            self._share.give_back(slab)
+            self._limit_bytes = size
+            _log.warning("the system gives no more than %s bytes to the host tier; it stays at that", f"{size:,}")
+            return False
+        self._extents.grow(slab)
+        self._slab_ends.append(size + slab)
+        return True
+
+    def _lock_slab(self, start: int, nbytes: int, device: torch.device) -> None:
+        self._device = device
+        code = lock_memory(self._opened().address + start, nbytes, device)
+        if code:
+            self._pin = False
+            _log.warning("CUDA could not lock more memory of the host tier (error %s); copies there are slower", code)
+            return
+        self._pinned_starts.append(start)
+        self._num_pinned += 1

@@ -1,0 +1,431 @@
+"""One move in flight, and the worker threads that carry moves out.
+
+A :class:`Transfer` is cut into chunks, so that several workers share a large one and an urgent one overtakes at
+chunk borders. The queue knows nothing of tensors or files; ``tiers/ssd.py`` says what a chunk does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
+
+from lightning_ssd.common.profiling import span, spanned
+from lightning_ssd.common.waiting import Changes, Latch
+from lightning_ssd.errors import OffloaderClosedError, StorageError, forget_frames
+from lightning_ssd.telemetry.events import Direction, EventLog, TransferEvent
+from lightning_ssd.tiers.read_priority import UrgentGate, patience_s
+
+__all__ = ["Chunk", "Transfer", "TransferQueue"]
+
+Chunk = Callable[[], Callable[[], None] | None]
+"""Part of a move. What it returns, if anything, the same worker calls when the part counts as done (and the move, if it
+was the last part): it waits for what still goes on in the device, and must not raise."""
+_T = TypeVar("_T")
+_PATIENCE_S = 60.0
+
+
+class Transfer(ABC):
+    """One move: what it is, whether it has ended, and how.
+
+    A subclass says what happens. Its methods run in a worker, never in the thread that submitted.
+    """
+
+    outlasts = False
+    """Whether bytes may still move on the device when the move has ended for those who wait: :meth:`settle` is called
+    then, and the move's event and the busy time go on until it returns."""
+
+    def __init__(self, direction: Direction, nbytes: int, *, urgent: bool = False) -> None:
+        self.direction: Direction = direction
+        self.nbytes = nbytes
+        self.urgent = urgent
+        self.queued_s = time.perf_counter()
+        self.start_s = 0.0
+        self.error: BaseException | None = None
+        self._fault: BaseException | None = None
+        self._ended = Latch()
+        self._queue: TransferQueue | None = None
+        self._has_waited = False
+        # The queue's lock guards these three.
+        self._chunks: list[Chunk] | None = None
+        self._num_unfinished = 0
+        self._seq = 0
+
+    @abstractmethod
+    def begin(self) -> Sequence[Chunk] | None:
+        """Return the chunks to run, or ``None`` when the move is no longer wanted. May raise: the move failed."""
+
+    @abstractmethod
+    def finish(self, error: BaseException | None) -> None:
+        """Called once, after the last chunk or the first failure.
+
+        Must not raise: what it raises becomes the move's error, and whoever flushes or closes the queue gets it.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Called once instead of the others when the queue closes before the move began."""
+
+    def settle(self) -> BaseException | None:
+        """Where :attr:`outlasts`: called after the end; block until nothing moves any more. Return what went wrong."""
+        return None
+
+    @contextmanager
+    def not_busy(self, *, has_begun: bool = False) -> Iterator[None]:
+        """Around a worker's wait for something other than the move itself (the producer, say).
+
+        It is no busy time; nor, the first time and unless bytes have moved (``has_begun``), part of the move's event.
+        """
+        if self._queue is None:
+            raise RuntimeError("not_busy() is for methods that a worker calls; submit the transfer first")
+        self._queue._pause()
+        try:
+            yield
+        finally:
+            self._queue._resume()
+            if not self._has_waited and not has_begun:
+                self._has_waited = True
+                self.start_s = time.perf_counter()
+
+    @property
+    def ended(self) -> bool:
+        """Whether :meth:`finish` has run."""
+        return self._ended.is_open
+
+    @spanned("lightning_ssd::stall")
+    def wait(self) -> None:
+        """Block until the move has ended. The caller looks at ``error`` itself.
+
+        Raises:
+            BaseException: what :meth:`finish` has raised, so that its owner may not know of the end.
+        """
+        self._ended.wait()
+        if self._fault is not None:
+            raise self._fault
+
+
+class TransferQueue:
+    """Workers of one direction. Urgent moves first, else in the order of submission.
+
+    Args:
+        direction: what the workers do, for thread names and events.
+        num_workers: moves (or chunks of one) under way at once.
+        events: receives one ``TransferEvent`` per finished move.
+        tier: the tier's name, for events and thread names.
+        announces: told of urgent moves.
+        yields_to: before each chunk, wait a while for the urgent moves announced there.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        num_workers: int,
+        events: EventLog,
+        *,
+        tier: str = "ssd",
+        announces: UrgentGate | None = None,
+        yields_to: UrgentGate | None = None,
+    ) -> None:
+        self._events = events
+        self._tier = tier
+        self._announces = announces
+        self._yields_to = yields_to
+        # Guards the heap and each transfer's chunk list. Held only for bookkeeping, never during I/O nor while
+        # calling into a transfer, so that it can be taken under any lock of the layers above (never the reverse).
+        self._lock = threading.Lock()
+        self._idle = Changes(self._lock)
+        # Wakes workers: one token, or more, for each thing to do. Put there before it, or an interrupt in between would
+        # leave something that nobody does.
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._heap: list[tuple[int, int, Transfer]] = []
+        self._seq = itertools.count(1)
+        self._num_active = 0  # workers that have claimed something; of these, those that wait are not busy
+        self._num_done = 0  # chunks
+        self._num_busy = 0
+        self._busy_since = 0.0
+        self._busy_s = 0.0
+        self._moved_bytes = 0
+        self._closed = False
+        self._fault: BaseException | None = None
+        self._is_fault_told = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"lightning_ssd-{tier}-{direction}-{i}", daemon=True)
+            for i in range(num_workers)
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # there can be no more threads, or somebody has pressed Ctrl-C while one started
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self.close()
+            raise
+
+    def submit(self, transfer: Transfer) -> None:
+        """Queue a move. Raises OffloaderClosedError after :meth:`close`."""
+        with self._lock:
+            if self._closed:
+                raise OffloaderClosedError("a transfer was submitted after the offloader was closed; open it again")
+            transfer._queue = self
+            transfer._seq = next(self._seq)
+            self._tokens.put(None)
+            self._push(transfer)
+            if transfer.urgent:
+                self._announce(transfer)
+
+    def promote(self, transfer: Transfer) -> None:
+        """Make a queued move urgent: somebody waits for it."""
+        with self._lock:
+            if not transfer.urgent and not transfer.ended:
+                # A second entry with a better rank; the first one is skipped when it surfaces.
+                transfer.urgent = True
+                self._tokens.put(None)
+                self._push(transfer)
+                self._announce(transfer)
+
+    def progress(self) -> tuple[int, float]:
+        """Bytes moved so far, and the seconds in which at least one worker was busy."""
+        with self._lock:
+            under_way_s = time.perf_counter() - self._busy_since if self._num_busy else 0.0
+            return self._moved_bytes, self._busy_s + under_way_s
+
+    def wait_idle(self) -> None:
+        """Block until every submitted move has ended.
+
+        Raises:
+            BaseException: what a move has raised where it must not: somebody may not know of its end.
+        """
+        self._idle.until(lambda: True if not self._num_active and not self._has_work() else None)
+        fault = self._fault
+        self._is_fault_told = fault is not None
+        if fault is not None:
+            raise fault
+
+    def close(self) -> None:
+        """Finish what is under way, discard what has not begun, join the workers. Idempotent.
+
+        Raises:
+            BaseException: as :meth:`wait_idle`, once everything is done, unless that has told it.
+            StorageError: a drive has not answered for a minute. Its thread is left to itself.
+        """
+        with self._lock:
+            self._closed = True
+            # A transfer that has begun still needs its remaining chunks: workers drain those before they leave.
+            unbegun = {id(t): t for _, _, t in self._heap if t._chunks is None and not t.ended}
+            self._heap = [entry for entry in self._heap if id(entry[2]) not in unbegun]
+            heapq.heapify(self._heap)
+            self._tokens.put(None)
+            self._idle.tell()
+        for transfer in unbegun.values():
+            try:
+                transfer.discard()
+            except BaseException as error:
+                self._keep_fault(transfer, error)
+            self._let_go(transfer)
+        self._join()
+        with self._lock:
+            fault = None if self._is_fault_told else self._fault
+            self._is_fault_told = True
+        if fault is not None:
+            raise fault
+
+    def _join(self) -> None:
+        done = self._num_done
+        for thread in self._threads:
+            thread.join(_PATIENCE_S)
+            while thread.is_alive():
+                if self._num_done == done:
+                    raise StorageError(
+                        f"closing has waited {_PATIENCE_S:.0f} s for {thread.name}, which moves no byte "
+                        f"({self._num_active} moves are under way); it ends when the drive answers. See dmesg"
+                    )
+                done = self._num_done
+                thread.join(_PATIENCE_S)
+
+    def _announce(self, transfer: Transfer) -> None:
+        if self._announces is not None:
+            self._announces.enter(transfer)
+
+    def _let_go(self, transfer: Transfer) -> None:
+        """The move has ended, however: wake who waits. Together with the gate, or a promotion could come between."""
+        with self._lock:
+            transfer._ended.open()
+            if transfer.urgent and self._announces is not None:
+                self._announces.leave(transfer)
+
+    # -- everything below runs in the workers ------------------------------------------------------------------
+
+    def _push(self, transfer: Transfer) -> None:
+        heapq.heappush(self._heap, (0 if transfer.urgent else 1, transfer._seq, transfer))
+
+    def _has_work(self) -> bool:
+        """Drop entries that have nothing left to start; say whether one remains."""
+        while self._heap:
+            transfer = self._heap[0][2]
+            exhausted = transfer._chunks is not None and not transfer._chunks
+            if not exhausted and not transfer.ended:
+                return True
+            heapq.heappop(self._heap)
+        return False
+
+    def _next(self, chunk_s: float) -> tuple[Transfer, Chunk | None] | None:
+        """Claim a chunk of the best transfer, or the right to begin it; ``None`` when the queue has closed."""
+        gate, yielded = self._yields_to, False
+        while True:
+            self._tokens.get()
+            with self._lock:
+                if not self._has_work():
+                    if self._closed:
+                        self._tokens.put(None)  # for the next one
+                        return None
+                    yielded = False  # what came meanwhile gives way anew
+                    continue
+                if gate is None or gate.num_urgent == 0 or yielded or self._closed:
+                    return self._claim()
+            # Before anything is claimed, so that waiting is not counted as busy, and what is cancelled meanwhile ends.
+            self._tokens.put(None)
+            gate.wait(patience_s(chunk_s))
+            yielded = True
+
+    def _claim(self) -> tuple[Transfer, Chunk | None]:
+        """With the lock held, and work there."""
+        transfer = self._heap[0][2]
+        self._num_active += 1
+        self._count_busy(1)
+        if transfer._chunks is None:
+            heapq.heappop(self._heap)
+            transfer._chunks = []  # claimed: a second heap entry of a promoted transfer is skipped
+            return transfer, None
+        return transfer, transfer._chunks.pop()
+
+    def _work(self) -> None:
+        chunk_s = 0.0
+        while (claim := self._next(chunk_s)) is not None:
+            transfer, chunk = claim
+            start_s = time.perf_counter()
+            try:
+                if chunk is None:
+                    self._begin(transfer)
+                else:
+                    self._run(transfer, chunk)
+            except BaseException as error:  # the thread goes on: without it, moves would wait for ever
+                self._keep_fault(transfer, error)
+            finally:
+                # No reference may outlive the work: an idle worker must not keep a tensor alive.
+                del claim, transfer, chunk
+                self._rest()
+            chunk_s = time.perf_counter() - start_s
+
+    def _keep_fault(self, transfer: Transfer, error: BaseException) -> None:
+        """Whoever waits for the move, flushes or closes is told."""
+        forget_frames(error)
+        with self._lock:
+            transfer.error = transfer.error or error
+            transfer._fault = transfer._fault or error
+            self._fault = self._fault or error
+
+    def _rest(self) -> None:
+        with self._lock:
+            self._num_done += 1
+            self._num_active -= 1
+            self._count_busy(-1)
+            if self._num_active == 0 and not self._has_work():
+                self._idle.tell()
+
+    def _pause(self) -> None:
+        with self._lock:
+            self._count_busy(-1)
+
+    def _resume(self) -> None:
+        with self._lock:
+            self._count_busy(1)
+
+    def _count_busy(self, change: int) -> None:
+        """With the lock held: one worker more or less is busy."""
+        now = time.perf_counter()
+        if self._num_busy == 0:
+            self._busy_since = now
+        self._num_busy += change
+        if self._num_busy == 0:
+            self._busy_s += now - self._busy_since
+
+    def _begin(self, transfer: Transfer) -> None:
+        transfer.start_s = time.perf_counter()
+        with span("lightning_ssd::begin"):
+            chunks, error = _attempt(transfer.begin)
+        if error is not None:
+            self._end(transfer, error)
+            return
+        if chunks is None:
+            self._let_go(transfer)
+            return
+        with self._lock:
+            transfer._num_unfinished = len(chunks)
+            transfer._chunks = list(reversed(chunks))
+            if len(chunks) > 1:
+                self._push(transfer)
+                for _ in chunks[1:]:
+                    self._tokens.put(None)
+            first = transfer._chunks.pop() if chunks else None
+        if first is None:
+            self._end(transfer, None)
+        else:
+            self._run(transfer, first)
+
+    def _run(self, transfer: Transfer, chunk: Chunk) -> None:
+        settle, error = (None, None) if transfer.error is not None else _attempt(chunk)
+        with self._lock:
+            transfer.error = transfer.error or error
+            transfer._num_unfinished -= 1
+            last = transfer._num_unfinished == 0
+        if last:
+            self._end(transfer, transfer.error)
+        if settle is not None:
+            settle()
+
+    def _end(self, transfer: Transfer, error: BaseException | None) -> None:
+        transfer.error = error
+        if error is None:
+            with self._lock:
+                self._moved_bytes += transfer.nbytes
+        if not transfer.outlasts:
+            self._record(transfer, error)
+        _, fault = _attempt(partial(transfer.finish, error))
+        if fault is not None:
+            self._keep_fault(transfer, fault)
+        self._let_go(transfer)
+        if transfer.outlasts:
+            late_error = transfer.settle()
+            self._record(transfer, error or late_error)
+
+    def _record(self, transfer: Transfer, error: BaseException | None) -> None:
+        self._events.append(
+            TransferEvent(
+                direction=transfer.direction,
+                nbytes=transfer.nbytes,
+                queued_s=transfer.queued_s,
+                start_s=transfer.start_s,
+                end_s=time.perf_counter(),
+                tier=self._tier,
+                urgent=transfer.urgent,
+                failed=error is not None,
+            )
+        )
+
+
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
+    """What ``work`` gives, and what it raises: handed to the waiting thread, nothing is swallowed.
+
+    The error outlives the transfer, and takes none of the memory along that was moved.
+    """
+    try:
+        return work(), None
+    except BaseException as error:
+        forget_frames(error)
+        return None, error

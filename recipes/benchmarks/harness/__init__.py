@@ -1,0 +1,1 @@
+"""What the benchmarks share: shapes, modes, rounds, tables, drives and limits."""

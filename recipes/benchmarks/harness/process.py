@@ -1,0 +1,193 @@
+"""A worker process of the benchmarks, and the pipe to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+__all__ = ["Child", "ChildDiedError", "ChildOutOfMemoryError", "answer_parent"]
+
+_CLOSED_WITHIN_S = 60
+_OUT_OF_MEMORY = "out_of_memory"
+"""Key of a worker's last answer."""
+_MEMORY_TEXTS = ("out of memory", "can't allocate memory")
+"""In PyTorch's errors about the memory of a device, pinned memory, and that of the host."""
+
+
+class Job(Protocol):
+    """What a worker is told first."""
+
+    @property
+    def mode(self) -> str:
+        """Its name in tables."""
+
+    @property
+    def threads(self) -> int:
+        """For computing."""
+
+    def to_json(self) -> str:
+        """One line."""
+
+
+class ChildDiedError(Exception):
+    """A worker has ended before it had answered. Its own message, if any, is on the standard error.
+
+    Args:
+        mode: which one.
+        code: its exit code; negative: the signal that killed it.
+    """
+
+    def __init__(self, mode: str, code: int) -> None:
+        super().__init__(f"the process of mode {mode} ended with code {code}; see its message above")
+        self.mode = mode
+        self.code = code
+
+    @property
+    def why(self) -> str:
+        """In a few words."""
+        return "killed" if self.code < 0 else f"ended with code {self.code}"
+
+
+class ChildOutOfMemoryError(ChildDiedError):
+    """A worker had not enough memory, and has ended.
+
+    Args:
+        mode: which one.
+        message: of its error.
+    """
+
+    def __init__(self, mode: str, message: str) -> None:
+        super().__init__(mode, 1)
+        self.args = (f"the process of mode {mode} is out of memory: {message}",)
+
+    @property
+    def why(self) -> str:
+        return "out of memory"
+
+
+class Child:
+    """One worker.
+
+    Args:
+        job: what it does.
+        module: that runs in it: answers its first line and every command with a line.
+        procs: the ``cgroup.procs`` of a control group that it starts in.
+        quiet: throw its messages away, where it is expected to fail.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        module: str = "recipes.benchmarks.workers.step",
+        procs: Path | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.mode = job.mode
+        self._process = subprocess.Popen(
+            _command(module, procs),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else None,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"},
+            cwd=Path(__file__).resolve().parents[3],
+        )
+        self._send(job.to_json())
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Have a command carried out, and wait for it.
+
+        Raises:
+            ChildDiedError: it ended instead; :class:`ChildOutOfMemoryError`: for want of memory.
+        """
+        self._send(command)
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """The next line of the child. Raises as :meth:`ask`."""
+        stdout = self._process.stdout
+        line = stdout.readline() if stdout is not None else ""
+        if not line:
+            raise ChildDiedError(self.mode, self._process.wait())
+        result: dict[str, Any] = json.loads(line)
+        if _OUT_OF_MEMORY in result:
+            raise ChildOutOfMemoryError(self.mode, result[_OUT_OF_MEMORY])
+        return result
+
+    def close(self) -> None:
+        """End the child; it closes its files itself. Idempotent."""
+        if self._process.stdin is not None:
+            # It may have ended already, with a line of ours unread.
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_CLOSED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _send(self, line: str) -> None:
+        stdin = self._process.stdin
+        if stdin is None:
+            return
+        # It may have ended; whoever waits for the answer is told so.
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(line + "\n")
+            stdin.flush()
+
+
+def _command(module: str, procs: Path | None) -> Sequence[str]:
+    command = [sys.executable, "-m", module]
+    if procs is None:
+        return command
+    # The shell enters the group and becomes the worker, whose every byte then counts against the group.
+    return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(procs), *command]
+
+
+def answer_parent(serve: Callable[[TextIO, Callable[[dict[str, Any]], None]], None]) -> int:
+    """The other end of a :class:`Child`, for the entry of a worker.
+
+    Args:
+        serve: works off the lines of its first argument, and gives each answer to its second. Where it runs out of
+            memory, the parent is told so; its other errors end the process as they are.
+
+    Returns:
+        The exit status.
+    """
+    # Whatever else prints, a plan's report for one, goes to the standard error: this pipe carries answers only.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+        def answer(result: dict[str, Any]) -> None:
+            print(json.dumps(result), file=answers, flush=True)
+
+        try:
+            serve(sys.stdin, answer)
+        except Exception as error:
+            cause = _want_of_memory(error)
+            if cause is None:
+                raise
+            traceback.print_exc()
+            answer({_OUT_OF_MEMORY: (str(cause) or type(cause).__name__).splitlines()[0]})
+            return 1
+    return 0
+
+
+def _want_of_memory(error: BaseException | None) -> BaseException | None:
+    """This error, or the one in whose handling it came (closing may fail as well), if it is one of memory."""
+    while error is not None:
+        is_torchs = isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
+        if is_torchs or isinstance(error, MemoryError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

@@ -1,0 +1,7 @@
+"""``python -m recipes.gpu``."""
+
+import sys
+
+from recipes.gpu.run import main
+
+sys.exit(main())

@@ -1,0 +1,279 @@
+"""Training under plans with a budget: never over it, never stuck."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ssd.activations.accounting import MemoryAccounting
+from lightning_ssd.errors import BudgetError, OffloaderClosedError
+from lightning_ssd.tiers.copy_paths import HostMover
+from tests.parity.models import floats
+from tests.support.faults import always, eio, enospc
+from tests.support.helpers import (
+    AUTO,
+    Raised,
+    Session,
+    Setup,
+    assert_identical,
+    assert_released,
+    open_offloader,
+    outcome,
+    within,
+)
+from tests.support.patience import PATIENCE_S
+from tests.support.plan_trainings import (
+    LARGE,
+    MIDDLE_BYTES,
+    ROWS,
+    SMALLEST,
+    WIDTH,
+    faulty,
+    gradients,
+    loss_of,
+    make_model,
+    num_writes,
+    trains,
+)
+
+# -- never over the budget --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [SMALLEST, MIDDLE_BYTES, LARGE])
+def test_a_hundred_steps_stay_under_the_budget(budget: int, tmp_path: Path) -> None:
+    peaks: list[int] = []
+
+    def look(step: int, session: Session) -> None:
+        if session.offloader is not None:
+            peaks.append(session.offloader.stats.resident_peak_bytes)
+            session.offloader.reset_peaks()
+            if step % 10 == 0:
+                session.offloader.wait_for_plan()
+
+    setup = Setup(activations="auto", activation_budget=budget, drained=False)
+    expected = outcome(trains(100), Session())
+    with open_offloader(tmp_path, setup) as offloader:
+        assert_identical(outcome(trains(100, look), Session.of(offloader, setup)), expected)
+        assert_released(offloader)
+        assert num_writes(offloader) == 0
+        assert offloader.stats.bytes_written > 0
+    assert len(peaks) == 100
+    assert max(peaks) <= budget, [(step, peak) for step, peak in enumerate(peaks) if peak > budget]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002], ids=["fast", "slow"])
+def test_several_passes_share_the_budget(delay_s: float, tmp_path: Path) -> None:
+    """A plan is made for a pass alone; two and three at a time have to do with the same memory."""
+    budget = MIDDLE_BYTES
+
+    def program(session: Session) -> Any:
+        model, seen = make_model(), []
+        session.register(model)
+        for step in range(12):
+            losses = []
+            for number in range((1, 1, 2, 3)[step % 4]):
+                with session.saved():
+                    losses.append(loss_of(model, step + 100 * number))
+            for loss in losses if step % 8 < 4 else reversed(losses):
+                loss.backward()
+            losses.clear()
+            del loss
+            session.end()
+            seen.append(gradients(model))
+            model.zero_grad()
+        return seen
+
+    setup = Setup(activations="auto", activation_budget=budget, drained=False, settled=True)
+    expected = outcome(program, Session())
+    with faulty(tmp_path, setup, delay_s=delay_s) as (offloader, _):
+        assert_identical(outcome(program, Session.of(offloader, setup)), expected)
+        assert_released(offloader)
+        assert offloader.stats.resident_peak_bytes <= budget
+        assert num_writes(offloader) == 0
+
+
+def test_the_budget_is_what_bounds_the_peak(tmp_path: Path) -> None:
+    """The tests above can fail: without a budget the peak is far higher."""
+    with open_offloader(tmp_path, Setup(activations="auto")) as offloader:
+        outcome(trains(3), Session(offloader))
+        assert offloader.stats.resident_peak_bytes > LARGE
+
+
+def test_an_impossible_budget_names_the_smallest_one_which_works(tmp_path: Path) -> None:
+    setup = Setup(activations="auto", activation_budget=100_000, drained=False, settled=True)
+    with open_offloader(tmp_path, setup) as offloader:
+        got = outcome(trains(3), Session.of(offloader, setup))
+    assert isinstance(got, Raised)
+    assert got.type == BudgetError.__name__
+    assert "OffloadPolicy.activation_budget=100000 bytes" in got.text
+    smallest = int(got.text.split("smallest possible is ")[1].split(" bytes")[0])
+    assert 2 * ROWS * WIDTH * 4 <= smallest < 2_000_000
+    works = Setup(activations="auto", activation_budget=smallest, drained=False, settled=True)
+    with open_offloader(tmp_path, works) as offloader:
+        assert_identical(outcome(trains(10), Session.of(offloader, works)), outcome(trains(10), Session()))
+        assert offloader.stats.resident_peak_bytes <= smallest
+
+
+def test_out_of_memory_while_a_limit_is_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third allocation fails once: what was brought up early goes, and the read is tried again."""
+    allocate, calls = HostMover.allocate, [0]
+
+    def fails(self: HostMover, *args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            raise MemoryError("injected")
+        return allocate(self, *args)
+
+    setup = Setup(activations="auto", activation_budget=SMALLEST, settled=True)
+    expected = outcome(trains(8), Session())
+    with open_offloader(tmp_path, setup) as offloader:
+        session = Session.of(offloader, setup)
+        program = trains(8)
+        monkeypatch.setattr(HostMover, "allocate", fails)
+        got = outcome(program, session)
+        monkeypatch.undo()
+        if not isinstance(got, Raised):
+            assert_identical(got, expected)
+            assert offloader.stats.resident_peak_bytes <= SMALLEST
+        else:  # nothing had been brought up that could go: the error of the allocation itself, as without us
+            assert got.type == "MemoryError", got.trace
+        assert calls[0] > 10
+        assert_identical(outcome(trains(8), session), expected)  # whatever happened, the next training is exact
+        assert_released(offloader)
+
+
+# -- never stuck ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [enospc, eio], ids=["ENOSPC", "EIO"])
+def test_writes_fail_under_a_budget(error: Callable[[], BaseException], tmp_path: Path) -> None:
+    """Nothing can make room: the tensors stay, with one warning, and the results are exact."""
+    setup = Setup(activations="auto", activation_budget=SMALLEST, drained=False)
+    expected = outcome(trains(6), Session())
+
+    def work() -> None:
+        with warnings.catch_warnings(record=True) as caught, faulty(tmp_path, setup) as (offloader, backend):
+            warnings.simplefilter("always")
+            offloader.machine  # noqa: B018  the probe of a drive that still works
+            backend.fail_write = always(error)
+            assert_identical(outcome(trains(6), Session.of(offloader, setup)), expected)
+            assert_released(offloader)
+            assert offloader.stats.failures > 0
+            assert num_writes(offloader) == 0
+        assert len([w for w in caught if "injected" in str(w.message)]) == 1
+
+    within(PATIENCE_S, work)
+
+
+def test_everything_is_held_by_the_user(tmp_path: Path) -> None:
+    """Moving frees nothing then: pack goes on when all has been written, and says so by going over the budget."""
+    setup = Setup(activations="auto", activation_budget=MIDDLE_BYTES, drained=False, settled=True)
+
+    told: list[BudgetError] = []
+
+    def program(session: Session) -> Any:
+        held, x = [], floats(0, ROWS, WIDTH).requires_grad_()
+        for _ in range(3):
+            with session.saved():
+                y = x
+                for _ in range(20):
+                    y = y.sin()
+                    held.append(y)
+                loss = y.sum()
+            loss.backward()
+            held.clear()
+            del loss, y
+            try:
+                session.end()
+            except BudgetError as error:
+                told.append(error)
+        return x.grad
+
+    def work() -> None:
+        with open_offloader(tmp_path, setup) as offloader:
+            assert_identical(outcome(program, Session.of(offloader, setup)), outcome(program, Session()))
+            assert offloader.stats.resident_peak_bytes > MIDDLE_BYTES
+            assert told
+            assert_released(offloader)
+
+    within(PATIENCE_S, work)
+
+
+def test_the_drive_hangs_for_a_while(tmp_path: Path) -> None:
+    """Pack waits under a budget until the drive answers again, and no longer."""
+    setup = Setup(activations="auto", activation_budget=SMALLEST, drained=False)
+    answers = threading.Event()
+
+    def hang(_: int) -> None:
+        assert answers.wait(PATIENCE_S)
+
+    expected = outcome(trains(3), Session())
+
+    def work() -> None:
+        with faulty(tmp_path, setup) as (offloader, backend):
+            offloader.machine  # noqa: B018  the probe must not hang
+            backend.fail_write = hang
+            timer = threading.Timer(0.5, answers.set)
+            timer.start()
+            assert_identical(outcome(trains(3), Session.of(offloader, setup)), expected)
+            timer.join()
+            assert offloader.stats.stall_s > 0.3
+            assert offloader.stats.resident_peak_bytes <= SMALLEST
+
+    within(PATIENCE_S, work)
+
+
+def test_closed_by_another_thread_while_pack_waits(tmp_path: Path) -> None:
+    setup = Setup(activations="auto", activation_budget=SMALLEST, drained=False)
+    answers, waits = threading.Event(), threading.Event()
+
+    def hang(_: int) -> None:
+        waits.set()
+        assert answers.wait(PATIENCE_S)
+
+    def work() -> None:
+        with faulty(tmp_path, setup) as (offloader, backend):
+            offloader.machine  # noqa: B018
+            backend.fail_write = hang
+            ended: list[Any] = []
+            training = threading.Thread(target=lambda: ended.append(outcome(trains(1), Session(offloader))))
+            training.start()
+            assert waits.wait(PATIENCE_S)
+            time.sleep(0.2)  # until pack has used up the budget
+            assert training.is_alive()
+            threading.Timer(0.2, answers.set).start()
+            offloader.close()
+            training.join(PATIENCE_S)
+            assert not training.is_alive()
+            assert ended[0].type == OffloaderClosedError.__name__
+
+    within(PATIENCE_S, work)
+
+
+def test_without_a_budget_no_pack_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a drive that is too slow gets little to do, instead of making training crawl."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("pack waits for room")
+
+    monkeypatch.setattr(MemoryAccounting, "admit", refuse)
+    written: list[int] = []
+
+    def look(step: int, session: Session) -> None:
+        if session.offloader is not None:
+            session.offloader.flush()
+            written.append(session.offloader.stats.bytes_written)
+
+    expected = outcome(trains(24), Session())
+    with faulty(tmp_path, AUTO, delay_s=0.05) as (offloader, _):
+        assert_identical(outcome(trains(24, look), Session.of(offloader, AUTO)), expected)
+        saved = offloader.stats.bytes_saved
+        assert_released(offloader)
+    assert written[0] == 0, "the first pass is kept while memory permits"
+    assert written[-1] - written[-7] <= saved / 24 * 6 / 4

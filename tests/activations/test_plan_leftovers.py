@@ -1,0 +1,191 @@
+"""Many steps under plans, and ends in the middle of one, leave nothing."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ssd.scheduling import scheduler
+from tests.parity.models import floats
+from tests.support.helpers import (
+    PLANNING,
+    Session,
+    Setup,
+    assert_identical,
+    assert_released,
+    open_offloader,
+    outcome,
+)
+from tests.support.patience import PATIENCE_S
+from tests.support.plan_trainings import (
+    MIDDLE_BYTES,
+    loss_of,
+    make_model,
+    trains,
+)
+
+# -- nothing is left --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def planning_takes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Plans take at least so long; the event tells that one has begun."""
+    make_plan, begun = scheduler.make_plan, threading.Event()
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        time.sleep(seconds)
+        return make_plan(*args)
+
+    monkeypatch.setattr(scheduler, "make_plan", slow)
+    yield begun
+    monkeypatch.undo()
+
+
+def our_objects() -> Counter[str]:
+    gc.collect()
+    kinds = (type(thing) for thing in gc.get_objects())
+    return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith("lightning_ssd"))
+
+
+@pytest.mark.parametrize("budget", [None, MIDDLE_BYTES], ids=["no budget", "budget"])
+def test_fifty_steps_under_plans_leave_nothing(budget: int | None, tmp_path: Path) -> None:
+    """Recorders, cursors and passes go with their passes; of measurements the last 64 are held."""
+    setup = Setup(activations="auto", activation_budget=budget, drained=False, settled=True)
+    counted: list[Counter[str]] = []
+    earlier = our_objects()  # what the traceback of a failed test may hold
+    with open_offloader(tmp_path, setup) as offloader:
+        session = Session.of(offloader, setup)
+        model = make_model(2)
+        session.register(model)
+        for steps in (10, 50):
+            for step in range(steps):
+                with session.saved():
+                    loss = loss_of(model, step)
+                loss.backward()
+                session.end()
+                del loss
+                model.zero_grad()
+            assert_released(offloader)
+            offloader.flush()
+            offloader.drain_metrics()
+            counted.append(our_objects())
+    before, after = counted
+    for name in ("Recorder", "PlanCursor", "SavedPass", "SavedStorage", "FinishedPass", "Lease", "_Seen", "Transfer"):
+        assert after[name] == before[name] == earlier[name], name
+    # A new plan takes the place of the old one; the old one may still be the one that passes were compared with.
+    for name in ("StoredPlan", "Plan", "PlanObjective", "Prediction"):
+        assert after[name] - earlier[name] <= 2, (name, after[name])
+    assert after["Measured"] - earlier["Measured"] <= 64
+    assert after["Trace"] - earlier["Trace"] <= 3
+    bounded = {"StoredPlan", "Plan", "PlanObjective", "Prediction", "Measured", "Trace", "TracedStorage", "TracedBlock"}
+    bounded |= {"Machine", "TierRates", "_Moved"}
+    assert {name: n for name, n in after.items() if name not in bounded} == {
+        name: n for name, n in before.items() if name not in bounded
+    }
+
+
+def test_plans_of_many_signatures_are_bounded(tmp_path: Path) -> None:
+    setup = Setup(activations="auto", drained=False, settled=True)
+    with open_offloader(tmp_path, setup) as offloader:
+        session = Session.of(offloader, setup)
+        x = floats(0, 64, 64).requires_grad_()
+        for number in range(150):
+            with offloader.saved_tensors(signature=number):
+                loss = x.sin().exp().sum()
+            loss.backward()
+            session.end()
+        for number in range(30):  # without one: told apart by sizes
+            with session.saved():
+                loss = x[: number + 1].sin().exp().sum()
+            loss.backward()
+            session.end()
+        made = offloader._parts.scheduler
+        assert made is not None
+        assert len(made._kinds) <= 64
+        assert max(len(kind.plans) for kind in made._kinds.values()) <= 8
+        assert made.num_plans >= 100
+
+
+def test_closing_while_a_plan_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planning_takes(0.3, monkeypatch) as begun, open_offloader(tmp_path, PLANNING) as offloader:
+        outcome(trains(1), Session(offloader))
+        assert begun.wait(PATIENCE_S)
+        assert [t for t in threading.enumerate() if t.name.startswith("lightning_ssd-plan")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("lightning_ssd")]
+
+
+def test_training_goes_on_while_a_plan_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planning_takes(1.0, monkeypatch) as begun, open_offloader(tmp_path, PLANNING) as offloader:
+        assert_identical(outcome(trains(3), Session(offloader)), outcome(trains(3), Session()))
+        assert begun.is_set()
+        assert offloader.plan_report is None
+        offloader.wait_for_plan()
+        for _ in range(2):  # the first plan was of a pass that warmed up
+            outcome(trains(2), Session(offloader))
+            offloader.wait_for_plan()
+        assert offloader.plan_report is not None
+
+
+CHILD = """
+import faulthandler, os, sys, time, torch
+faulthandler.dump_traceback_later(240, exit=True)
+import lightning_ssd as s
+from lightning_ssd.scheduling import scheduler
+make_plan = scheduler.make_plan
+def slow(*args):
+    time.sleep(1)
+    return make_plan(*args)
+scheduler.make_plan = slow
+torch.set_num_threads(1)
+policy = s.OffloadPolicy(min_tensor_bytes=0, activation_budget={budget})
+hardware = s.HardwareProfile(paths={directory!r}, allow_unsuitable_paths=True)
+offloader = s.Offloader(policy=policy, hardware=hardware).open()
+x = torch.randn(128, 128, requires_grad=True)
+def step():
+    with offloader.saved_tensors():
+        loss = (x * 1).sin().exp().sin().exp().sin().exp().square().sum()
+    loss.backward()
+    offloader.end_backward()
+for _ in range(3):
+    step()
+"""
+
+
+FORK = """
+pid = os.fork()
+if pid == 0:
+    try:
+        step()
+    except s.errors.OffloaderClosedError:
+        offloader.close()
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+offloader.wait_for_plan()
+step()
+offloader.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "budget"),
+    [("", None), ("raise SystemExit(0)", 300_000), (FORK, 300_000)],
+    ids=["falls off", "exit under a budget", "fork under a budget"],
+)
+def test_interpreter_ends_while_a_plan_is_made(
+    ending: str, budget: int | None, spill_dir: Path, forks: list[str]
+) -> None:
+    code = CHILD.format(budget=budget, directory=str(spill_dir)) + ending
+    child = subprocess.run([*forks, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+    assert not [path for path in spill_dir.rglob("*") if path.is_file()]

@@ -1,0 +1,352 @@
+"""Training under plans: exact while plans come, change and are departed from; its numbers are those of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.planning import bandwidth
+from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.storage.backend import Backend
+from tests.parity.models import Perceptrons, floats
+from tests.support.faults import FaultyBackend
+from tests.support.helpers import (
+    AUTO,
+    PLANNED,
+    PLANNING,
+    Session,
+    Setup,
+    assert_identical,
+    assert_released,
+    assert_same,
+    open_offloader,
+    outcome,
+)
+from tests.support.plan_trainings import (
+    BLOCKS,
+    MIDDLE_BYTES,
+    ROWS,
+    SMALLEST,
+    WIDTH,
+    faulty,
+    gradients,
+    loss_of,
+    make_model,
+    num_writes,
+    trains,
+)
+
+SETUPS = (PLANNED, PLANNING, AUTO, Setup(activations="auto", activation_budget=MIDDLE_BYTES, drained=False))
+IDS = ["planned", "planning", "auto", "budget"]
+
+
+# -- exact ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
+def test_ten_steps_are_exact(setup: Setup, tmp_path: Path) -> None:
+    expected = outcome(trains(10), Session())
+    with open_offloader(tmp_path, setup) as offloader:
+        assert_identical(outcome(trains(10), Session.of(offloader, setup)), expected)
+        offloader.wait_for_plan()
+        assert_released(offloader)
+        assert num_writes(offloader) == 0
+        report = offloader.plan_report
+        assert report is not None
+        assert report.num_plans >= 1
+
+
+def test_the_drive_changes_in_mid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast, slow, fast: plans are made anew, and every step is exact."""
+    plans: list[int] = []
+
+    def run(backend: FaultyBackend | None) -> Callable[[Session], Any]:
+        def change(step: int, session: Session) -> None:
+            if backend is not None and session.offloader is not None:
+                backend.delay_s = 0.01 if 8 <= step < 24 else 0.0
+                report = session.offloader.plan_report
+                plans.append(0 if report is None else report.num_plans)
+
+        return trains(34, change)
+
+    monkeypatch.setattr(bandwidth, "MIN_SAMPLE_BYTES", 1 << 20)  # so little moves here
+    setup = Setup(activations="auto", max_slowdown=1.5, settled=True)
+    expected = outcome(run(None), Session())
+    with faulty(tmp_path, setup) as (offloader, backend):
+        assert_identical(outcome(run(backend), Session.of(offloader, setup)), expected)
+        assert_released(offloader)
+        assert offloader.stats.bytes_written > 0
+    assert plans[-1] > plans[7] >= 1, "no plan was made anew"
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
+@pytest.mark.parametrize("named", [True, False], ids=["signatures", "no signatures"])
+def test_shapes_alternate(setup: Setup, named: bool, tmp_path: Path) -> None:
+    """Bucketed lengths and a last, small batch, told apart by their signature or by what they save."""
+
+    def program(session: Session) -> Any:
+        model, seen = make_model(), []
+        session.register(model)
+        for step in range(18):
+            rows = (ROWS, ROWS // 2, 3)[step % 3 if step % 6 else 2]
+            saved = session.saved()
+            if session.offloader is not None and named:
+                saved = session.offloader.saved_tensors(signature=("rows", rows))
+            with saved:
+                loss = loss_of(model, step, rows)
+            session.drain()
+            loss.backward()
+            session.end()
+            seen.append([loss.detach(), gradients(model)])
+            model.zero_grad()
+        return seen
+
+    assert_same(program, tmp_path, setups=[setup], moves=False)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
+def test_two_networks_in_turns(setup: Setup, tmp_path: Path) -> None:
+    """As in adversarial training: two kinds of passes, the first pass still alive while the second one runs."""
+
+    def program(session: Session) -> Any:
+        one, two = make_model(2), make_model(3, 24)
+        shrink = nn.Linear(WIDTH, 24)
+        modules = nn.ModuleList([one, two, shrink])
+        session.register(modules)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (one, two)]
+        for step in range(10):
+            with session.saved():
+                made = one(floats(step, ROWS, WIDTH))
+                judged = two(shrink(made.detach())).square().mean()
+            session.drain()
+            judged.backward()
+            session.end()
+            optimizers[1].step()
+            with session.saved():
+                fooled = two(shrink(made)).square().mean()
+            session.drain()
+            fooled.backward()
+            session.end()
+            optimizers[0].step()
+            modules.zero_grad()
+        return [parameter.detach().clone() for parameter in modules.parameters()]
+
+    assert_same(program, tmp_path, setups=[setup], moves=False)
+
+
+# What both graphs of a double backward save counts twice, hence the larger budget.
+TWICE = Setup(activations="auto", activation_budget=2_000_000, drained=False)
+
+
+@pytest.mark.parametrize("setup", [*SETUPS[:3], TWICE], ids=IDS)
+def test_graphs_are_used_in_every_way(setup: Setup, tmp_path: Path) -> None:
+    """Accumulation, a retained graph, double backward, in one training and in changing order."""
+
+    def program(session: Session) -> Any:
+        model, seen = make_model(3), []
+        session.register(model)
+        for step in range(12):
+            x = floats(step, ROWS, WIDTH).requires_grad_()
+            with session.saved():
+                loss = model(x).square().mean()
+            session.drain()
+            if step % 4 == 1:
+                loss.backward(retain_graph=True)
+                loss.backward()
+            elif step % 4 == 3:
+                with session.saved():
+                    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+                gradient.square().sum().backward()
+                del gradient
+            else:
+                loss.backward()
+            session.end()
+            seen.append([loss.detach(), gradients(model), x.grad])
+            if step % 2:
+                model.zero_grad()
+        return seen
+
+    assert_same(program, tmp_path, setups=[setup], moves=False)
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
+def test_errors_in_mid_step(setup: Setup, tmp_path: Path) -> None:
+    """A forward and a backward that fail half way; the steps after them are exact, and plans go on being made."""
+
+    def fails(*_: Any) -> Any:
+        raise Boom
+
+    def program(session: Session) -> Any:
+        model, seen = make_model(), []
+        session.register(model)
+        for step in range(15):
+            try:
+                with session.saved():
+                    hidden = model(floats(step, ROWS, WIDTH))
+                    if step % 5 == 2:
+                        raise Boom
+                    if step % 5 == 4:
+                        middle = model(hidden * 2)
+                        hidden.register_hook(fails)
+                        hidden = middle
+                    loss = hidden.square().mean()
+                session.drain()
+                loss.backward()
+                seen.append(loss.detach())
+            except Boom:
+                model.zero_grad()
+            finally:
+                hidden = loss = middle = None  # type: ignore[assignment]
+            session.end()
+            seen.append(gradients(model))
+            model.zero_grad()
+        return seen
+
+    expected = assert_same(program, tmp_path, setups=[setup], moves=False)
+    assert len(expected) == 15 + 9
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
+def test_a_pass_departs_from_its_plan(setup: Setup, tmp_path: Path) -> None:
+    """Control flow that hangs on data: shorter, longer and other passes than the plan was made for."""
+
+    def program(session: Session) -> Any:
+        model, seen = make_model(), []
+        assert isinstance(model, Perceptrons)
+        session.register(model)
+        for step in range(16):
+            x = floats(step, ROWS, WIDTH)
+            with session.saved():
+                if step in (6, 11):
+                    x = x.requires_grad_().sin().exp()
+                for block in model.blocks[: 2 if step in (5, 11) else BLOCKS]:
+                    x = x + block(x)
+                if step in (7, 12):
+                    x = (x.exp() * x).tanh()
+                if step == 9:
+                    x = (x[: ROWS // 2] * 2).sin()
+                loss = x.square().mean()
+            session.drain()
+            loss.backward()
+            session.end()
+            seen.append([loss.detach(), gradients(model)])
+            model.zero_grad()
+        return seen
+
+    assert_same(program, tmp_path, setups=[setup], moves=False)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
+def test_one_context_is_entered_twice(setup: Setup, tmp_path: Path) -> None:
+    def program(session: Session) -> Any:
+        model, seen = make_model(2), []
+        session.register(model)
+        for step in range(8):
+            saved = session.saved()
+            with saved:
+                one = loss_of(model, step)
+            with saved:
+                two = loss_of(model, step + 50)
+            (one + two).backward()
+            session.end()
+            seen.append(gradients(model))
+            model.zero_grad()
+            del one, two
+        return seen
+
+    assert_same(program, tmp_path, setups=[setup], moves=False)
+
+
+# -- the numbers, and the host tier -----------------------------------------------------------------------------------
+
+
+def test_numbers_are_those_of_the_run(tmp_path: Path) -> None:
+    began_s, steps_s, peaks = [0.0], [], []
+
+    def look(_: int, session: Session) -> None:
+        if session.offloader is not None:
+            steps_s.append(time.perf_counter() - began_s[0])
+            peaks.append(session.offloader.stats.resident_peak_bytes)
+            session.offloader.reset_peaks()
+            began_s[0] = time.perf_counter()
+
+    setup = Setup(activations="auto", activation_budget=MIDDLE_BYTES, drained=False, settled=True)
+    with open_offloader(tmp_path, setup) as offloader:
+        assert offloader.plan_report is None
+        assert not any(key.startswith("plan/") for key in offloader.drain_metrics())
+        began_s[0] = time.perf_counter()
+        outcome(trains(12, look), Session.of(offloader, setup))
+        report, metrics, trace = offloader.plan_report, offloader.drain_metrics(), offloader.trace
+    assert report is not None
+    assert trace is not None
+    assert report.num_passes >= 1
+    assert 0 < report.measured_step_s <= max(steps_s[1:])
+    assert report.measured_peak_bytes in peaks
+    assert report.measured_peak_bytes <= MIDDLE_BYTES
+    assert report.predicted_peak_bytes <= MIDDLE_BYTES
+    assert metrics["plan/num_plans"] == report.num_plans >= 1
+    assert metrics["plan/predicted_step_s"] == report.predicted_step_s > 0
+    assert metrics["plan/predicted_peak_gib"] == report.predicted_peak_bytes / 2**30
+    assert metrics["plan/measured_peak_gib"] * 2**30 in peaks
+    assert metrics["plan/measured_step_s"] > 0
+    assert metrics["plan/predicted_stall_s"] >= 0
+
+
+def test_the_host_tier_takes_what_the_drive_cannot(tmp_path: Path) -> None:
+    """On CPU it saves nothing and is off, but can be asked for."""
+    made: list[FaultyBackend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        made.append(FaultyBackend(backend, delay_s=0.3))
+        return made[-1]
+
+    def program(session: Session) -> Any:
+        x, seen = floats(0, ROWS, WIDTH).requires_grad_(), []
+        for _ in range(10):
+            with session.saved():
+                y = x * 1
+                for _ in range(30):
+                    y = y.sin()
+                loss = y.square().sum()
+            del y
+            loss.backward()
+            session.end()
+            seen.append(loss.detach())
+        return seen, x.grad
+
+    policy = OffloadPolicy(activations="auto", min_tensor_bytes=0, activation_budget=SMALLEST)
+    hardware = HardwareProfile(paths=tmp_path, allow_unsuitable_paths=True, host_memory="8MiB")
+    expected = outcome(program, Session())
+    with Offloader(policy=policy, hardware=hardware, _wrap_backend=wrap) as offloader:
+        machine = offloader.machine  # the probe of a drive that is slow
+        assert machine is not None
+        assert machine.ssd is not None
+        assert machine.ssd.write_bytes_per_s < 100e6
+        assert machine.host is not None
+        assert offloader._parts.scheduler is not None
+        # What the run shows is not what is tested here, nor what a busy machine's probe of its memory does.
+        slow, fast = (TierRates(write_bytes_per_s=rate, read_bytes_per_s=rate) for rate in (1e5, 1e10))
+        planned = Machine(ssd=slow, host=replace(fast, capacity_bytes=machine.host.capacity_bytes))
+        offloader._parts.scheduler._measure = lambda: planned
+        made[0].delay_s = 0.005
+        assert_identical(outcome(program, Session(offloader, settled=True)), expected)
+        assert_released(offloader)
+        host = offloader._parts.tiers.host
+        assert host is not None
+        host.flush()
+        assert host.used_bytes == 0  # type: ignore[attr-defined]
+        assert offloader.stats.bytes_host > 0
+        assert offloader.stats.resident_peak_bytes <= SMALLEST
+        assert offloader.stats.failures == 0

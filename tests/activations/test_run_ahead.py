@@ -1,0 +1,138 @@
+"""Python does not fill memory with what a device has yet to compute; where writes pile up, forward waits for room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.activations import run_ahead, tensor_cache
+from lightning_ssd.activations.run_ahead import RunAhead
+from tests.support.late import LateCopies, LateMark, late_copies
+
+MIB = 1 << 20
+NUM_LAYERS, WIDTH, BATCH = 12, 256, 512
+SAVED = BATCH * WIDTH * 4
+FAR_BEHIND_S = 0.1
+"""So late, a device is behind Python on every machine, however busy."""
+
+
+def marks(number: int) -> list[LateMark]:
+    return [LateMark(honest=True) for _ in range(number)]
+
+
+class TestBound:
+    def test_small_models_never_wait(self) -> None:
+        ahead = RunAhead()
+        for mark in marks(64):
+            ahead.add(mark, MIB, 64 * MIB)
+        assert not ahead.late
+
+    @pytest.mark.parametrize(
+        ("sizes", "saved_peak"),
+        [([30, 32, 3], 0), ([100, 100, 100], 0), ([32, 32, 32, 32, 32], 2048)],
+        ids=["64 MiB", "two of the largest", "a sixteenth"],
+    )
+    def test_the_oldest_is_waited_for_when_more_are_left(self, sizes: list[int], saved_peak: int) -> None:
+        ahead, made = RunAhead(), marks(len(sizes))
+        for mark, size in zip(made[:-1], sizes[:-1], strict=True):
+            ahead.add(mark, size * MIB, saved_peak * MIB)
+        assert not ahead.late
+        ahead.add(made[-1], sizes[-1] * MIB, saved_peak * MIB)
+        assert list(ahead.late) == made[:1]
+        made[0].passed.set()
+        ahead.wait()
+        assert not ahead.late
+
+    def test_peaks_that_are_set_back_do_not_make_it_tighter(self) -> None:
+        ahead = RunAhead()
+        for index, mark in enumerate(marks(4)):
+            ahead.add(mark, 32 * MIB, 2048 * MIB if index == 0 else 0)
+        assert not ahead.late
+
+
+class Counted(LateCopies):
+    """Knows how many bytes of saved tensors the compute stream still had to compute when the next one was saved."""
+
+    def __init__(self, *, max_delay_s: float = 0.004) -> None:
+        super().__init__(seed=0, max_delay_s=max_delay_s)
+        self.made: list[LateMark] = []
+        self.worst = 0
+
+    def mark(self) -> LateMark:
+        self.worst = max(self.worst, sum(not mark.passed.is_set() for mark in self.made))
+        self.made.append(super().mark())
+        return self.made[-1]
+
+
+@pytest.fixture
+def counted(request: pytest.FixtureRequest) -> Iterator[Counted]:
+    copies = Counted(max_delay_s=getattr(request, "param", 0.004))
+    yield copies
+    copies.close()
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(NUM_LAYERS)))
+
+
+def gradients(offloader: Offloader | None, steps: int = 2) -> list[torch.Tensor]:
+    module, found = network(), []
+    for step in range(steps):
+        batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        if offloader is None:
+            loss = module(batch).square().sum()
+        else:
+            with offloader.saved_tensors():
+                loss = module(batch).square().sum()
+        loss.backward()
+        if offloader is not None:
+            offloader.end_backward()
+        found.append(batch.grad)
+    return found
+
+
+def offloader(directory: Path, copies: LateCopies, **policy: Any) -> Offloader:
+    return Offloader(
+        policy=OffloadPolicy(**({"activations": "offload", "min_tensor_bytes": 0} | policy)),
+        hardware=HardwareProfile(paths=directory, host_memory=0),
+        device="cpu",
+        _copies=copies,
+    )
+
+
+def test_saving_waits_for_the_device(spill_dir: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_ahead, "_MIN_BYTES", 3 * SAVED)
+    with offloader(spill_dir, counted) as opened:
+        got = gradients(opened)
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients(None), strict=True))
+    assert 1 <= counted.worst <= 6  # marks are made for reloads, too; without a bound it is all twelve
+
+
+@pytest.mark.parametrize("counted", [FAR_BEHIND_S], indirect=True)
+def test_without_the_bound_it_would_be_seen(spill_dir: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_ahead, "_MIN_BYTES", 1000 * SAVED)
+    with offloader(spill_dir, counted) as opened:
+        gradients(opened)
+    assert counted.worst > 6
+
+
+@pytest.mark.parametrize("room", [8, None], ids=["little", "unknown"])
+def test_what_moves_does_not_pile_up_beyond_the_memory_there_is(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch, room: int | None
+) -> None:
+    """Moving everything, with a device that is far behind: half of what is available is the limit."""
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: None if room is None else room * SAVED)
+    with late_copies(max_delay_s=FAR_BEHIND_S) as copies, offloader(spill_dir, copies) as opened:
+        got = gradients(opened)
+        peak_bytes = opened.stats.resident_peak_bytes
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients(None), strict=True))
+    if room is None:
+        assert peak_bytes > 8 * SAVED, "with nothing to wait for, this test could not fail"
+    else:
+        assert peak_bytes <= 5 * SAVED

@@ -1,0 +1,309 @@
+"""Single transitions of one saved storage that no ordinary pass goes through in a fixed order."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd.activations.accounting import MemoryAccounting
+from lightning_ssd.activations.operation import Operation
+from lightning_ssd.activations.saved_parts import SavedParts
+from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, State
+from lightning_ssd.common.inplace_edits import VersionProbe
+from lightning_ssd.common.tensors import StorageKey
+from lightning_ssd.memory.pools import ReloadPool
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import HostMover
+from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.ssd import SsdTier
+from tests.support.patience import PATIENCE_S
+from tests.support.threads import at_once
+
+
+class _Mark:
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+
+class _Stored:
+    body_nbytes = 64
+
+
+def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
+    storage = tensor.untyped_storage()
+    parts = SavedParts(storage.nbytes(), tensor)
+    record = cls(MemoryAccounting(), storage, storage.nbytes(), VersionProbe(tensor), parts, index=0)
+    LEASES.append(Lease(record, storage))
+    record.accounting.opened(record)
+    return record
+
+
+LEASES: list[Lease] = []
+"""What a graph would hold."""
+
+
+@pytest.fixture(autouse=True)
+def no_leases() -> Iterator[None]:
+    yield
+    LEASES.clear()
+
+
+def test_memory_that_is_handed_out_again_still_has_its_mark() -> None:
+    """A reload whose copy may still run is dropped, found alive and handed out: the consumer must wait for the copy."""
+    record = record_of(torch.arange(16.0))
+    reloaded, mark = torch.arange(16.0).untyped_storage(), _Mark()
+    record.stored = _Stored()
+    record.storage, record.key, record.mark = reloaded, StorageKey(reloaded), mark
+    record.drop_copy()
+    assert record.state is State.ON_DISK
+    assert record.storage is None
+    assert record.forward()  # `reloaded` stands for the tier that still holds it
+    assert record.storage is not None
+    assert record.storage.data_ptr() == reloaded.data_ptr()
+    assert record.mark is mark
+
+
+# -- somebody else comes in the middle of a step ----------------------------------------------------------------------
+
+
+class _Interrupted(SavedStorage):
+    """Once, right after its state was looked at, another thread does ``meanwhile`` if the accounting lock lets it.
+
+    This thread plays the other one, so that it comes at this very moment on every machine.
+    """
+
+    __slots__ = ("meanwhile",)
+
+    meanwhile: Callable[[], object] | None
+
+    @property
+    def state(self) -> State:  # type: ignore[override]
+        value: State = SavedStorage.state.__get__(self)  # type: ignore[attr-defined]
+        meanwhile = getattr(self, "meanwhile", None)
+        if meanwhile is not None and self.accounting.lock.acquire(blocking=False):
+            self.meanwhile = None
+            try:
+                meanwhile()
+            finally:
+                self.accounting.lock.release()
+        return value
+
+    @state.setter
+    def state(self, value: State) -> None:
+        SavedStorage.state.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class _Roomy:
+    """A tier that takes every write, and whose worker is the test."""
+
+    name = "ssd"
+    freed = 0
+
+    def write(self, *args: object, **kwargs: object) -> bool:
+        return True
+
+    def read(self, *args: object, **kwargs: object) -> object:
+        return object()
+
+    def free(self, stored: object) -> None:
+        self.freed += 1
+
+
+def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
+    """Else the worker would take the memory from whoever has just been given it."""
+    tensor, tier = torch.arange(16.0), _Roomy()
+    record = record_of(tensor, _Interrupted)
+    with record.accounting.lock:
+        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+    taken: list[bool] = []
+    record.meanwhile = lambda: taken.append(record.forward())  # type: ignore[attr-defined]
+    storage = record.write_begins()
+    record.meanwhile = None  # type: ignore[attr-defined]
+    assert storage is not None
+    assert record.state is State.WRITING
+    if not taken:  # it had to wait for the lock, and comes now
+        with record.accounting.lock:
+            taken.append(record.forward())
+    record.write_ended(_Stored(), None)
+    assert taken == [True]
+    assert record.state is State.READY
+    assert record.storage is not None, "what was handed out has gone"
+    assert (tier.freed, record.accounting.num_writes) == (1, 0)
+
+
+@pytest.mark.parametrize("error", [None, OSError("gone")])
+def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error: OSError | None) -> None:
+    """Else another storage would be written there, and read in its place."""
+    record, tier = record_of(torch.arange(16.0)), _Roomy()
+    with record.accounting.lock:
+        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+    storage = record.write_begins()
+    record.write_ended(_Stored(), None)
+    assert record.state is State.ON_DISK
+    with record.accounting.lock:
+        record.start_read(torch.device("cpu"), urgent=True)
+        record.free()
+    assert tier.freed == 0
+    record.read_ended(None if error else storage, None, error)
+    assert tier.freed == 1
+    assert record.state is State.FREED
+
+
+def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> None:
+    """Its worker would begin the write that the other tier was asked for, and fill in where its own bytes are."""
+
+    class Interrupted(_Roomy):
+        def write(self, *args: object, **kwargs: object) -> bool:
+            raise KeyboardInterrupt
+
+    record = record_of(torch.arange(16.0))
+    with record.accounting.lock:
+        assert record.can_be_evicted
+        with pytest.raises(KeyboardInterrupt):
+            record.queue_write(Interrupted(), None)  # type: ignore[arg-type]
+        assert not record.can_be_evicted
+    assert record.write_begins() is None
+    record.write_ended(None, None)
+    assert record.state is State.READY
+    assert record.storage is not None
+    assert record.accounting.num_writes == 0
+
+
+# -- Ctrl-C while a lease dies -----------------------------------------------------------------------------------------
+
+
+def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
+    """A ``KeyboardInterrupt`` in Python code that runs when something dies would be lost."""
+    tier = _Roomy()
+    record = record_of(torch.arange(16.0))
+    with record.accounting.lock:
+        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+    assert record.write_begins() is not None
+    record.write_ended(_Stored(), None)
+    assert record.state is State.ON_DISK
+    calls: list[object] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, arg: calls.append((event, frame.f_code.co_qualname)))
+    try:
+        del LEASES[0]
+    finally:
+        sys.setprofile(before)
+    assert [call for call in calls if call[0] == "call"] == []  # type: ignore[index]
+    with record.accounting.lock:
+        record.accounting.settle()
+    assert record.state is State.FREED
+    assert (tier.freed, record.accounting.num_live, record.accounting.saved_bytes) == (1, 0, 0)
+    assert not record.accounting._watched
+
+
+def test_memory_goes_with_the_last_lease() -> None:
+    tensor = torch.arange(16.0)
+    record = record_of(tensor)
+    key = StorageKey(tensor.untyped_storage())
+    del tensor
+    assert key.alive()
+    LEASES.clear()
+    assert not key.alive()
+    assert record.storage is None
+
+
+def test_counts_are_right_again_after_an_interrupt() -> None:
+    record = record_of(torch.arange(16.0))
+    accounting = record.accounting
+    accounting.counters.resident_bytes, accounting.saved_bytes, accounting.num_live, accounting.ahead_bytes = (
+        7,
+        8,
+        9,
+        10,
+    )
+    with accounting.lock:
+        accounting.recount()
+    assert (
+        accounting.counters.resident_bytes,
+        accounting.saved_bytes,
+        accounting.num_live,
+        accounting.ahead_bytes,
+    ) == (64, 64, 1, 0)
+
+
+# -- a device that fails before a write begins -------------------------------------------------------------------------
+
+
+class _LostDevice:
+    """A mark that is waited for until the test says so, and then raises."""
+
+    def __init__(self) -> None:
+        self.asked, self.lost = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.asked.set()
+        assert self.lost.wait(PATIENCE_S)
+        raise RuntimeError("injected: the device is lost")
+
+
+@pytest.fixture(params=["ssd", "host"])
+def tier(request: pytest.FixtureRequest, spill_dir: Path) -> Iterator[SsdTier | HostTier]:
+    if request.param == "host":
+        with closing(HostTier(1 << 20, None, pin=False, events=EventLog())) as host:
+            yield host
+        return
+    with closing(PosixBackend([spill_dir])) as backend:
+        mover = HostMover(backend, ReloadPool(0))
+        with closing(SsdTier(backend, mover, [spill_dir], events=EventLog(), sampler=Sampler("off"))) as ssd:
+            yield ssd
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "forwarded", "freed"])
+def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: SsdTier | HostTier) -> None:
+    """By whoever takes it back, or by the worker; twice, and a budget would not wait for the next write."""
+    tensor, mark = torch.arange(4096.0), _LostDevice()
+    record = record_of(tensor)
+    accounting = record.accounting
+    with accounting.lock:
+        assert record.queue_write(tier, mark)
+        assert accounting.num_writes == 1
+    assert mark.asked.wait(PATIENCE_S)
+    with accounting.lock:
+        if meanwhile == "forwarded":
+            assert record.forward()
+        elif meanwhile == "freed":
+            record.free()
+        assert accounting.num_writes == (meanwhile == "nothing")
+    mark.lost.set()
+    tier.flush()
+    with accounting.lock:
+        assert accounting.num_writes == 0
+        assert accounting.counters.failures == 1
+        assert record.state is (State.FREED if meanwhile == "freed" else State.READY)
+        if meanwhile != "freed":
+            assert record.forward()
+            assert record.storage is not None
+            assert record.storage.data_ptr() == tensor.data_ptr()
+            record.free()
+        assert accounting.num_writes == 0
+
+
+def test_what_an_operation_may_still_fill_does_not_leave() -> None:
+    record = record_of(torch.arange(16.0))
+    record.home = SavedPass(lambda _: None, lambda: None, lambda *_: None, lambda _: None)
+    with record.home:
+        record.operation = Operation.current()
+        at_once(lambda: (torch.ones(1, requires_grad=True) * 2, check(not record.can_be_evicted)))
+        assert not record.can_be_evicted
+        torch.ones(1, requires_grad=True) * 2
+        assert record.can_be_evicted
+        record.operation = Operation.current()
+    assert record.can_be_evicted
+
+
+def check(is_so: bool) -> None:
+    assert is_so

@@ -1,0 +1,268 @@
+"""Which device is asked in which words, what is said of one that lacks something, and in which order copies run.
+
+There is no other accelerator than CUDA to run on here. A device that PyTorch itself knows as one is made in a process
+of its own; the generic words are spoken to the CPU as far as it understands them, and to CUDA where it is.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFabricStrategy, SSDOffloadStrategy
+from lightning_ssd.common.accelerators import (
+    CudaAccelerator,
+    GenericAccelerator,
+    _try_out,
+    accelerator_of,
+    device_types,
+    has_streams,
+    what_is_missing,
+)
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.tiers.streams import StreamCopies
+from tests.support.patience import PATIENCE_S
+
+CPU = torch.device("cpu")
+
+
+def test_words_are_chosen_by_the_type_of_the_device() -> None:
+    assert device_types()[:2] == ("cpu", "cuda")
+    assert isinstance(accelerator_of(torch.device("cuda", 3)), CudaAccelerator)
+    assert has_streams(torch.device("cuda", 3))
+    assert accelerator_of(CPU) is None
+    assert what_is_missing(CPU) is None
+    assert not has_streams(CPU)
+    assert accelerator_of(torch.device("meta")) is None
+    assert what_is_missing(torch.device("meta")) == "torch.accelerator knows no such device here"
+    assert not has_streams(torch.device("meta"))
+
+
+def test_an_accelerator_of_pytorch_that_lacks_something_is_refused_by_what_it_lacks(
+    spill_dir: Path, forks: list[str]
+) -> None:
+    command = [*forks, "-m", "tests.support.accelerator_script", str(spill_dir)]
+    child = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+    assert child.returncode == 0, child.stderr
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="looks at a machine without an accelerator")
+def test_a_cpu_understands_the_generic_words_in_part() -> None:
+    generic = GenericAccelerator(CPU)
+    assert isinstance(generic.new_stream(), torch.Stream)
+    assert isinstance(generic.event(), torch.Event)
+    assert isinstance(generic.timing_event(), torch.Event)
+    with pytest.raises(RuntimeError, match="doesn't support events"):
+        generic.event().record(generic.new_stream())
+    missing = _try_out(generic, CPU)
+    assert missing is not None
+    assert missing.startswith("PyTorch lacks streams for it (")
+
+
+@pytest.mark.parametrize("kind", [SSDOffloadStrategy, SSDOffloadFabricStrategy])
+def test_strategies_take_what_lightning_and_pytorch_know(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning itself has no such accelerator; somebody may register one."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    kind(parallel_devices=[torch.device("xpu", 0)])._configure_launcher()
+    with pytest.raises(ConfigError, match="got a device of type 'mps'; allowed: 'cpu', 'cuda', 'xpu'"):
+        kind(parallel_devices=[torch.device("mps")])._configure_launcher()
+
+
+def test_what_an_older_pytorch_cannot_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("memory_stats", "memory_allocated", "get_memory_info", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.delattr(torch.accelerator, name)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: object())
+    generic = GenericAccelerator(CPU)
+    assert (generic.memory_stats(), generic.allocated_bytes(), generic.free_bytes()) == ({}, 0, None)
+    assert not generic.is_capturing()
+    generic.reset_peak()
+    generic.empty_cache()
+
+
+def test_only_that_nobody_can_tell_is_taken_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: torch.device) -> int:
+        raise RuntimeError("the device has fallen off the bus")
+
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", broken)
+    with pytest.raises(RuntimeError, match="off the bus"):
+        GenericAccelerator(CPU).allocated_bytes()
+
+
+class Pretended:
+    """An accelerator whose memory is the host's and whose work is done at once; notes what it is asked."""
+
+    locks_host_memory = False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.num_made = 0
+
+    def _made(self, kind: str) -> Any:
+        self.num_made += 1
+        return PretendedOne(f"{kind} {self.num_made}", self.asked)
+
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        self.asked.append("device")
+        yield
+
+    @contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        self.asked.append(f"on {stream.name}")
+        yield
+        self.asked.append(f"off {stream.name}")
+
+    def new_stream(self) -> Any:
+        return self._made("stream")
+
+    def current_stream(self) -> Any:
+        return PretendedOne("current", self.asked)
+
+    def event(self) -> Any:
+        return self._made("event")
+
+    timing_event = event
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def memory_stats(self) -> dict[str, int]:
+        return {}
+
+    def reset_peak(self) -> None: ...
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
+class PretendedOne:
+    """A stream or an event."""
+
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self.name, self._asked = name, asked
+
+    def record(self, stream: Any) -> None:
+        self._asked.append(f"{self.name} in {stream.name}")
+
+    def wait_event(self, event: Any) -> None:
+        self._asked.append(f"{self.name} waits for {event.name}")
+
+    def synchronize(self) -> None:
+        self._asked.append(f"wait for {self.name}")
+
+    def query(self) -> bool:
+        return True
+
+
+def test_a_copy_runs_on_its_own_stream_behind_the_mark_and_is_marked_there() -> None:
+    device = Pretended()
+    copies = StreamCopies(device)
+    there, here = torch.arange(5.0), torch.zeros(5)
+    mark = copies.copy_out(here, there, copies.mark())
+    assert torch.equal(here, there)
+    copies.wait_on_current_stream(mark)
+    mark.synchronize()
+    assert device.asked == [
+        "event 3 in current",
+        *("device", "on stream 1", "stream 1 waits for event 3", "event 4 in stream 1", "off stream 1"),
+        "current waits for event 4",
+        *("device", "wait for event 4"),
+    ]
+
+
+def test_cuda_is_asked_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device: the calls themselves are noted."""
+    pretended, asked = Pretended(), []
+
+    class Event(PretendedOne):
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+            super().__init__("event", pretended.asked)
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        asked.append(device)
+        yield
+
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: PretendedOne(f"stream of {device}", pretended.asked))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: PretendedOne("current", pretended.asked))
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "stream", pretended.using)
+    copies = StreamCopies(CudaAccelerator(device))
+    there, here = torch.arange(5.0), torch.zeros(5)
+    copies.copy_in(here, there, copies.mark()).synchronize()
+    assert torch.equal(here, there)
+    assert asked == [device, device]
+    name = "stream of cuda:1"
+    assert pretended.asked == [
+        "event in current",
+        *(f"on {name}", f"{name} waits for event", f"event in {name}", f"off {name}", "wait for event"),
+    ]
+
+
+def gradients(model: torch.nn.Module, batch: torch.Tensor, offloader: Offloader | None) -> list[torch.Tensor]:
+    model.zero_grad()
+    if offloader is None:
+        model(batch).square().mean().backward()
+    else:
+        with offloader.saved_tensors():
+            loss = model(batch).square().mean()
+        offloader.flush()
+        loss.backward()
+        offloader.end_backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def check_training(directory: Path, device: torch.device, copies: StreamCopies) -> None:
+    torch.manual_seed(0)
+    blocks = (torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(4))
+    model, batch = torch.nn.Sequential(*blocks).to(device), torch.randn(64, 256).to(device)
+    expected = gradients(model, batch, None)
+    policy = OffloadPolicy(activations="offload", optimizer_states="offload", min_tensor_bytes=0)
+    hardware = HardwareProfile(paths=directory)
+    with Offloader(device=device, policy=policy, hardware=hardware, _copies=copies) as offloader:
+        optimizer = offloader.offload_optimizer(torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0))
+        for _ in range(3):
+            got = gradients(model, batch, offloader)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            optimizer.step()
+        assert offloader.stats.bytes_read > 0
+
+
+def test_training_through_the_protocol_is_exact(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append(stream.name))
+    device = Pretended()
+    check_training(spill_dir, CPU, StreamCopies(device))
+    assert recorded
+    assert set(recorded) == {"current"}
+    assert {"on stream 1", "on stream 2"} <= set(device.asked)
+
+
+@pytest.mark.gpu
+def test_the_generic_words_train_on_cuda(spill_dir: Path) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    generic = GenericAccelerator(device)
+    assert _try_out(generic, device) is None
+    own, stats = CudaAccelerator(device).memory_stats(), generic.memory_stats()
+    for name in ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current"):
+        assert stats[name] == own[name]
+    assert generic.allocated_bytes() == CudaAccelerator(device).allocated_bytes()
+    check_training(spill_dir, device, StreamCopies(generic))

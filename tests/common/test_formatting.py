@@ -1,0 +1,60 @@
+"""Sizes of one sentence have one unit, and one of something is one."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ssd.common.formatting import format_size, format_sizes, pluralize
+from lightning_ssd.common.validation import parse_size
+
+MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "texts"),
+    [
+        ((GIB, 0), ["1.00 GiB", "0.00 GiB"]),
+        ((GIB, MIB, GIB // 2), ["1.00 GiB", "0.00098 GiB", "0.50 GiB"]),
+        ((102 * MIB, MIB // 50), ["102.0 MiB", "0.02 MiB"]),
+        ((103 * MIB,), ["0.10 GiB"]),
+        ((0, 0), ["0.0 MiB", "0.0 MiB"]),
+        ((5000 * GIB,), ["5,000.00 GiB"]),
+    ],
+)
+def test_the_largest_one_chooses_the_unit(sizes: tuple[int, ...], texts: list[str]) -> None:
+    assert format_sizes(*sizes) == texts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "texts"),
+    [
+        ((50 * GB, 400 * GB), ["0.05 TB", "0.40 TB"]),
+        ((50 * GB, 2 * GB), ["50.00 GB", "2.00 GB"]),
+        ((50_000_000, 2_000_000), ["50.0 MB", "2.0 MB"]),
+    ],
+)
+def test_drives_are_told_of_in_powers_of_ten(sizes: tuple[int, ...], texts: list[str]) -> None:
+    assert format_sizes(*sizes, decimal=True) == texts
+
+
+def test_one_is_one() -> None:
+    assert [pluralize(n, "pass", "passes") for n in (0, 1, 2)] == ["0 passes", "1 pass", "2 passes"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes (0 KiB)"),
+        (1, "1 bytes (0.01 KiB)"),
+        (1 << 20, "1048576 bytes (1 MiB)"),
+        (3 << 19, "1572864 bytes (1.5 MiB)"),
+        ((100 << 20) + 1, "104857601 bytes (100.01 MiB)"),
+        (1 << 30, "1073741824 bytes (1 GiB)"),
+        (5 << 28, "1342177280 bytes (1.25 GiB)"),
+        (4082 << 20, "4280287232 bytes (4082 MiB)"),
+        (2000 << 30, "2147483648000 bytes (2000 GiB)"),
+    ],
+)
+def test_a_size_can_be_given_back_as_a_setting(nbytes: int, text: str) -> None:
+    assert format_size(nbytes) == text
+    assert parse_size(text.partition("(")[2].rstrip(")")) >= nbytes

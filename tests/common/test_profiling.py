@@ -1,0 +1,152 @@
+"""What profilers show: real traces of PyTorch's profiler, and which NVTX calls CUDA would get."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_ssd
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.common import profiling
+from lightning_ssd.common.profiling import span, spanned
+
+PREFIX = "lightning_ssd::"
+
+
+def traced(work: Callable[[], None]) -> list[tuple[str, str | None]]:
+    """Names of our ranges of all threads, by their begin, and of what each lies in."""
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, experimental_config=everywhere) as profile:
+        work()
+    events = [e for e in profile.events() if e.name.startswith(PREFIX)]
+    assert all(e.time_range.end >= e.time_range.start for e in events)
+    ours = [(e, ours_above(e)) for e in sorted(events, key=lambda e: e.time_range.start)]
+    return [(e.name.removeprefix(PREFIX), above) for e, above in ours]
+
+
+def ours_above(event: Any) -> str | None:
+    above = event.cpu_parent
+    while above is not None and not above.name.startswith(PREFIX):
+        above = above.cpu_parent
+    return None if above is None else above.name.removeprefix(PREFIX)
+
+
+def test_a_saved_tensor_on_its_way_down_and_up(spill_dir: Path) -> None:
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes=1024)
+    x = torch.rand(64, 1024, requires_grad=True)
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])) as offloader:
+
+        def train() -> None:
+            with offloader.saved_tensors():
+                y = (x * 2).sin()
+            offloader.flush()
+            y.sum().backward()
+            offloader.end_backward()
+
+        ranges = traced(train)
+        assert offloader.stats.bytes_written
+    names = [name for name, _ in ranges]
+    assert names.index("begin") < names.index("write") < names.index("stall"), names
+    assert {"begin", "write", "read", "stall"} == set(names)
+    assert {above for _, above in ranges} == {None}, "one after the other in each thread"
+
+
+@pytest.mark.usefixtures("small_subgroups")
+def test_states_of_an_optimizer(spill_dir: Path) -> None:
+    model = nn.Linear(512, 512)
+    policy = OffloadPolicy(activations="keep", optimizer_states="offload")
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])) as offloader:
+        optimizer = offloader.offload_optimizer(torch.optim.AdamW(model.parameters()))
+        model(torch.rand(4, 512)).sum().backward()
+        optimizer.step()
+        ranges = traced(lambda: optimizer.step() and None)
+    names = [name for name, _ in ranges]
+    visits = [name for name in names if name in ("fetch", "update", "flush")]
+    assert len(visits) > 3, visits
+    assert visits == ["fetch", "update", "flush"] * (len(visits) // 3)
+    assert {above for name, above in ranges if name in ("fetch", "update", "flush")} == {None}
+    assert {"begin", "read", "write"} <= set(names)
+
+
+def test_plans(spill_dir: Path) -> None:
+    policy = OffloadPolicy(activations="auto", activation_budget="3MiB", min_tensor_bytes=1024)
+    x = torch.rand(1 << 18, requires_grad=True)
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])) as offloader:
+
+        def train() -> None:
+            for _ in range(3):
+                with offloader.saved_tensors():
+                    y = (x * 2).sin().cos().tanh().exp()
+                y.sum().backward()
+                offloader.end_backward()
+            offloader.wait_for_plan()
+
+        assert "plan" in {name for name, _ in traced(train)}
+
+
+def test_ranges_end_with_an_error() -> None:
+    @spanned("lightning_ssd::outer")
+    def fails() -> None:
+        with span("lightning_ssd::inner"):
+            raise ValueError("on purpose")
+
+    def work() -> None:
+        with pytest.raises(ValueError, match="on purpose"):
+            fails()
+        with span("lightning_ssd::after"):
+            pass
+
+    assert traced(work) == [("outer", None), ("inner", "outer"), ("after", None)]
+
+
+def test_without_profiler_and_cuda_there_is_one_context_for_all() -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("a test before this one has used CUDA")
+    assert span("a") is span("b")
+
+    @spanned("c")
+    def passes_on(first: int, *, second: int) -> tuple[int, int]:
+        """What it does."""
+        return first, second
+
+    assert passes_on(1, second=2) == (1, 2)
+    assert (passes_on.__name__, passes_on.__doc__) == ("passes_on", "What it does.")
+
+
+def test_on_cuda_the_ranges_are_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls alone: no CPU build of PyTorch has NVTX."""
+    calls: list[str] = []
+    monkeypatch.setattr(profiling, "_HAS_NVTX", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+
+    @spanned("outer")
+    def fails() -> None:
+        with span("inner"):
+            raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        fails()
+    assert calls == ["outer", "inner", "pop", "pop"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    with span("a CUDA build of PyTorch that trains on the CPU"):
+        assert len(calls) == 4
+
+
+def test_every_name_is_in_the_table() -> None:
+    package = Path(lightning_ssd.__file__).parent
+    used = {
+        name
+        for path in package.rglob("*.py")
+        if path.name != "profiling.py"
+        for name in re.findall(r'"lightning_ssd::(\w+)"', path.read_text(encoding="utf-8"))
+    }
+    assert used == set(re.findall(r"``(?:lightning_ssd)?::(\w+)``", profiling.__doc__ or ""))

@@ -1,0 +1,137 @@
+"""Lightning's own tests with our strategy: what is compared, and a run over a checkout of three tests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat import lightning_suite
+from tests.compat.lightning_plugin import strategy_arguments
+from tests.compat.lightning_suite import Outcome, compare, main, markdown, outcomes, reason_for
+
+REPORT = """<?xml version="1.0"?><testsuites><testsuite>
+<testcase classname="tests.tests_pytorch.loops.test_a" name="test_good">
+<properties><property name="bytes_saved" value="12"/></properties></testcase>
+<testcase classname="tests_pytorch.loops.test_a" name="test_bad"><failure message="&#10;No /tmp/a/b.ckpt at 0xff2">
+</failure></testcase>
+<testcase classname="tests_pytorch.loops.test_a" name="test_bad"/>
+<testcase classname="tests_pytorch.loops.test_a" name="test_left"><error message="failed on teardown"/></testcase>
+<testcase classname="tests_pytorch.loops.test_a" name="test_left_out"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_report_is_read(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    assert outcomes(tmp_path / "report.xml") == {
+        "tests_pytorch.loops.test_a.test_good": Outcome("passed", bytes_saved=12),
+        "tests_pytorch.loops.test_a.test_bad": Outcome("failed", "No b.ckpt at 0x..."),
+        "tests_pytorch.loops.test_a.test_left": Outcome("failed", "failed on teardown"),
+        "tests_pytorch.loops.test_a.test_left_out": Outcome("skipped"),
+    }
+
+
+def test_what_passes_without_us_has_to_pass_or_to_have_a_reason() -> None:
+    passed, failed, skipped = Outcome("passed"), Outcome("failed", "AssertionError: no"), Outcome("skipped")
+    plain = {"a": passed, "b": passed, "c": passed, "d": failed, "e": passed}
+    found = compare(plain, {"a": passed, "b": failed, "c": skipped, "d": failed})
+    assert [(difference.test, difference.message) for difference in found] == [
+        ("b", "AssertionError: no"),
+        ("c", ""),
+        ("e", "was not run"),
+    ]
+    assert not any(difference.reason for difference in found)
+    assert "read-only" in reason_for("loops.test_skip_training_step_not_allowed[2]", "AttributeError")
+    row = {"passed_plain": 4, "passed_ours": 1, "with_saved_tensors": 0, "with_bytes_on_a_drive": 0}
+    text = markdown({"loops": row}, found)
+    assert "| **all** | **4** | **1** | **0** | **0** |" in text
+    assert "| `b` | **none**: AssertionError: no |" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, {}),
+        ({"strategy": "auto", "accelerator": "cpu", "devices": 1}, {}),
+        ({"strategy": "ddp_spawn", "devices": 2}, {"start_method": "spawn"}),
+        ({"strategy": "ddp", "devices": 1}, None),
+        ({"strategy": object()}, None),
+        ({"strategy": "fsdp", "devices": 2}, None),
+        ({"accelerator": "mps"}, None),
+    ],
+)
+def test_which_trainers_get_our_strategy(settings: dict[str, Any], arguments: dict[str, Any] | None) -> None:
+    assert strategy_arguments(settings) == arguments
+
+
+CHECKOUT = """
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import SingleDeviceStrategy
+import threading, torch
+
+def test_fits(tmp_path):
+    Trainer(default_root_dir=tmp_path, fast_dev_run=2, accelerator="cpu").fit(BoringModel())
+
+def test_which():
+    assert type(Trainer(accelerator="cpu", logger=False).strategy) is SingleDeviceStrategy
+
+def test_fabric(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fabric = Fabric(accelerator="cpu")
+    model = fabric.setup_module(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()))
+    fabric.backward(model(torch.ones(64, 64)).sum())
+
+def test_nothing_is_left():
+    assert not [thread for thread in threading.enumerate() if "lightning_ssd" in thread.name]
+
+def test_fails():
+    raise ValueError
+"""
+
+
+def test_a_checkout_is_run_both_ways_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], forks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", *forks)
+    folder = tmp_path / "checkout" / "tests" / "tests_pytorch" / "loops"
+    folder.mkdir(parents=True)
+    (folder / "test_it.py").write_text(CHECKOUT)
+    before = sorted(tmp_path.rglob("*"))
+    found = tmp_path / "found.json"
+    command = ["--checkout", str(tmp_path / "checkout"), "--only", "loops", "--json", str(found), "--states"]
+    assert main(command) == 1
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, found])
+    document = json.loads(found.read_text())
+    assert document["groups"]["loops"] == {
+        "passed_plain": 4,
+        "passed_ours": 3,
+        "not_passed_plain": 1,
+        "with_saved_tensors": 2,
+        "with_bytes_on_a_drive": document["groups"]["loops"]["with_bytes_on_a_drive"],
+    }
+    assert [difference["test"] for difference in document["differences"]] == ["tests_pytorch.loops.test_it.test_which"]
+    assert document["offloaded"] == "activations and optimizer states"
+    assert "**none**: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--only", "lops"], "there is no group 'lops'; allowed: loops"), ([], "has no tests/tes")],
+)
+def test_a_mistake_is_told(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--checkout", str(tmp_path), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_tells_nothing_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests" / "tests_pytorch").mkdir(parents=True)
+    monkeypatch.setattr(lightning_suite, "_run", lambda *_: {})
+    assert main(["--checkout", str(tmp_path), "--only", "loops"]) == 2

@@ -1,0 +1,106 @@
+"""The matrix of versions: what is chosen, what is said of the rest, and a run with the building left out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.compat import matrix as compat
+from tests.compat.matrix import Combination, Outcome
+
+FOUND = ["2.15.0", "2.14.1", "2.14.0", "2.13.0+cpu", "2.13.0", "2.10.0", "2.9.1", "2.9.0", "2.8.0"]
+LIGHTNINGS = ["2.6.6", "2.6.4"]
+
+
+def test_the_newest_patch_of_each_minor_version_from_the_first_on() -> None:
+    chosen = compat.torches_to_try(FOUND, any_build=True)
+    assert chosen == [(v, "") for v in ("2.15.0", "2.14.1", "2.13.0+cpu", "2.10.0", "2.9.1")]
+
+
+def test_builds_for_gpus_are_named_and_left_out() -> None:
+    chosen = dict(compat.torches_to_try(FOUND, any_build=False))
+    assert chosen["2.13.0+cpu"] == ""
+    assert {reason for version, reason in chosen.items() if version != "2.13.0+cpu"} == {"pip finds no CPU build"}
+
+
+@pytest.mark.parametrize(("full", "number"), [(False, 3), (True, 4)])
+def test_every_lightning_with_the_newest_pytorch_that_can_be_had(full: bool, number: int) -> None:
+    torches = {"3.11": [("2.15.0", "no"), ("2.13.0+cpu", ""), ("2.9.1+cpu", "")], "3.12": [("2.15.0", "no")]}
+    made = compat.combinations(torches, LIGHTNINGS, ["3.13"], full=full)
+    assert sum(not c.reason for c in made) == number
+    assert Combination("3.11", "2.13.0+cpu", "2.6.4") in made
+    assert (Combination("3.11", "2.9.1+cpu", "2.6.4") in made) is full
+    assert [c.python for c in made] == sorted(c.python for c in made)
+    assert Combination("3.12", "2.15.0", "2.6.6", "no") in made
+    assert made[-1] == Combination("3.13", "any", "any", "no Python 3.13 on this machine")
+
+
+def test_this_python_is_found_and_one_that_is_not_there_is_not() -> None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert compat.find_python(version) is not None
+    assert compat.find_python("3.99") is None
+
+
+def test_pins_leave_out_what_is_varied() -> None:
+    names = [line.split("==")[0] for line in compat.constraints().splitlines() if "==" in line]
+    assert "pytest" in names
+    assert not {"torch", "lightning", "pytorch-lightning"} & set(names)
+
+
+def test_the_fast_tests_are_there() -> None:
+    assert all((compat.ROOT / path).is_file() for path in compat.FAST_TESTS)
+
+
+@pytest.mark.parametrize(
+    ("pip", "pytest_code", "said", "result", "detail"),
+    [
+        (0, 0, "...\n498 passed, 2 skipped in 66.90s (0:01:06)\n", "passed", "498 passed, 2 skipped"),
+        (0, 1, "...\n=== 1 failed, 3 passed in 1.0s ===\n", "failed", "1 failed, 3 passed"),
+        (0, 3, "INTERNALERROR", "failed", "pytest ended with 3 and no summary"),
+        (1, 0, "", "not run", "cannot be installed: ERROR: No matching distribution"),
+    ],
+)
+def test_a_run_tells_what_became_of_it(
+    pip: int, pytest_code: int, said: str, result: str, detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pretend(command: list[object], **_: object) -> subprocess.CompletedProcess[str]:
+        if "pip" in command:
+            return subprocess.CompletedProcess(command, pip, "", "some\nERROR: No matching distribution")
+        if "pytest" in command:
+            return subprocess.CompletedProcess(command, pytest_code, said, "")
+        (tmp_path / "environment").mkdir()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(compat.subprocess, "run", pretend)
+    outcome = compat.run(Combination("3.11", "2.13.0+cpu", "2.6.6"), Path(sys.executable), tmp_path, [])
+    assert (outcome.result, outcome.detail) == (result, detail)
+    assert not (tmp_path / "environment").exists()
+
+
+@pytest.mark.parametrize(
+    ("results", "code"), [(["passed", "not run"], 0), (["passed", "failed"], 1), (["failed"], 1), (["not run"], 2)]
+)
+def test_the_whole_writes_a_table_and_fails_where_nothing_was_learnt(
+    results: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [Combination("3.11", f"2.{13 - n}.0", "2.6.6") for n in range(len(results))]
+    told = iter(results)
+    monkeypatch.setattr(compat, "plan", lambda args: (wanted, {"3.11": Path(sys.executable)}))
+    monkeypatch.setattr(compat, "run", lambda c, *_: Outcome(c, next(told), "a | b\n<i> https://x.y/z", 1.5))
+    out = tmp_path / "compat.md"
+    arguments = ["--full", "--torch", "2.13", "--pip-args=--index-url https://x.y/z", "--out", str(out)]
+    if code == 2:
+        with pytest.raises(SystemExit, match="nothing was run"):
+            compat.main(arguments)
+    else:
+        assert compat.main(arguments) == code
+    text = out.read_text()
+    assert "`python -m tests.compat.matrix --full --torch 2.13`" in text
+    assert "x.y" not in text
+    assert str(tmp_path) not in text
+    for combination, result in zip(wanted, results, strict=True):
+        assert f"| 3.11 | {combination.torch} | 2.6.6 | {result} | a \\| b &lt;i> (address) |" in text
+    assert f"{sum(r != 'not run' for r in results)} of {len(results)}" in text

@@ -1,0 +1,257 @@
+"""Memory for reloads: of any size and phase, recycled, in huge pages, and gone when nobody points at it any more."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd.common.tensors import Region, TensorSpec
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.memory import pools
+from lightning_ssd.memory.mmap import MappedBlock
+from lightning_ssd.memory.pools import ReloadPool
+from tests.support.process_memory import huge_page_bytes, resident_bytes
+from tests.support.threads import at_once
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def fill(storage: torch.UntypedStorage, value: int) -> None:
+    ctypes.memset(storage.data_ptr(), value, storage.nbytes())
+
+
+class TestReloadPool:
+    @pytest.fixture
+    def pool(self) -> Iterator[ReloadPool]:
+        pool = ReloadPool(256 * MIB)
+        yield pool
+        pool.close()
+
+    @pytest.mark.parametrize("alignment", [1, 4, 512, 4096, 16384])
+    @pytest.mark.parametrize("nbytes", [0, 1, 100, 4096, 65535, 65536, MIB, 2 * MIB, 3 * MIB + 17, 12 * MIB])
+    def test_size_and_phase(self, pool: ReloadPool, nbytes: int, alignment: int) -> None:
+        for phase in {0, 1 % alignment, 64 % alignment, alignment - 1}:
+            storage = pool.take(nbytes, phase, alignment)
+            assert storage.nbytes() == nbytes
+            if nbytes:
+                assert storage.data_ptr() % alignment == phase
+            fill(storage, 3)
+
+    def test_works_as_tensor_memory(self, pool: ReloadPool) -> None:
+        tensor = torch.arange(300_000, dtype=torch.float32)
+        storage = pool.take(tensor.nbytes, 64, 4096)
+        ctypes.memmove(storage.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        view = TensorSpec.of(tensor.view(3, 100_000).t()).view(storage)
+        assert torch.equal(view, tensor.view(3, 100_000).t())
+        view.mul_(2)
+        assert view[1, 0] == 2
+        assert view.clone().sum() == view.sum()
+
+    def test_memory_comes_back_when_torch_lets_go(self, pool: ReloadPool) -> None:
+        storage = pool.take(8 * MIB, 64, 512)
+        address, view = storage.data_ptr(), torch.empty(0).set_(storage)
+        assert (pool.lent_bytes, pool.spare_bytes) == (8 * MIB + 4096, 0)
+        del storage
+        assert pool.lent_bytes == 8 * MIB + 4096, "a view still holds it"
+        del view
+        assert (pool.lent_bytes, pool.spare_bytes) == (0, 8 * MIB + 4096)
+        assert pool.take(8 * MIB, 64, 512).data_ptr() == address
+
+    def test_other_phases_and_similar_sizes_share_memory(self, pool: ReloadPool) -> None:
+        address = pool.take(8 * MIB, 64, 512).data_ptr() - 64
+        assert pool.take(7 * MIB, 100, 512).data_ptr() == address + 100
+        other = pool.take(5 * MIB, 0, 512)
+        assert other.data_ptr() != address, "8 MiB for 5 MiB wastes too much"
+
+    def test_takes_the_best_fit(self, pool: ReloadPool) -> None:
+        storages = [pool.take(nbytes, 0, 512) for nbytes in (10 * MIB, 9 * MIB, 12 * MIB)]
+        best = storages[1].data_ptr()
+        del storages
+        assert pool.take(9 * MIB, 0, 512).data_ptr() == best
+
+    def test_spare_memory_is_bounded_and_the_oldest_goes(self) -> None:
+        pool = ReloadPool(20 * MIB)
+        storages = [pool.take(8 * MIB, 0, 512) for _ in range(4)]
+        addresses = [storage.data_ptr() for storage in storages]
+        while storages:
+            storages.pop(0)
+        assert pool.spare_bytes == 16 * MIB
+        assert {pool.take(8 * MIB, 0, 512).data_ptr(), pool.take(8 * MIB, 0, 512).data_ptr()} <= set(addresses[2:])
+        pool.trim()
+        pool.max_spare_bytes = 8 * MIB
+        assert pool.max_spare_bytes == pool.spare_bytes == 8 * MIB
+        pool.max_spare_bytes = 0
+        assert pool.spare_bytes == 0
+        pool.close()
+
+    def test_many_threads(self, pool: ReloadPool) -> None:
+        failures: list[str] = []
+
+        def work(seed: int) -> None:
+            choose = random.Random(seed)
+            held: list[tuple[torch.UntypedStorage, int]] = []
+            for turn in range(200):
+                storage = pool.take(choose.randrange(64 * KIB, 3 * MIB), choose.randrange(512), 512)
+                value = (seed * 31 + turn) % 256
+                fill(storage, value)
+                held.append((storage, value))
+                del storage
+                if len(held) > 4:
+                    old, expected = held.pop(choose.randrange(len(held)))
+                    content = ctypes.string_at(old.data_ptr(), old.nbytes())
+                    if content != bytes([expected]) * old.nbytes():
+                        failures.append(f"thread {seed} lost its bytes")
+                if turn % 50 == 0:
+                    gc.collect()
+
+        at_once(*(lambda seed=seed: work(seed) for seed in range(8)))
+        assert failures == []
+        assert pool.lent_bytes == 0
+        assert pool.spare_bytes <= pool.max_spare_bytes
+
+    def test_nobody_is_given_what_another_one_is_about_to_take(
+        self, pool: ReloadPool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """This thread plays the other one too, so that it comes at the very moment when a block has been found."""
+        best_fit, taken = pools._best_fit, []
+
+        def find(spare: list[MappedBlock], *need: int) -> MappedBlock | None:
+            found = best_fit(spare, *need)
+            monkeypatch.setattr(pools, "_best_fit", best_fit)
+            if pool._lock.acquire(blocking=False):
+                pool._lock.release()
+                taken.append(pool.take(MIB, 0, 64))
+            return found
+
+        spare = pool.take(MIB, 0, 64)
+        address = spare.data_ptr()
+        del spare
+        monkeypatch.setattr(pools, "_best_fit", find)
+        taken.append(pool.take(MIB, 0, 64))
+        taken.append(pool.take(MIB, 0, 64))
+        assert [storage.data_ptr() == address for storage in taken] == [True, False]
+
+    def test_what_is_lent_is_noted_under_the_lock(self, pool: ReloadPool) -> None:
+        """Else a close in between would clear the notes before the last one is made."""
+
+        class Watched(dict[int, Any]):
+            def __setitem__(self, key: int, loan: Any) -> None:
+                assert pool._lock.locked()
+                super().__setitem__(key, loan)
+
+        pool._lent = Watched()
+        storage = pool.take(MIB, 0, 64)
+        assert pool.lent_bytes == storage.nbytes() == MIB
+
+    def test_let_go_in_another_thread_and_inside_garbage_collection(self, pool: ReloadPool) -> None:
+        class Cycle:
+            pass
+
+        for _ in range(20):
+            cycle = Cycle()
+            cycle.itself, cycle.storage = cycle, pool.take(MIB, 0, 512)  # type: ignore[attr-defined]
+            del cycle
+        with pool._lock:
+            at_once(gc.collect)
+        assert pool.lent_bytes == 0
+        assert pool.spare_bytes >= MIB
+
+    def test_let_go_by_autograd(self, pool: ReloadPool) -> None:
+        """Backward drops saved tensors in its own thread, without the GIL at first."""
+        weight = torch.ones(MIB, requires_grad=True)
+        saved = TensorSpec.of(torch.ones(MIB)).view(pool.take(4 * MIB, 0, 512)).fill_(2.0)
+        loss = (weight * saved).sum()
+        del saved
+        assert pool.lent_bytes == 4 * MIB
+        loss.backward()
+        assert weight.grad is not None
+        assert weight.grad[0] == 2
+        assert pool.lent_bytes == 0
+
+    def test_tensors_outlive_the_pool(self) -> None:
+        pool = ReloadPool(64 * MIB)
+        storages = [pool.take(4 * MIB, 64, 512) for _ in range(3)]
+        for value, storage in enumerate(storages):
+            fill(storage, value)
+        pool.close()
+        pool.close()
+        del pool
+        gc.collect()
+        for value, storage in enumerate(storages):
+            assert ctypes.string_at(storage.data_ptr(), storage.nbytes()) == bytes([value]) * storage.nbytes()
+        storages.clear()
+        gc.collect()
+
+    def test_memory_is_freed_when_tensors_outlive_the_pool(self) -> None:
+        pool = ReloadPool(64 * MIB)
+        storage = pool.take(32 * MIB, 0, 512)
+        fill(storage, 1)
+        before = resident_bytes()
+        pool.close()
+        del storage
+        assert before - resident_bytes() > 30 * MIB
+
+    def test_after_close(self, pool: ReloadPool) -> None:
+        pool.close()
+        with pytest.raises(OffloaderClosedError, match="after the pool was closed"):
+            pool.take(MIB, 0, 512)
+
+    @pytest.mark.parametrize("phase", [-1, 512, 1000])
+    def test_refuses_impossible_phases(self, pool: ReloadPool, phase: int) -> None:
+        with pytest.raises(ValueError, match="0 up to 511"):
+            pool.take(MIB, phase, 512)
+
+    def test_lies_in_huge_pages(self, pool: ReloadPool) -> None:
+        setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+        if not setting.exists() or "[never]" in setting.read_text():
+            pytest.skip("this kernel gives no transparent huge pages")
+        storage = pool.take(32 * MIB + 100, 64, 512)
+        fill(storage, 1)
+        assert huge_page_bytes(Region.of(storage)) >= 16 * MIB
+
+    def test_costs_no_more_memory_than_asked_for(self, pool: ReloadPool) -> None:
+        before = resident_bytes()
+        storages = [pool.take(3 * MIB + 100, 64, 512) for _ in range(16)]
+        for storage in storages:
+            fill(storage, 1)
+        assert resident_bytes() - before < 16 * 3.1 * MIB
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_has_the_addresses_and_not_what_is_there() -> None:
+    """So nothing else can lie there when the inherited objects die, and no page is shared with a read under way."""
+    pool = ReloadPool(64 * MIB)
+    held, spare = pool.take(4 * MIB, 0, 512), pool.take(4 * MIB, 0, 512)
+    fill(held, 1)
+    address = spare.data_ptr()
+    del spare
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            libc = ctypes.CDLL(None)
+            libc.mmap.restype = ctypes.c_void_p
+            libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+            fixed = 0x100000  # MAP_FIXED_NOREPLACE: fails where something is mapped already
+            places = (address, held.data_ptr())
+            assert ctypes.string_at(places[1], 1) == b"\x00"
+            assert all(libc.mmap(start, 4096, 3, 0x22 | fixed, -1, 0) != start for start in places)
+            pool.close()
+            del pool, held
+            gc.collect()
+            assert all(libc.mmap(start, 4096, 3, 0x22 | fixed, -1, 0) == start for start in places), "still mapped"
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert ctypes.string_at(held.data_ptr(), 1) == b"\x01"
+    pool.close()

@@ -1,0 +1,231 @@
+"""Staging buffers: aligned, lent first come, first served up to a capacity, and pinned where a device copies."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.memory import pools
+from lightning_ssd.memory.pools import ReloadPool, StagingPool
+from tests.support.threads import at_once
+
+MIB = 1 << 20
+
+
+class TestStagingPool:
+    @pytest.fixture
+    def pool(self) -> Iterator[StagingPool]:
+        pool = StagingPool(8 * MIB)
+        yield pool
+        pool.close()
+
+    @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 5000, MIB + 1, 3 * MIB])
+    def test_buffers_are_aligned_exact_and_writable(self, pool: StagingPool, nbytes: int) -> None:
+        with pool.lease(nbytes) as region:
+            assert region.nbytes == nbytes
+            assert region.address % 4096 == 0
+            assert pool.lent_bytes == -(-nbytes // 4096) * 4096
+            ctypes.memset(region.address, 7, nbytes)
+        assert pool.lent_bytes == 0
+
+    def test_memory_is_used_again(self, pool: StagingPool) -> None:
+        addresses = set()
+        for _ in range(10):
+            with pool.lease(MIB) as region:
+                addresses.add(region.address)
+        assert len(addresses) == 1
+        assert pool.spare_bytes == MIB
+
+    def test_capacity_can_be_used_to_the_last_byte(self, pool: StagingPool) -> None:
+        for _ in range(2):
+            with ExitStack() as stack:
+                for _ in range(8):
+                    stack.enter_context(pool.lease(MIB))
+                assert pool.lent_bytes == 8 * MIB
+
+    def test_other_sizes_push_spare_buffers_out(self, pool: StagingPool) -> None:
+        for nbytes in (6 * MIB, 4 * MIB, 7 * MIB, MIB):
+            with pool.lease(nbytes):
+                assert pool.lent_bytes + pool.spare_bytes <= 8 * MIB
+
+    def test_waits_while_exhausted(self, pool: StagingPool) -> None:
+        entered = threading.Event()
+
+        def work() -> None:
+            with pool.lease(5 * MIB):
+                entered.set()
+
+        with pool.lease(4 * MIB):
+            thread = threading.Thread(target=work)
+            thread.start()
+            assert not entered.wait(0.05)
+        thread.join()
+        assert entered.is_set()
+
+    def test_first_come_first_served(self, pool: StagingPool) -> None:
+        """A large request is not starved by small ones that would fit."""
+        order: list[str] = []
+
+        def ask(name: str, nbytes: int) -> threading.Thread:
+            def work() -> None:
+                with pool.lease(nbytes):
+                    order.append(name)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            time.sleep(0.05)
+            return thread
+
+        with pool.lease(4 * MIB):
+            threads = [ask("large", 8 * MIB), ask("small", MIB)]
+            assert order == []
+        for thread in threads:
+            thread.join()
+        assert order == ["large", "small"]
+
+    def test_an_oversized_request_runs_alone(self, pool: StagingPool) -> None:
+        seen: list[int] = []
+
+        def work() -> None:
+            with pool.lease(20 * MIB) as region:
+                ctypes.memset(region.address, 1, region.nbytes)
+                seen.append(pool.lent_bytes)
+
+        with pool.lease(4096):
+            thread = threading.Thread(target=work)
+            thread.start()
+            time.sleep(0.05)
+            assert seen == []
+        thread.join()
+        assert seen == [20 * MIB]
+        assert pool.spare_bytes <= 8 * MIB
+
+    def test_threads_never_share_a_buffer(self, pool: StagingPool) -> None:
+        failures: list[str] = []
+
+        def work(seed: int) -> None:
+            choose = random.Random(seed)
+            for _ in range(150):
+                with pool.lease(choose.randrange(1, 3 * MIB)) as region:
+                    ctypes.memset(region.address, seed, min(region.nbytes, 4096))
+                    if pool.lent_bytes > 8 * MIB:
+                        failures.append("over capacity")
+                    if ctypes.string_at(region.address, 1)[0] != seed:
+                        failures.append("two threads in one buffer")
+
+        at_once(*(lambda seed=seed: work(seed) for seed in range(1, 9)))
+        assert failures == []
+
+    def test_a_failing_body_gives_its_buffer_back(self, pool: StagingPool) -> None:
+        def fail() -> None:
+            with pool.lease(4096):
+                raise KeyError("injected")
+
+        with pytest.raises(KeyError):
+            fail()
+        assert pool.lent_bytes == 0
+
+    def test_close(self, pool: StagingPool) -> None:
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                with pool.lease(8 * MIB):
+                    pass
+            except OffloaderClosedError as error:
+                errors.append(error)
+
+        with pool.lease(4096) as region:
+            thread = threading.Thread(target=work)
+            thread.start()
+            time.sleep(0.05)
+            pool.close()
+            pool.close()
+            thread.join()
+            ctypes.memset(region.address, 1, region.nbytes)
+        assert len(errors) == 1
+        assert pool.spare_bytes == pool.lent_bytes == 0
+        with pytest.raises(OffloaderClosedError, match="after the pool was closed"), pool.lease(1):
+            pass
+
+    def test_pins_each_buffer_once_and_unpins_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[tuple[str, int]] = []
+        cudart = SimpleNamespace(
+            cudaHostRegister=lambda address, nbytes, flags: calls.append(("register", address)) or 0,
+            cudaHostUnregister=lambda address: calls.append(("unregister", address)) or 0,
+        )
+        monkeypatch.setattr(pools.torch.cuda, "cudart", lambda: cudart)
+        pool = StagingPool(4 * MIB, pin=True)
+        for _ in range(3):
+            with pool.lease(MIB) as region:
+                pass
+        with pool.lease(4 * MIB) as large:
+            pass
+        pool.close()
+        assert calls == [
+            ("register", region.address),
+            ("unregister", region.address),
+            ("register", large.address),
+            ("unregister", large.address),
+        ]
+
+    def test_locks_in_the_context_of_its_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A worker's own device is 0, where another process may train."""
+        calls: list[tuple[str, object]] = []
+        current: list[object] = ["cuda:0"]
+
+        @contextmanager
+        def on(device: torch.device) -> Iterator[None]:
+            current.append(str(device))
+            yield
+            current.pop()
+
+        cudart = SimpleNamespace(
+            cudaHostRegister=lambda address, nbytes, flags: calls.append(("register", (current[-1], flags))) or 0,
+            cudaHostUnregister=lambda address: calls.append(("unregister", current[-1])) or 0,
+        )
+        monkeypatch.setattr(pools.torch.cuda, "cudart", lambda: cudart)
+        monkeypatch.setattr(pools.torch.cuda, "device", on)
+        pool = StagingPool(4 * MIB, pin=True, device=torch.device("cuda", 3))
+        with pool.lease(MIB):
+            pass
+        pool.close()
+        assert calls == [("register", ("cuda:3", 1)), ("unregister", "cuda:3")]
+
+    def test_goes_on_unpinned_with_one_warning(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(pools.torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+        pool = StagingPool(4 * MIB, pin=True)
+        with pool.lease(MIB), pool.lease(2 * MIB):
+            pass
+        pool.close()
+        assert [record.message for record in caplog.records] == [
+            "CUDA could not lock staging memory (error 2); copies to and from the device are slower"
+        ]
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_pinned_for_real(self) -> None:
+        pool = StagingPool(4 * MIB, pin=True)
+        with pool.lease(MIB) as region:
+            host = torch.frombuffer((ctypes.c_ubyte * MIB).from_address(region.address), dtype=torch.uint8)
+            assert host.is_pinned()
+        pool.close()
+
+
+def test_no_memory_is_said_so() -> None:
+    pool = ReloadPool(0)
+    with pytest.raises(MemoryError, match="free host memory"):
+        pool.take(1 << 60, 0, 512)
+    with pytest.raises(MemoryError), StagingPool(MIB).lease(1 << 60):
+        pass

@@ -1,0 +1,170 @@
+"""Whole tensors of a sharded model on one process' drives, while its optimizer trains on."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import OutOfSpaceError
+from lightning_ssd.optimizer.checkpoint.gather import TensorSpool, full_nbytes, full_states
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.spill_file import Arena
+from tests.support.faults import Fail, FaultyBackend, always, enospc, on_calls
+from tests.support.helpers import assert_identical
+
+SHAPES = ((256, 300), (3,), (7, 1025), (0, 5))
+
+
+@contextmanager
+def opened(*directories: Path, encrypt: bool = False, fail_write: Fail | None = None) -> Iterator[OffloadedOptimizer]:
+    """An offloaded optimizer that has made a step; then the drives begin to fail."""
+    backends: list[FaultyBackend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        backends.append(FaultyBackend(backend))
+        return backends[-1]
+
+    hardware = HardwareProfile(paths=list(directories), allow_unsuitable_paths=True, encrypt=encrypt)
+    with Offloader(
+        policy=OffloadPolicy(optimizer_states="offload"), hardware=hardware, _wrap_backend=wrap
+    ).open() as offloader:
+        optimizer = offloader.offload_optimizer(torch.optim.AdamW([nn.Parameter(torch.randn(300, 200))]))
+        assert isinstance(optimizer, OffloadedOptimizer)
+        step(optimizer)
+        optimizer.flush()
+        for backend in backends:
+            backend.fail_write = fail_write
+        yield optimizer
+
+
+def step(optimizer: OffloadedOptimizer) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def spool_of(optimizer: OffloadedOptimizer, nbytes: int) -> TensorSpool:
+    return TensorSpool(optimizer._states.files, optimizer._states.store, nbytes)
+
+
+def used_bytes(optimizer: OffloadedOptimizer) -> int:
+    optimizer._states.store.settle()
+    return sum(arena.used_bytes for tier in optimizer._states.files.tiers for arena in tier._arenas)
+
+
+def tensors() -> list[torch.Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_tensors_have_their_bits_while_training_goes_on(tmp_path: Path, encrypt: bool) -> None:
+    if encrypt:
+        pytest.importorskip("cryptography", reason="the extra `encrypt` is not installed")
+    expected = [tensor.t() if tensor.ndim == 2 else tensor for tensor in tensors()]
+    with opened(tmp_path / "a", tmp_path / "b", encrypt=encrypt) as optimizer:
+        before = used_bytes(optimizer)
+        spool = spool_of(optimizer, sum(tensor.nbytes for tensor in expected))
+        found = [spool.put(tensor) for tensor in expected]
+        assert used_bytes(optimizer) > before
+        for _ in range(3):  # what is given back and lent again must not be theirs
+            step(optimizer)
+            optimizer.flush()
+        assert_identical(found, expected)
+        assert all(tensor.is_contiguous() for tensor in found)
+        assert spool.take_warning() is None
+        del spool
+        gc.collect()
+        assert_identical(found, expected)
+        del found
+        gc.collect()
+        step(optimizer)
+        optimizer.flush()
+        assert used_bytes(optimizer) == before
+
+
+def test_tensors_outlive_the_files(tmp_path: Path) -> None:
+    expected = tensors()
+    with opened(tmp_path) as optimizer:
+        spool = spool_of(optimizer, 0)
+        found = [spool.put(tensor) for tensor in expected]
+    assert_identical(found, expected)
+    assert_identical([spool.put(tensor) for tensor in expected], expected)  # in memory: the files are closed
+    assert spool.take_warning() is None
+
+
+@pytest.mark.parametrize("fail", [always(enospc), on_calls([1, 2, 3], enospc)], ids=["all", "some"])
+def test_what_no_drive_takes_stays_in_memory(tmp_path: Path, fail: Fail) -> None:
+    expected = tensors()
+    with opened(tmp_path, fail_write=fail) as optimizer:
+        spool = spool_of(optimizer, 0)
+        found = [spool.put(tensor) for tensor in expected]
+        assert_identical(found, expected)
+        warning = spool.take_warning()
+        assert warning is not None
+        assert "bytes of full optimizer states are in memory, because no drive takes them" in warning
+        assert spool.take_warning() is None
+
+
+def test_space_that_states_need_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as optimizer:
+        before = used_bytes(optimizer)
+
+        def refuse(self: Arena, nbytes: int) -> None:
+            raise OutOfSpaceError(28, f"no room for {nbytes}")
+
+        monkeypatch.setattr(Arena, "reserve", refuse)
+        spool = spool_of(optimizer, 1 << 20)
+        assert torch.equal(spool.put(torch.ones(5000)), torch.ones(5000))
+        assert used_bytes(optimizer) == before
+        assert "20,000 bytes" in (spool.take_warning() or "")
+
+
+def test_another_directory_takes_what_one_refuses(tmp_path: Path) -> None:
+    expected = tensors()
+    with opened(tmp_path / "a", tmp_path / "b") as optimizer:
+        first = optimizer._states.files.tiers[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(first, "allocate", lambda nbytes: (_ for _ in ()).throw(OutOfSpaceError(28, "full")))
+            spool = spool_of(optimizer, 0)
+            assert_identical([spool.put(tensor) for tensor in expected], expected)
+            assert spool.take_warning() is None
+
+
+# -- whole tensors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shard() -> Iterator[DTensor]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.distributed.destroy_process_group)
+        yield DTensor.from_local(torch.randn(64, 8), init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+def test_only_sharded_tensors_are_collected(shard: DTensor) -> None:
+    state = {"exp_avg": shard, "step": torch.tensor(3.0), "name": "x", "plain": torch.ones(9)}
+    put: list[torch.Tensor] = []
+    found = full_states({4: state, 1: {"exp_avg": shard}}, lambda tensor: put.append(tensor) or tensor.clone())  # type: ignore[func-returns-value]
+    assert list(found) == [1, 4]
+    assert_identical(found[4], state | {"exp_avg": shard.to_local()})
+    assert found[4]["plain"] is state["plain"]
+    assert len(put) == 2
+    assert full_nbytes({4: state, 1: {"exp_avg": shard}}) == 2 * 64 * 8 * 4
+
+
+def test_who_only_helps_receives_nothing(shard: DTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    whole = DTensor.full_tensor
+    monkeypatch.setattr(DTensor, "full_tensor", lambda self: calls.append(1) or whole(self))
+    assert full_states({0: {"exp_avg": shard, "exp_avg_sq": shard}}, None) == {}
+    assert len(calls) == 2

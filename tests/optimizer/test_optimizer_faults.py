@@ -1,0 +1,287 @@
+"""Offloaded optimizers under failing drives, interruptions and loads: exact, or refused; never silently wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
+from tests.support.faults import Fail, always, eio, enospc, on_calls
+from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, opened, used_bytes
+
+pytestmark = pytest.mark.usefixtures("small_subgroups")
+
+
+# -- drives that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        pytest.param(on_calls({3}, eio), id="once"),
+        pytest.param(always(eio), id="always"),
+        pytest.param(on_calls(range(7, 10**9), enospc), id="full after a while"),
+    ],
+)
+def test_failed_writes_cost_nothing_but_memory(fail: Fail, spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, drive):
+        drive.fail_write = fail
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                pair.step(optimizer)
+                pair.check()
+            saved = optimizer.state_dict()
+            assert_same_states(saved, pair.twin.state_dict())
+            expected = copy.deepcopy(saved)
+            pair.step(optimizer)
+            assert_same_states(saved, expected)
+        mine = [str(w.message) for w in caught if "optimizer states could not be written" in str(w.message)]
+        assert len(mine) == 1
+    pair.check(optimizer)
+
+
+def test_memory_returns_when_the_drive_does(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, drive):
+        slots = optimizer._states.store.num_slots
+        drive.fail_write = always(enospc)
+        with pytest.warns(UserWarning, match="stay in memory"):
+            pair.step(optimizer)
+        for _ in range(2):
+            pair.step(optimizer)
+        assert optimizer.stats.resident_bytes == optimizer.stats.state_bytes
+        drive.fail_write = None
+        optimizer.flush()
+        pair.step(optimizer)
+        assert optimizer._states.store.num_slots == slots
+        assert optimizer.stats.resident_bytes <= slots * (128 << 10) + optimizer.stats.state_bytes // 4
+        pair.check(optimizer)
+
+
+def test_a_read_that_fails_once_is_tried_again(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, drive):
+        # Far apart: the second try of one must not be a call that fails by itself.
+        drive.fail_read = on_calls({2, 42}, eio)
+        drive.corrupt_read = lambda index: index == 22
+        for _ in range(4):
+            pair.step(optimizer)
+        assert drive.num_reads > 45
+        assert sum(tier.num_retries for tier in optimizer._states.store.tiers) == 3
+        pair.check(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["eio", "corrupt"])
+def test_states_that_cannot_be_read_end_training_until_a_checkpoint_is_loaded(kind: str, spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, drive):
+        for _ in range(2):
+            pair.step(optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        weights = [p.detach().clone() for p in pair.mine]
+        if kind == "eio":
+            drive.fail_read = always(eio)
+        else:
+            drive.corrupt_read = lambda index: True
+        pair.set_gradients()
+        with pytest.raises(StorageError if kind == "eio" else CorruptionError) as caught:
+            optimizer.step()
+        assert "optimizer states of subgroup" in caught.value.__notes__[0]
+        drive.fail_read = drive.corrupt_read = None
+        for refused in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(RuntimeError, match="incomplete"):
+                refused()
+        with pytest.raises(ValueError, match="groups"):
+            optimizer.load_state_dict({"state": {}, "param_groups": []})
+        with pytest.raises(RuntimeError, match="incomplete"):
+            optimizer.step()  # what could not be loaded has repaired nothing
+        optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            for p, weight in zip(pair.mine, weights, strict=True):
+                p.copy_(weight)
+        pair.check(optimizer)
+        for _ in range(3):
+            pair.step(optimizer)
+        pair.check(optimizer)
+        optimizer.flush()
+        assert used_bytes(optimizer) == pytest.approx(optimizer.stats.state_bytes, rel=0.05)
+
+
+def test_a_load_that_is_interrupted_ends_training(spill_dir: Path) -> None:
+    """Half of the states are of another time then."""
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        pair.step(optimizer)
+        wrong = copy.deepcopy(saved)
+        wrong["state"][7] = {"exp_avg": _Unmovable()}
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict(wrong)
+        assert not optimizer._states.lent
+        with pytest.raises(RuntimeError, match="incomplete"):
+            optimizer.step()
+        optimizer.load_state_dict(saved)
+        assert_same_states(optimizer.state_dict(), saved)
+
+
+class _Unmovable:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_closure_that_fails_touches_nothing(error: type[BaseException], spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+
+        def closure() -> float:
+            raise error("in the model")
+
+        with pytest.raises(error):
+            optimizer.step(closure)
+        pair.check(optimizer)
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+class Stumbling(torch.optim.AdamW):
+    """Fails in its own code, on demand."""
+
+    error: type[BaseException] | None = None
+
+    def _init_group(self, *args: Any) -> Any:
+        if self.error is not None and args[0]["params"][0].shape == (77, 77):
+            raise self.error
+        return super()._init_group(*args)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_step_that_is_interrupted_is_not_trained_on(error: type[BaseException], spill_dir: Path) -> None:
+    pair = Pair(lambda p: Stumbling(p, lr=1e-2), shapes=((128, 150),) * 5 + ((77, 77),) + ((128, 150),) * 5)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        weights = [p.detach().clone() for p in pair.mine]
+        assert isinstance(pair.inner, Stumbling)
+        for _ in range(10):  # what a lost slot would be seen by
+            pair.inner.error = error
+            pair.set_gradients()
+            with pytest.raises(error):
+                optimizer.step()
+            pair.inner.error = None
+            with pytest.raises(RuntimeError, match=error.__name__):
+                optimizer.step()
+            optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            for p, weight in zip(pair.mine, weights, strict=True):
+                p.copy_(weight)
+        pair.check(optimizer)
+        for _ in range(3):
+            pair.step(optimizer)
+        pair.check(optimizer)
+        optimizer.flush()
+        optimizer._states.store.evict(range(len(optimizer._states.store)))
+        assert optimizer._states.store.slots.lent_bytes == 0
+
+
+def test_closing_an_incomplete_one_is_quiet_and_leaves_nothing(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, drive):
+        pair.step(optimizer)
+        drive.fail_read = always(eio)
+        with pytest.raises(StorageError):
+            pair.step(optimizer)
+    with pytest.raises(RuntimeError, match="incomplete"):
+        optimizer.state_dict()
+    with pytest.raises(OffloaderClosedError):
+        optimizer.load_state_dict(pair.twin.state_dict())
+    with pytest.raises(RuntimeError, match="incomplete"):
+        optimizer.state_dict()
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_may_be_loaded_again_and_again(spill_dir: Path) -> None:
+    """Not even its small tensors, which stay in memory, may follow the training that was loaded from it."""
+    pair = Pair(adamw, shapes=((128, 150),) * 3 + ((5,), (300, 200)))
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        saved = optimizer.state_dict()
+        expected = copy.deepcopy(saved)
+        for _ in range(3):
+            optimizer.load_state_dict(saved)
+            assert_same_states(optimizer.state_dict(), expected)
+            pair.set_gradients()
+            optimizer.step()
+            assert_same_states(saved, expected)
+
+
+def test_a_state_dict_while_writes_are_under_way_outlives_everything(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, drive):
+        drive.delay_s = 0.005
+        for _ in range(2):
+            pair.step(optimizer)
+        saved = optimizer.state_dict()
+        expected = copy.deepcopy(pair.twin.state_dict())
+        for _ in range(3):
+            pair.step(optimizer)
+        assert_same_states(saved, expected)
+    assert_same_states(saved, expected)
+    del optimizer
+    gc.collect()
+    assert_same_states(saved, expected)
+    saved["state"][0]["exp_avg"].zero_()  # private, and writable as a plain one
+
+
+def test_copies_and_pickles_are_refused(spill_dir: Path) -> None:
+    with offloaded(Pair(adamw).inner, spill_dir) as (optimizer, _):
+        for refused in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="state_dict"):
+                refused(optimizer)
+
+
+def test_the_inner_optimizer_may_be_stepped_and_loaded(spill_dir: Path) -> None:
+    """It has the same states, wherever they are."""
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        pair.step(pair.inner)
+        pair.check(optimizer)
+        saved = copy.deepcopy(pair.twin.state_dict())
+        for step in range(4):
+            pair.step(optimizer)
+            if step == 1:
+                pair.inner.load_state_dict(copy.deepcopy(saved))
+                pair.twin.load_state_dict(copy.deepcopy(saved))
+        pair.check(optimizer)
+        assert not optimizer._states.lent, "they went back to their drive"
+
+
+def test_states_are_not_lost_when_they_cannot_be_taken_over(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(adamw)
+    pair.step(pair.inner)
+    expected = copy.deepcopy(pair.inner.state_dict())
+
+    def refuse(*args: Any) -> Any:
+        raise MemoryError("injected")
+
+    monkeypatch.setattr("lightning_ssd.optimizer.store.buffers.BufferPool.take", refuse)
+    with opened(spill_dir) as offloader, pytest.raises(MemoryError):
+        offloader.offload_optimizer(pair.inner)
+    assert_same_states(pair.inner.state_dict(), expected)

@@ -1,0 +1,196 @@
+"""``state`` of an offloaded optimizer: what is read is the state, what nobody holds goes back to its drive."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer.live_states import LiveStates
+from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, equal, opened, used_bytes, wrapped
+
+pytestmark = pytest.mark.usefixtures("small_subgroups")
+
+
+def test_steps_update_the_very_tensors_that_somebody_holds(spill_dir: Path) -> None:
+    pair = Pair(adamw, ((128, 150),) * 6 + ((300, 200), (7,)))  # one that is cut, one that is small
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        for number in (2, 6, 7):
+            mine, plain = optimizer.state[pair.mine[number]], pair.twin.state[pair.plain[number]]
+            view = mine["exp_avg_sq"].view(-1)
+            step = mine["step"]
+            for _ in range(3):
+                pair.step(optimizer)
+                assert optimizer.state[pair.mine[number]] is mine
+                assert torch.equal(mine["exp_avg"], plain["exp_avg"])
+                assert torch.equal(view, plain["exp_avg_sq"].view(-1))
+                assert torch.equal(step, plain["step"])
+        pair.check(optimizer)
+        del mine, view, step
+        pair.step(optimizer)
+        assert not optimizer._states.lent, "nobody holds one any more"
+        pair.check(optimizer)
+
+
+def test_reading_all_states_leaves_none_in_memory_and_writes_none(spill_dir: Path) -> None:
+    pair = Pair(adamw, ((128, 150),) * 40)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        optimizer.flush()
+        written_bytes = optimizer.stats.written_bytes
+        most = 0
+        for state, plain in zip(optimizer.state.values(), pair.twin.state.values(), strict=True):
+            assert torch.equal(state["exp_avg"], plain["exp_avg"])
+            most = max(most, len(optimizer._states.lent))
+        del state
+        assert most < 25, "of 40"
+        optimizer.flush()
+        assert optimizer.stats.written_bytes == written_bytes
+        pair.step(optimizer)
+        assert not optimizer._states.lent
+        pair.check(optimizer)
+
+
+def test_states_that_were_read_before_there_were_any_are_made_on_their_way_down(spill_dir: Path) -> None:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters[:39], "momentum": 0.9}, {"params": parameters[39:]}], lr=1e-2)
+
+    for make in (adamw, sgd):
+        pair = Pair(make, (*[(128, 150)] * 38, (300, 200), (128, 150)))
+        with wrapped(pair.inner, spill_dir) as optimizer:
+            held = optimizer.state[pair.mine[3]], pair.twin.state[pair.plain[3]]
+            for mine, plain in zip(pair.mine, pair.plain, strict=True):
+                assert optimizer.state[mine] == pair.twin.state[plain] == {}
+            pair.step(optimizer, [*range(36), 38, 39])
+            in_memory = {number for number, mine in enumerate(pair.mine) if optimizer._states.lent.get(mine)}
+            assert in_memory == {3}, "by who holds it"
+            assert held[0].keys() == held[1].keys()
+            pair.check(optimizer)
+            pair.step(optimizer)
+            pair.check(optimizer)
+
+
+def test_an_empty_state_in_the_place_of_a_stored_one_stays_empty(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        for state in (optimizer.state[pair.mine[2]], pair.twin.state[pair.plain[2]]):
+            state.clear()
+        del state
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+def test_reading_states_that_all_stay_held_looks_at_each_a_few_times(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(adamw, ((64, 64),) * 300)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        looks = 0
+        may_leave = LiveStates._may_leave
+
+        def counted(states: LiveStates, parameter: Any) -> bool:
+            nonlocal looks
+            looks += 1
+            return may_leave(states, parameter)
+
+        monkeypatch.setattr(LiveStates, "_may_leave", counted)
+        held = [state["exp_avg"] for state in optimizer.state.values()]
+        assert looks < 10 * len(held)
+        del held
+
+
+def test_surgery_leaves_nothing_of_the_old_parameters(spill_dir: Path) -> None:
+    """Densification, a hundred times in a training: neither memory nor drives fill with what was replaced."""
+    pair = Pair(adamw, ((40, 60),) * 12)
+    sizes: list[int] = []
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(6):
+            pair.step(optimizer)
+            for each in (optimizer, pair.twin):
+                group = each.param_groups[0]
+                old = group["params"][3]
+                group["params"][3] = nn.Parameter(old.detach().clone())
+                each.state[group["params"][3]] = each.state.pop(old)
+                del old
+            pair.mine[3], pair.plain[3] = optimizer.param_groups[0]["params"][3], pair.twin.param_groups[0]["params"][3]
+            optimizer.flush()
+            sizes.append(used_bytes(optimizer))
+        known = [
+            p for p in optimizer._states.partition.parameters if optimizer._states.partition.number_of(p) is not None
+        ]
+        assert len(known) <= 13
+        assert max(sizes[2:]) <= sizes[1]
+        pair.check(optimizer)
+
+
+def test_copies_and_pickles_of_the_inner_optimizer_are_plain(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        for made in (copy.deepcopy(pair.inner), pickle.loads(pickle.dumps(pair.inner))):
+            assert_same_states(made.state_dict(), pair.twin.state_dict())
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+def test_after_close_the_inner_optimizer_goes_on(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(2):
+            pair.step(optimizer)
+    for _ in range(2):
+        pair.step(pair.inner)
+    assert all(map(equal, pair.mine, pair.plain))
+
+
+def test_a_state_that_something_else_holds_is_refused(spill_dir: Path) -> None:
+    """A wrapper that shares it would go on with an empty one."""
+    pair = Pair(adamw)
+    held: Any = pair.inner.state
+    with opened(spill_dir) as offloader:
+        with pytest.raises(ConfigError, match="nobody else to hold"):
+            offloader.offload_optimizer(pair.inner)
+        del held
+        pair.step(offloader.offload_optimizer(pair.inner))
+        pair.check()
+
+
+def test_a_state_dict_that_a_hook_edits_is_refused(spill_dir: Path) -> None:
+    """Plain training would go on with what it makes of it."""
+    pair = Pair(adamw)
+
+    def spoil(_: Any, saved: dict[str, Any]) -> None:
+        saved["state"][0]["exp_avg"].zero_()
+
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        handle = optimizer.register_state_dict_post_hook(spoil)
+        with pytest.raises(RuntimeError, match="is a copy"):
+            optimizer.state_dict()
+        handle.remove()
+        pair.check(optimizer)
+
+
+def test_what_all_parameters_share_is_refused_before_a_step(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        optimizer.state["rounds"] = {"n": 1}
+        before = [p.detach().clone() for p in pair.mine]
+        pair.set_gradients()
+        with pytest.raises(ConfigError, match="expects parameters as keys"):
+            optimizer.step()
+        assert all(map(torch.equal, before, pair.mine))
+        del optimizer.state["rounds"]
+        optimizer.step()
+        pair.twin.step()
+        pair.check(optimizer)

@@ -1,0 +1,115 @@
+"""How much of an optimizer's states is in memory: a small part, what host memory is given for, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.optimizer.step import paged_states as module_under_test
+from lightning_ssd.optimizer.step.elementwise import UpdateProbe
+from tests.support.optimizer_pairs import Pair, wrapped
+from tests.support.state_stores import mapped_bytes
+
+pytestmark = pytest.mark.usefixtures("small_subgroups")
+
+SHAPES = ((64, 1024),) * 40
+STATE_BYTES = 2 * 4 * 64 * 1024 * 40  # of AdamW
+
+
+def test_most_states_are_not_in_memory(spill_dir: Path) -> None:
+    pair = Pair(torch.optim.AdamW, SHAPES)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(3):
+            pair.step(optimizer)
+        stats = optimizer.stats
+        assert stats.state_bytes == STATE_BYTES
+        assert stats.resident_peak_bytes <= 0.2 * stats.state_bytes
+        assert not optimizer._states.lent
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_cache_saves_its_share_of_the_moves(share: float, spill_dir: Path) -> None:
+    """Bytes moved per step = (1 - C / N) of all, in each direction."""
+    pair = Pair(torch.optim.AdamW, SHAPES)
+    with wrapped(pair.inner, spill_dir, host_memory=int(share * STATE_BYTES)) as optimizer:
+        for _ in range(5):
+            before = optimizer.stats
+            pair.step(optimizer)
+            optimizer._states.store.wait_for_writes()
+            now = optimizer.stats
+        slots = optimizer._states.store.num_slots / now.num_subgroups
+        expected = max(1 - slots, 0) * STATE_BYTES
+        assert now.read_bytes - before.read_bytes == pytest.approx(expected, rel=0.01)
+        assert now.written_bytes - before.written_bytes == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("share", [0.25, 1.5, 4.0])
+def test_optimizers_share_host_memory(share: float, spill_dir: Path) -> None:
+    """The first one takes what it can use, the second one what is left; the activations' tier the rest."""
+    pairs = [Pair(torch.optim.AdamW, SHAPES) for _ in range(2)]
+    total = round(share * STATE_BYTES)
+    policy = OffloadPolicy(optimizer_states="offload")
+    hardware = HardwareProfile(paths=str(spill_dir), host_memory=total)
+    with Offloader(policy=policy, hardware=hardware).open() as offloader:
+        optimizers = [offloader.offload_optimizer(pair.inner) for pair in pairs]
+        for _ in range(3):
+            for pair, optimizer in zip(pairs, optimizers, strict=True):
+                pair.step(optimizer)
+        host = offloader._parts.tiers.host
+        assert host is not None
+        num_own, mapped = 0, 0
+        for optimizer in optimizers:
+            assert isinstance(optimizer, OffloadedOptimizer)
+            store, subgroup = optimizer._states.store, optimizer.stats.subgroup_bytes
+            store.wait_for_writes()
+            num_own += module_under_test._NUM_SLOTS
+            mapped += mapped_bytes(store)
+            assert store.num_slots <= optimizer.stats.num_subgroups
+        assert mapped <= total + num_own * subgroup
+        assert mapped >= min(total, 2 * STATE_BYTES) - 2 * subgroup, "host memory was there and is not used"
+        first, second = (optimizer.stats.kept_bytes for optimizer in optimizers)
+        assert first >= second
+        taken = sum(optimizer._states.files.share.nbytes for optimizer in optimizers)  # type: ignore[attr-defined]
+        assert host.capacity_bytes == total // 4096 * 4096 - taken
+        host_budget = host.arena._share.host_budget
+    assert host_budget.left_bytes == host_budget.total_bytes
+
+
+def test_parameters_that_come_later_may_stay_in_host_memory_too(spill_dir: Path) -> None:
+    pair = Pair(lambda parameters: torch.optim.AdamW(parameters[:10]), SHAPES)
+    with wrapped(pair.inner, spill_dir, host_memory="1GiB") as optimizer:
+        before = optimizer._states.store.num_slots
+        optimizer.add_param_group({"params": pair.mine[10:]})
+        pair.twin.add_param_group({"params": pair.plain[10:]})
+        assert optimizer._states.store.num_slots > before
+        for _ in range(3):
+            pair.step(optimizer)
+        assert optimizer.stats.read_bytes == 0, "there was room for all"
+    pair.check()
+
+
+def test_slots_that_turn_out_larger_are_fewer(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial may tell less than what an optimizer then remembers."""
+    monkeypatch.setattr(UpdateProbe, "element_bytes", lambda *_: 2)
+    pair = Pair(torch.optim.AdamW, SHAPES)
+    with wrapped(pair.inner, spill_dir, host_memory="2MiB") as optimizer:
+        before = optimizer._states.store.num_slots
+        for _ in range(3):
+            pair.step(optimizer)
+        store = optimizer._states.store
+        store.wait_for_writes()
+        assert store.num_slots < before
+        largest = max(s.layout.nbytes for s in optimizer._states.partition.subgroups if s.layout is not None)
+        assert mapped_bytes(store) <= (2 << 20) + module_under_test._NUM_SLOTS * largest
+        pair.check()
+
+
+def test_the_slots_of_all_directories_together_have_a_cap() -> None:
+    states = 1 << 40
+    for num, expected in ((1, 256 << 20), (2, 256 << 20), (8, 64 << 20), (16, 32 << 20)):
+        assert module_under_test.subgroup_bytes(states, num) == expected
+        assert module_under_test._NUM_SLOTS * num * expected <= 2 << 30

@@ -1,0 +1,338 @@
+"""Odd states, parameters and gradients of offloaded optimizers: the bits of the plain ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer.step import elementwise
+from lightning_ssd.optimizer.step.stepper import SubgroupStepper
+from tests.support.optimizer_pairs import (
+    Nested,
+    Pair,
+    adamw,
+    assert_same_parameters,
+    assert_same_states,
+    equal,
+    offloaded,
+    opened,
+    wrapped,
+)
+
+pytestmark = pytest.mark.usefixtures("small_subgroups")
+
+
+# -- odd states, parameters and gradients ------------------------------------------------------------------------------
+
+
+def test_states_come_late_go_swap_nest_and_change_their_type(spill_dir: Path) -> None:
+    pair = Pair(Nested)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for step in range(7):
+            pair.step(optimizer, None if step % 2 else [0, 1, 2, 8])
+            pair.check(optimizer)
+        saved = copy.deepcopy(pair.twin.state_dict())
+        optimizer.load_state_dict(saved)
+        pair.twin.load_state_dict(copy.deepcopy(saved))
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+def test_a_group_without_gradients_counts_its_steps_as_plainly(spill_dir: Path) -> None:
+    pair = Pair(lambda p: Nested([{"params": p[:5]}, {"params": p[5:]}]))
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for active in ([0, 1], [], [5, 6], None):
+            pair.step(optimizer, active)
+            pair.check(optimizer)
+        assert [group["calls"] for group in optimizer.param_groups] == [4, 4]
+
+
+def test_options_may_change_between_steps(spill_dir: Path) -> None:
+    """``amsgrad`` makes new states in the middle."""
+    pair = Pair(lambda p: torch.optim.Adam(p, lr=1e-2))
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for step in range(8):
+            if step in (3, 5):
+                for group in (optimizer.param_groups[0], pair.twin.param_groups[0]):
+                    group["amsgrad"] = step == 3
+            # A state that amsgrad finds without its maximum is a KeyError in the plain optimizer, too.
+            if step == 3:
+                plain = pair.twin.state_dict()
+                for state in plain["state"].values():
+                    state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+                optimizer.load_state_dict(copy.deepcopy(plain))
+            pair.step(optimizer)
+            pair.check(optimizer)
+
+
+def _channels_last(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(p.detach().view(10, 16, 10, 12).to(memory_format=torch.channels_last))
+
+
+ODD: dict[str, Callable[[nn.Parameter], nn.Parameter]] = {
+    "complex": lambda p: nn.Parameter(torch.view_as_complex(p.detach().view(-1, 2).clone())),
+    "complex double": lambda p: nn.Parameter(torch.view_as_complex(p.detach().double().view(-1, 2).clone())),
+    "double": lambda p: nn.Parameter(p.detach().double()),
+    "half": lambda p: nn.Parameter(p.detach().half()),
+    "bfloat16": lambda p: nn.Parameter(p.detach().bfloat16()),
+    "channels last": _channels_last,
+    "transposed": lambda p: nn.Parameter(p.detach().t()),
+    "view of a larger one": lambda p: nn.Parameter(torch.cat([p.detach(), p.detach()])[3:131]),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("large", [False, True])
+def test_parameters_of_all_kinds(odd: str, large: bool, spill_dir: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    start = [torch.randn(128, 150, generator=generator) for _ in range(4)]
+    if large and odd in ("double", "half", "bfloat16", "complex"):
+        start = [torch.randn(600, 200, generator=generator) for _ in range(3)]
+    mine = [ODD[odd](nn.Parameter(p)) for p in start]
+    plain = [ODD[odd](nn.Parameter(p)) for p in start]
+    twin = torch.optim.AdamW(plain, lr=1e-2)
+    with offloaded(torch.optim.AdamW(mine, lr=1e-2), spill_dir) as (optimizer, _):
+        for _ in range(4):
+            for a, b in zip(mine, plain, strict=True):
+                gradient = torch.randn(a.shape, generator=generator, dtype=torch.float32).to(a.dtype)
+                a.grad, b.grad = gradient, gradient.clone()
+            optimizer.step()
+            twin.step()
+        assert all(map(equal, mine, plain))
+        assert_same_states(optimizer.state_dict(), twin.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(twin.state_dict()))
+        assert_same_states(optimizer.state_dict(), twin.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("kind", ["sparse_adam", "adagrad", "sgd"])
+def test_sparse_gradients(kind: str, spill_dir: Path) -> None:
+    """Of parameters that are not cut; those of sliced ones are refused by name."""
+    makers: dict[str, Callable[[Any], Optimizer]] = {
+        "sparse_adam": lambda p: torch.optim.SparseAdam(p, lr=1e-2),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+        "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    }
+    pair = Pair(makers[kind], shapes=((40, 30),) * 9)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for step in range(4):
+            for mine, plain in zip(pair.mine, pair.plain, strict=True):
+                rows = torch.tensor([[step, step + 5, step + 20]])
+                gradient = torch.sparse_coo_tensor(
+                    rows, torch.full((3, 30), 0.5 + step), (40, 30), check_invariants=True
+                )
+                mine.grad, plain.grad = gradient.coalesce(), gradient.clone().coalesce()
+            optimizer.step()
+            pair.twin.step()
+        pair.check(optimizer)
+
+
+def test_data_that_is_replaced_is_what_is_updated(spill_dir: Path) -> None:
+    pair = Pair(adamw, shapes=((300, 200), (128, 150), (7,), *[(128, 150)] * 6))
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for _ in range(4):
+            for mine, plain in zip(pair.mine, pair.plain, strict=True):
+                mine.data, plain.data = mine.data * 2, plain.data * 2
+            pair.step(optimizer)
+        pair.check(optimizer)
+        pair.mine[0].grad = None
+        pair.mine[0].data = torch.ones(200, 300)
+        pair.mine[0].grad = torch.ones(200, 300)
+        with pytest.raises(RuntimeError, match="Make a new optimizer"):
+            optimizer.step()
+
+
+def test_parameters_over_the_same_memory_are_refused_before_a_step(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        for parameters in (pair.mine, pair.plain):
+            parameters[7].data = parameters[0].data  # as weights are tied by mistake
+        pair.set_gradients()
+        with pytest.raises(ConfigError, match="share memory"):
+            optimizer.step()
+        pair.step(optimizer, [number for number in range(10) if number != 7])  # one of them is frozen
+        for parameters in (pair.mine, pair.plain):
+            parameters[7].data = parameters[7].data.clone()
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+def test_parameters_that_are_columns_of_one_matrix(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    for parameters in (pair.mine, pair.plain):
+        both = torch.cat([parameters[0].data, parameters[7].data], dim=1)
+        parameters[0].data, parameters[7].data = both[:, :150], both[:, 150:]
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(3):
+            pair.step(optimizer)
+        pair.check(optimizer)
+
+
+def test_gradients_that_stay_and_are_zeroed(spill_dir: Path) -> None:
+    pair = Pair(adamw, shapes=((300, 200), (128, 150), (7,), *[(128, 150)] * 6))
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        held = [p.grad for p in pair.mine]
+        for optimizers in ((optimizer, pair.twin),) * 3:
+            for each in optimizers:
+                each.zero_grad(set_to_none=False)
+                each.step()
+        assert all(p.grad is g for p, g in zip(pair.mine, held, strict=True))
+        pair.check(optimizer)
+
+
+def test_a_parameter_in_two_groups_is_refused_as_plainly(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": [pair.mine[0]]})
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+def test_states_elsewhere_stay_there(spill_dir: Path) -> None:
+    """On another device, or none."""
+
+    class Elsewhere(Nested):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state["shape"] = torch.empty(p.shape, device="meta")
+                state["m"] = state.get("m", torch.zeros_like(p)) + p.grad
+                p.sub_(state["m"])
+
+    pair = Pair(Elsewhere)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for _ in range(3):
+            pair.step(optimizer)
+        pair.check()
+        assert optimizer.state_dict()["state"][3]["shape"].device.type == "meta"
+
+
+def test_a_new_group_may_bring_states(spill_dir: Path) -> None:
+    class Eager(torch.optim.SGD):
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            super().add_param_group(param_group)
+            for p in param_group["params"]:
+                self.state[p]["momentum_buffer"] = torch.ones_like(p)
+
+    pair = Pair(lambda p: Eager(p, lr=0.1, momentum=0.9))
+    extra, extra_plain = nn.Parameter(torch.ones(128, 150)), nn.Parameter(torch.ones(128, 150))
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        optimizer.add_param_group({"params": [extra]})
+        pair.twin.add_param_group({"params": [extra_plain]})
+        extra.grad, extra_plain.grad = torch.full((128, 150), 0.25), torch.full((128, 150), 0.25)
+        for _ in range(3):
+            pair.step(optimizer)
+        assert torch.equal(extra, extra_plain)
+        pair.check(optimizer)
+
+
+class Ragged(torch.optim.SGD):
+    """Rounds the last element of each tensor otherwise, as vectorised loops may."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+                p[-1] -= group["lr"] / 16
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, torch.tensor(0.0)])
+def test_a_rate_of_zero_does_not_hide_that_slices_differ(
+    rate: float | torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm-ups begin at 0, and trials are made before the first step."""
+    monkeypatch.setattr(elementwise, "_ELEMENTWISE", (Ragged,))
+    optimizer = Ragged([nn.Parameter(torch.ones(300, 200))], lr=0.1)
+    optimizer.param_groups[0]["lr"] = rate
+    trials = elementwise.UpdateProbe(SubgroupStepper(optimizer), optimizer, master_weights=False)
+    assert not trials.may_slice(optimizer.param_groups[0]["params"][0], 0)
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_an_interrupted_trial_leaves_no_parameter_out(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known, but in no subgroup, it would never be updated again."""
+    pair = Pair(adamw)
+    extra, extra_plain = nn.Parameter(torch.ones(300, 200)), nn.Parameter(torch.ones(300, 200))
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+
+        def interrupt(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(elementwise.UpdateProbe, "may_slice", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.add_param_group({"params": [extra]})
+        pair.twin.add_param_group({"params": [extra_plain]})
+        extra.grad, extra_plain.grad = torch.ones(300, 200), torch.ones(300, 200)
+        pair.step(optimizer)
+        assert torch.equal(extra, extra_plain)
+        pair.check(optimizer)
+
+
+def test_steps_that_gradients_go_through_are_refused(spill_dir: Path) -> None:
+    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="differentiable"):
+        offloader.offload_optimizer(torch.optim.Adam([nn.Parameter(torch.ones(3))], differentiable=True))
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        optimizer.param_groups[0]["differentiable"] = True
+        with pytest.raises(ConfigError, match="differentiable"):
+            optimizer.step()
+        optimizer.param_groups[0]["differentiable"] = False
+        pair.step(optimizer)
+        pair.check()
+
+
+def _lazy() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.LazyLinear(200), nn.Tanh(), nn.LazyLinear(300), nn.Linear(300, 8)), torch.randn(16, 150)
+
+
+@pytest.mark.parametrize("make", [adamw, Nested])
+@pytest.mark.parametrize("first", ["a step", "states that are read", "states that are loaded"])
+def test_parameters_that_have_no_shape_before_the_first_batch(
+    first: str, make: Callable[[Any], Optimizer], spill_dir: Path
+) -> None:
+    """Those of lazy modules. A state may be loaded before."""
+    (mine, batch), (plain, _) = _lazy(), _lazy()
+    twin = make(list(plain.parameters()))
+    with offloaded(make(list(mine.parameters())), spill_dir) as (optimizer, _):
+        if first == "states that are read":
+            assert all(
+                optimizer.state[p] == twin.state[q] for p, q in zip(mine.parameters(), plain.parameters(), strict=True)
+            )
+        if first == "states that are loaded":
+            other, _ = _lazy()
+            source = make(list(other.parameters()))
+            _train(other, source, batch)
+            optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+            twin.load_state_dict(copy.deepcopy(source.state_dict()))
+            assert_same_states(optimizer.state_dict(), twin.state_dict())
+        for _ in range(3):
+            _train(mine, optimizer, batch)
+            _train(plain, twin, batch)
+        assert_same_parameters(list(mine.parameters()), list(plain.parameters()))
+        assert_same_states(optimizer.state_dict(), twin.state_dict())
+        assert len(optimizer._states.partition.parameters) == 6
+
+
+def _train(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> None:
+    torch.manual_seed(4)  # lazy modules draw their parameters
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()

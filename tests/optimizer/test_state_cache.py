@@ -1,0 +1,290 @@
+"""Optimizer states in host memory, for a device that has memory of its own: the CPU plays that device here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.memory.pools import ReloadPool
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.optimizer.store.buffers import SlotMover
+from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy
+from lightning_ssd.optimizer.store.store import StateStore
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import Edges, HostMover
+from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.ssd import SsdTier
+from tests.support.faults import FaultyBackend, always, enospc
+from tests.support.late import HeldCopies
+from tests.support.patience import PATIENCE_S
+from tests.support.state_stores import CPU, NBYTES, put
+
+POLICY = OffloadPolicy(activations="keep", optimizer_states="offload", verify="full")
+SHAPES = ((600, 512),) * 8
+STATE_BYTES = 8 * 600 * 512 * 8
+
+
+@pytest.fixture(autouse=True)
+def a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ssd._environment._is_discrete", lambda device: True)
+    monkeypatch.setattr("lightning_ssd.optimizer.step.paged_states._MIN_SUBGROUP_BYTES", 256 << 10)
+
+
+class Pair:
+    """Parameters with offloaded states, and their twins with a plain optimizer."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.mine = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+        self.twins = [nn.Parameter(p.detach().clone()) for p in self.mine]
+        self.plain = torch.optim.AdamW(self.twins, lr=1e-3)
+        self.num_steps = 0
+
+    def step(self, optimizer: torch.optim.Optimizer, times: int = 1) -> None:
+        for _ in range(times):
+            generator = torch.Generator().manual_seed(100 + self.num_steps)
+            self.num_steps += 1
+            for one, other in zip(self.mine, self.twins, strict=True):
+                one.grad = torch.randn(one.shape, generator=generator)
+                other.grad = one.grad.clone()
+            optimizer.step()
+            self.plain.step()
+            assert all(torch.equal(one, other) for one, other in zip(self.mine, self.twins, strict=True))
+
+    def check_states(self, saved: dict[str, Any]) -> None:
+        expected = self.plain.state_dict()["state"]
+        for number, state in saved["state"].items():
+            for key, value in state.items():
+                assert torch.equal(value, expected[number][key]), (number, key)
+
+
+@contextmanager
+def offloaded(pair: Pair, directory: Path, host_memory: int, **more: Any) -> Iterator[OffloadedOptimizer]:
+    hardware = HardwareProfile(paths=directory, host_memory=host_memory)
+    with Offloader(policy=POLICY, hardware=hardware, **more).open() as offloader:
+        optimizer = offloader.offload_optimizer(torch.optim.AdamW(pair.mine, lr=1e-3))
+        assert isinstance(optimizer, OffloadedOptimizer)
+        yield optimizer
+
+
+def drive_bytes(optimizer: OffloadedOptimizer) -> tuple[int, int]:
+    optimizer._states.store.wait_for_writes()
+    return optimizer.stats.written_bytes, optimizer.stats.read_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.1])
+def test_the_cache_saves_its_share_of_the_moves(share: float, spill_dir: Path) -> None:
+    pair = Pair()
+    with offloaded(pair, spill_dir, round(share * STATE_BYTES)) as optimizer:
+        pair.step(optimizer, 3)
+        before = drive_bytes(optimizer)
+        pair.step(optimizer, 4)
+        moved = [(after - old) / 4 for after, old in zip(drive_bytes(optimizer), before, strict=True)]
+        resident = optimizer.stats.resident_peak_bytes
+        assert optimizer.stats.num_subgroups > 30
+    for nbytes in moved:
+        assert nbytes <= max(1 - share, 0) * STATE_BYTES
+        assert nbytes >= (1 - share) * STATE_BYTES - resident - 4 * (256 << 10)
+    assert resident < 0.2 * STATE_BYTES, "the device holds what the host was to hold"
+
+
+@pytest.mark.parametrize("share", [0.5, 1.1])
+def test_a_checkpoint_finds_everything_on_the_drive(share: float, spill_dir: Path) -> None:
+    pair = Pair()
+    with offloaded(pair, spill_dir, round(share * STATE_BYTES)) as optimizer:
+        pair.step(optimizer, 2)
+        saved = optimizer.state_dict()
+        host = optimizer._states.files.host
+        assert host is not None
+        assert host.used_bytes == 0, "a snapshot would have to copy this"
+        pair.check_states(saved)
+        expected = {n: {k: v.clone() for k, v in s.items()} for n, s in saved["state"].items()}
+        pair.step(optimizer, 2)
+        assert host.used_bytes > 0.4 * STATE_BYTES
+        for number, state in saved["state"].items():
+            assert all(torch.equal(value, expected[number][key]) for key, value in state.items())
+        pair.check_states(optimizer.state_dict())
+        pair.step(optimizer)
+    pair.check_states(optimizer.state_dict())  # after close
+
+
+def test_optimizers_and_activations_have_one_host_memory(spill_dir: Path) -> None:
+    """Twice as much as there is would be of use to the two optimizers alone; and the activations come first."""
+    total = STATE_BYTES
+    policy = OffloadPolicy(activations="auto", optimizer_states="offload", verify="full")
+    hardware = HardwareProfile(paths=spill_dir, host_memory=total)
+    pairs = [Pair(), Pair()]
+    with Offloader(policy=policy, hardware=hardware).open() as offloader:
+        optimizers = [offloader.offload_optimizer(torch.optim.AdamW(pair.mine, lr=1e-3)) for pair in pairs]
+        activations = offloader._parts.tiers.host
+        assert activations is not None
+        hosts = [activations, *(optimizer._states.files.host for optimizer in optimizers)]  # type: ignore[attr-defined]
+        for host in hosts:
+            host.arena._growth_bytes = 1 << 20
+        kept = activations.arena.allocate(total // 4)
+        for _ in range(3):
+            for pair, optimizer in zip(pairs, optimizers, strict=True):
+                pair.step(optimizer)
+                assert sum(host.memory_bytes for host in hosts) <= total
+        assert activations.memory_bytes >= total // 4
+        assert sum(host.memory_bytes for host in hosts) > 0.95 * total, "much is left that one could use"
+        for pair, optimizer in zip(pairs, optimizers, strict=True):
+            pair.check_states(optimizer.state_dict())
+        assert kept is not None
+        host_budget = activations.arena._share.host_budget
+    assert host_budget.left_bytes == host_budget.total_bytes
+
+
+def test_loaded_states_may_go_to_the_cache(spill_dir: Path) -> None:
+    pair = Pair()
+    with offloaded(pair, spill_dir, STATE_BYTES) as optimizer:
+        pair.step(optimizer, 2)
+        saved = optimizer.state_dict()
+    with offloaded(pair, spill_dir, STATE_BYTES) as optimizer:
+        optimizer.load_state_dict(saved)
+        pair.step(optimizer, 3)
+
+
+def test_a_full_drive_costs_no_checkpoint(spill_dir: Path) -> None:
+    pair = Pair()
+    drive: list[FaultyBackend] = []
+
+    def wrap(backend: Any) -> FaultyBackend:
+        drive.append(FaultyBackend(backend))
+        return drive[-1]
+
+    with offloaded(pair, spill_dir, STATE_BYTES, _wrap_backend=wrap) as optimizer:
+        pair.step(optimizer, 2)
+        drive[-1].fail_write = always(enospc)
+        pair.check_states(optimizer.state_dict())
+        with pytest.warns(UserWarning, match="stay in memory, exact as before"):
+            pair.step(optimizer)
+        drive[-1].fail_write = None
+        pair.step(optimizer, 2)
+        pair.check_states(optimizer.state_dict())
+
+
+# -- the store by itself, with copies that run when the test says so ---------------------------------------------------
+
+
+@contextmanager
+def store_with(copies: HeldCopies, directory: Path, *, num_slots: int = 2) -> Iterator[StateStore]:
+    backend = PosixBackend([directory], direct=False)
+    mover = SlotMover(HostMover(backend, ReloadPool(0)))
+    events = EventLog()
+    ssd = SsdTier(backend, mover, [directory], events=events, sampler=Sampler("full"))
+    host = HostTier(
+        1 << 20, copies, pin=False, events=events, allocate=lambda n, device: mover.allocate(n, Edges(b"", b""), device)
+    )
+    store = StateStore([ssd], mover, device=CPU, num_slots=num_slots, mark=copies.mark, host=host)
+    store.add([0] * 6)
+    try:
+        yield store
+    finally:
+        copies.held = False
+        copies.let_through(copies.num_queued - len(copies.copied))
+        store.close()
+        for tier in (ssd, host):
+            tier.close()
+        backend.close()
+
+
+def test_what_comes_from_host_memory_is_waited_for(spill_dir: Path) -> None:
+    copies = HeldCopies(held=False)
+    with store_with(copies, spill_dir) as store:
+        put(store, 0, 7)
+        store.wait_for_writes()
+        copies.held = True
+        found: list[int] = []
+
+        def take() -> None:
+            storage = store.take(0)
+            assert storage is not None
+            found.append(int(torch.empty(0, dtype=torch.uint8).set_(storage)[-1]))
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        copies.wait_queued(2)
+        thread.join(0.3)
+        assert thread.is_alive(), "taken before its bytes were there"
+        copies.let_through(1)
+        thread.join(20)
+        assert found == [7]
+
+
+def test_memory_is_not_lent_again_while_a_copy_runs(spill_dir: Path) -> None:
+    copies = HeldCopies(held=False)
+    with store_with(copies, spill_dir, num_slots=1) as store:
+        put(store, 0, 7)
+        store.wait_for_writes()
+        copies.held = True
+        store.prefetch([0])
+        copies.wait_queued(2)
+        evicted = threading.Event()
+
+        def evict() -> None:
+            while not store.in_memory():
+                pass
+            store.evict([0])
+            evicted.set()
+
+        thread = threading.Thread(target=evict)
+        thread.start()
+        assert not evicted.wait(0.3)
+        copies.let_through(1)
+        assert evicted.wait(PATIENCE_S)
+        thread.join()
+        assert store.in_memory() == []
+
+
+def test_a_held_copy_may_die_under_the_lock_of_host_memory(spill_dir: Path) -> None:
+    """The garbage collector may run while the very thread that it runs in holds that lock."""
+    with store_with(HeldCopies(held=False), spill_dir) as store:
+        assert store._router._host is not None
+        put(store, 0, 7)
+        store.wait_for_writes()
+        held = store.hold(0)
+        assert isinstance(held, StoredCopy)
+        assert held.is_cached
+        put(store, 0, 8)
+        store.wait_for_writes()
+        assert store._router._host.used_bytes == 2 * NBYTES
+        holds = [CopyPin()]
+        store.release_with(holds[0], [held])
+        with store._router._host._lock, store._router._host.arena._lock:
+            thread = threading.Thread(target=holds.clear, daemon=True)  # the last reference
+            thread.start()
+            thread.join(5)
+            assert not thread.is_alive(), "it waits for a lock"
+        put(store, 1, 9)
+        store.wait_for_writes()
+        assert store._router._host.used_bytes == 2 * NBYTES, "what was held is lost"
+
+
+def test_what_has_no_room_goes_to_the_drive(spill_dir: Path) -> None:
+    copies = HeldCopies(held=False)
+    with store_with(copies, spill_dir) as store:
+        assert store._router._host is not None
+        kept = store._router._host.arena.allocate(store._router._host.capacity_bytes - NBYTES)
+        for index in range(4):
+            put(store, index, index)
+        store.wait_for_writes()
+        assert [home.copy.is_cached for home in store._homes if home.copy is not None] == [True, False, False, False]
+        for index in range(4):
+            storage = store.take(index)
+            assert storage is not None
+            assert int(torch.empty(0, dtype=torch.uint8).set_(storage)[0]) == index
+            store.give(index, storage, is_dirty=False, keep=False)
+        store.flush()
+        assert store._router._host.used_bytes == store._router._host.capacity_bytes - NBYTES
+        assert kept is not None

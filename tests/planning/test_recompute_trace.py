@@ -1,0 +1,208 @@
+"""The trace of a pass whose blocks are recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ssd.planning.lifetimes import Lifetimes
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.planning.recompute_trace import (
+    inner_bytes,
+    inner_storages,
+    input_of,
+    recomputable,
+    recomputed,
+    with_inner,
+)
+from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
+from tests.support.traces import network, passes
+
+
+def times(s: TracedStorage) -> tuple[float, float, float | None, float]:
+    return s.packed_s, s.last_used_s, s.wanted_s, s.freed_s
+
+
+def two_blocks() -> Trace:
+    """Blocks of 1 s forward, 2 s backward, two storages each: packed at 0, 0.5 | 1, 1.5; end at 6 s."""
+    return network(2, 2, input_nbytes=7)
+
+
+def test_the_first_block_by_hand() -> None:
+    other, old = recomputed(two_blocks(), frozenset({0}))
+    # Block 0's backward would begin at 4 s; now that is when its forward is run again, for 1 s.
+    assert old == (-1, 2, 3, 0, 1)
+    assert [input_of(i) for i in old if i < 0] == [0]
+    assert times(other.storages[0]) == (0, 1, 4, 7)
+    assert other.storages[0].nbytes == 7
+    assert other.storages[0].movable
+    assert [times(s) for s in other.storages[1:3]] == [(1, 1, 3, 4), (1.5, 1.5, 2, 3)]  # as before
+    assert times(other.storages[3]) == (4, 4, 6, 7)
+    assert times(other.storages[4]) == (4.5, 4.5, 5, 6)
+    assert [s.movable for s in other.storages] == [True, True, True, False, False]
+    assert [s.block for s in other.storages] == [0, 1, 1, 0, 0]
+    assert other.order == (2, 1, 0, 4, 3)
+    assert (other.forward_end_s, other.end_s, other.recomputed) == (2, 7, {0})
+    assert (other.blocks[0].backward_start_s, other.blocks[0].backward_end_s) == (4, 7)
+    assert other.blocks[1] == two_blocks().blocks[1]
+
+
+def test_both_blocks_by_hand() -> None:
+    other, old = recomputed(two_blocks(), frozenset({0, 1}))
+    # Forward is run again from 2 s to 3 s (block 1) and from 5 s to 6 s (block 0).
+    assert old == (-1, -2, 2, 3, 0, 1)
+    assert [times(s) for s in other.storages] == [
+        (0, 1, 5, 8),
+        (1, 2, 2, 5),
+        (2, 2, 4, 5),
+        (2.5, 2.5, 3, 4),
+        (5, 5, 7, 8),
+        (5.5, 5.5, 6, 7),
+    ]
+    assert other.end_s == 8
+    assert other.saved_peak_bytes == 214  # block 1, its input, and the other one's
+
+
+def test_memory_falls_to_inputs_and_one_block() -> None:
+    case = network(10, 10, nbytes=100, input_nbytes=10)
+    other, _ = recomputed(case, frozenset(range(10)))
+    assert case.saved_peak_bytes == 10_000
+    assert other.saved_peak_bytes == 10 * 10 + 10 * 100
+    assert other.end_s == pytest.approx(case.end_s + 10)
+
+
+def test_no_input_no_pseudo_storage() -> None:
+    other, old = recomputed(network(2, 2, input_nbytes=0), frozenset({0}))
+    assert old == (2, 3, 0, 1)
+    assert len(other.storages) == 4
+
+
+def test_nothing_to_recompute_changes_nothing() -> None:
+    case = two_blocks()
+    for blocks in (frozenset[int](), frozenset({7})):
+        with_none = recomputed(case, blocks) if not blocks else (case, (0, 1, 2, 3))
+        assert with_none == (case, (0, 1, 2, 3))
+    again = replace(case, recomputed=frozenset({1}))
+    assert recomputable(again) == (0,)
+    assert recomputed(again, frozenset({1})) == (again, (0, 1, 2, 3))
+    assert recomputed(again, frozenset({0, 1}))[0].recomputed == {0, 1}
+
+
+def test_blocks_that_cannot_be_recomputed_are_not_offered() -> None:
+    case = two_blocks()
+    assert recomputable(case) == (0, 1)
+    assert recomputable(replace(case, blocks=(replace(case.blocks[0], recomputable=False), case.blocks[1]))) == (1,)
+
+
+def test_blocks_of_which_nothing_is_wanted_are_left_alone() -> None:
+    case = two_blocks()
+    storages = tuple(replace(s, wanted_s=None) if s.block == 1 else s for s in case.storages)
+    case = replace(case, storages=storages, order=tuple(i for i in case.order if case.storages[i].block == 0))
+    assert recomputable(case) == (0,)
+    assert recomputed(case, frozenset({1})) == (case, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        {"backward_start_s": 0.0, "backward_end_s": 0.0},
+        {"backward_start_s": 6.0, "backward_end_s": 6.0},  # "never": the recorder's word for a block without wants
+        {"backward_end_s": 0.0},
+    ],
+)
+def test_missing_backward_times_come_from_what_the_block_saved(missing: dict[str, float]) -> None:
+    case = two_blocks()
+    whole = recomputed(case, frozenset({0}))
+    holes = replace(case, blocks=(replace(case.blocks[0], **missing), case.blocks[1]))
+    other, old = recomputed(holes, frozenset({0}))
+    assert (other.storages, other.order, old) == (whole[0].storages, whole[0].order, whole[1])
+
+
+def test_missing_forward_times_leave_the_block_alone() -> None:
+    case = network(2, 2)
+    blocks = (replace(case.blocks[0], forward_start_s=0, forward_end_s=0), replace(case.blocks[1], forward_end_s=0))
+    case = replace(case, blocks=blocks)
+    other, _ = recomputed(case, frozenset({0, 1}))
+    assert other.end_s == case.end_s
+    assert recomputable(case) == (0,)  # only what was packed at 0 s lies in it
+
+
+def test_rounding_does_not_delay_a_free() -> None:
+    """Freed at the very moment in which the next block is recomputed, but for the last bit."""
+    case = two_blocks()
+    storages = tuple(replace(s, freed_s=4.0 + 1e-15 * 4) if s.freed_s == 4 else s for s in case.storages)
+    other, _ = recomputed(replace(case, storages=storages), frozenset({0}))
+    assert other.storages[1].freed_s < 4.5
+
+
+@given(passes(), st.sets(st.integers(0, 2)))
+@settings(derandomize=True, deadline=None, max_examples=200, database=None)
+def test_laws(case: Trace, chosen: set[int]) -> None:
+    blocks = frozenset(b for b in chosen if b < len(case.blocks))
+    other, old = recomputed(case, blocks)
+    done = blocks & set(recomputable(case))
+    Lifetimes(other)  # the order names exactly what is wanted
+    assert other.recomputed == done
+    assert other.end_s == pytest.approx(case.end_s + 3 * len(done))
+    assert sorted(i for i in old if i >= 0) == list(range(len(case.storages)))
+    assert {input_of(i) for i in old if i < 0} == {b for b in done if case.blocks[b].input_nbytes}
+    inner = inner_storages(case, blocks)
+    packed = [s.packed_s for s in other.storages]
+    assert packed == sorted(packed)
+    for index, s in zip(old, other.storages, strict=True):
+        assert s.packed_s <= s.last_used_s <= max(s.freed_s, s.last_used_s)
+        assert s.freed_s >= max(s.packed_s, s.wanted_s or 0)
+        assert s.freed_s <= other.end_s + 1e-9
+        if index in inner:
+            assert not s.movable
+            assert s.packed_s >= case.forward_end_s
+        elif index >= 0:
+            delay_s = s.packed_s - case.storages[index].packed_s
+            assert delay_s == 0 if s.packed_s < case.forward_end_s else 0 <= delay_s <= 3 * len(done) + 1e-9
+            assert s.movable == case.storages[index].movable
+        if index >= 0:
+            before, after = case.storages[index].wanted_s, s.wanted_s
+            assert (before is None) == (after is None)
+            assert before is None or after is None or before - 1e-9 <= after <= before + 3 * len(done) + 1e-9
+
+
+def test_what_no_hook_sees_of_a_recomputed_block_is_put_back_into_its_trace() -> None:
+    base = Trace(
+        storages=(
+            TracedStorage(nbytes=10, packed_s=0.1, last_used_s=0.1, wanted_s=3.5, freed_s=3.9, block=0),
+            TracedStorage(nbytes=20, packed_s=0.2, last_used_s=0.2, wanted_s=3.2, freed_s=3.4, block=0),
+            TracedStorage(nbytes=5, packed_s=1.1, last_used_s=1.1, wanted_s=2.5, freed_s=2.9, block=1),
+        ),
+        order=(2, 1, 0),
+        blocks=tuple(
+            TracedBlock(
+                name=str(i),
+                forward_start_s=float(i),
+                forward_end_s=i + 1.0,
+                backward_start_s=3.0 - i,
+                backward_end_s=4.0 - i,
+                input_nbytes=1,
+            )
+            for i in range(2)
+        ),
+        forward_end_s=2.0,
+        end_s=4.0,
+    )
+    held = inner_bytes(base, frozenset({0}))
+    assert held == {0: 30}
+    recorded = replace(base, storages=base.storages[2:], order=(0,), recomputed=frozenset({0}))
+    completed = with_inner(recorded, held)
+    assert completed.storages[:1] == recorded.storages
+    hidden = completed.storages[1]
+    assert (hidden.nbytes, hidden.packed_s, hidden.freed_s, hidden.movable) == (30, 3.0, 4.0, False)
+    assert completed.order == recorded.order
+    assert with_inner(base, held) == base  # nothing was recomputed: the hooks have seen all of it
+    placements = (Placement.SSD, Placement.KEEP)
+    machine = Machine(ssd=TierRates(write_bytes_per_s=1e9, read_bytes_per_s=1e9))
+    played = simulate(completed, placements, machine, limit_bytes=None, ahead_bytes=0).prediction
+    assert played.peak_bytes == 30

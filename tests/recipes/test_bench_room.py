@@ -1,0 +1,191 @@
+"""The benchmark where there is too little room: workers without memory, full drives, cards of every size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.benchmarks import step
+from recipes.benchmarks.harness import groups
+from recipes.benchmarks.harness import rounds as bench_round
+from recipes.benchmarks.harness.mode_names import parse_mode
+from recipes.benchmarks.harness.process import Child, ChildDiedError, ChildOutOfMemoryError
+from recipes.benchmarks.harness.shapes import PROFILES, TINY, Shape, choose_shape
+from recipes.benchmarks.workers.step import Job
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
+    """It cannot make its directory, says so itself, and everything is closed."""
+    (tmp_path / "file").write_text("")
+    job = Job("ssd", TINY, str(tmp_path / "file" / "below"), 1)
+    child = Child(job, quiet=True)
+    try:
+        with pytest.raises(ChildDiedError, match="the process of mode ssd ended with code 1") as caught:
+            child.answer()
+    finally:
+        child.close()
+    assert (caught.value.mode, caught.value.code) == ("ssd", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+def test_a_worker_that_has_not_enough_memory_says_so(tmp_path: Path) -> None:
+    """PyTorch's own error, of a batch that no machine has room for."""
+    child = Child(Job("keep", replace(TINY, batch=1 << 50), str(tmp_path), 1), quiet=True)
+    try:
+        child.answer()
+        with pytest.raises(ChildOutOfMemoryError, match=r"mode keep is out of memory: .*can't allocate") as caught:
+            child.ask("step")
+    finally:
+        child.close()
+    assert caught.value.why == "out of memory"
+
+
+def hungry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The rows of a benchmark whose modes ssd (at once) and recompute (later) are out of memory."""
+    module = {"module": "tests.support.hungry_worker", "quiet": True}
+    for place in (bench_round, step):
+        monkeypatch.setattr(place, "Child", partial(Child, **module))
+    args = step.parse_arguments(["--tiny", "--warmup", "1", "--steps", "2", "--rounds", "2", *arguments])
+    return {row["mode"]: row for row in step.run(args, Path())["summary"]}
+
+
+def test_who_is_out_of_memory_is_told_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = hungry(monkeypatch, capsys, "--modes", "keep,ssd,recompute,naive")
+    out, err = capsys.readouterr()
+    assert [row.get("failed") for row in rows.values()] == [None, "out of memory", "out of memory", None]
+    assert rows["naive"]["equal"]
+    assert rows["naive"]["num_steps"] == rows["keep"]["num_steps"] == 4, "both rounds, all timed steps"
+    assert list(rows) == ["keep", "ssd", "recompute", "naive"]
+    assert "| ssd | out of memory | | | | | | | |\n" in out
+    assert "mode ssd is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; the others go on" in err
+    assert "mode recompute is out of memory: MemoryError; the others go on" in err
+    assert "round 1 turn 3: naive" in err
+    assert "round 2 turn 1: recompute" not in err, "it would be so again"
+
+
+def test_a_keep_without_memory_leaves_the_others_without_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fails(*_: object) -> int:
+        raise ChildOutOfMemoryError("keep", "no room")
+
+    monkeypatch.setattr(step, "measure_held", fails)
+    rows = hungry(monkeypatch, capsys, "--modes", "keep,naive,budget=40%")
+    assert [row.get("failed") for row in rows.values()] == ["out of memory", None, "not run: needs what keep holds"]
+    assert rows["naive"]["num_steps"] == 4
+    assert (rows["naive"]["equal"], rows["naive"]["step_ratio"]) == (None, None)
+    assert "| budget=40% | not run: needs what keep holds |" in capsys.readouterr().out
+
+
+def test_all_without_memory_is_a_table_as_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = hungry(monkeypatch, capsys, "--modes", "ssd,recompute")
+    assert [row["failed"] for row in rows.values()] == ["out of memory"] * 2
+    assert "| recompute | out of memory |" in capsys.readouterr().out
+
+
+def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(free=10 << 30)
+    monkeypatch.setattr(step.shutil, "disk_usage", lambda path: free)
+    modes = ["keep", "ssd", "budget=40%", "recompute", "save_on_cpu", "auto@1GB/s", "naive"]
+    held = {mode: parse_mode(mode).disk_bytes(100) for mode in modes}
+    assert [held[mode] for mode in modes] == [0, 100, 60, 0, 0, 100, 100]
+    step.check_room(modes[:5], 6 << 30, tmp_path)
+    with pytest.raises(SystemExit, match=r"has 10.0 GiB free.* ssd 6.0, budget=40% 3.6, naive 6.0; name fewer --modes"):
+        step.check_room([*modes[:5], "naive"], 6 << 30, tmp_path)
+    step.check_room(modes, None, tmp_path)
+    # Groups run one after the other.
+    monkeypatch.setattr(groups, "held_if_needed", lambda *_: 6 << 30)
+    monkeypatch.setattr(groups, "run_round", lambda *_, **__: [])
+    args = step.parse_arguments([])
+    groups.run_groups([["keep", "ssd"], ["keep", "naive"]], TINY, tmp_path, args)
+    with pytest.raises(SystemExit, match=r"10\.0 GiB free"):
+        groups.run_groups([["keep", "ssd", "naive"]], TINY, tmp_path, args)
+
+
+@pytest.mark.parametrize(("free", "batch"), [(200, 16), (96, 16), (95, 15), (64, 10), (5, 1), (0, 1)])
+def test_a_batch_is_made_to_fit_the_drive(
+    free: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step.shutil, "disk_usage", lambda path: SimpleNamespace(free=free << 30))
+    modes = ["keep", "ssd", "budget=40%", "recompute"]
+    assert step.fit_batch(modes, 60 << 30, tmp_path, 16) == batch
+    assert step.fit_batch(["keep"], 60 << 30, tmp_path, 16) == 16
+
+
+@pytest.mark.parametrize(("given", "expected"), [([], [16, 10]), (["--batch", "16"], [16])])
+def test_only_a_batch_that_nobody_asked_for_is_changed(
+    given: list[str], expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(monkeypatch, 139)
+    monkeypatch.setattr(step.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    batches: list[int] = []
+
+    def held(shape: Shape, directory: Path, threads: int) -> int:
+        batches.append(shape.batch)
+        return shape.batch * (6 << 30)
+
+    monkeypatch.setattr(step, "measure_held", held)
+    args = step.parse_arguments(["--profile", "gpu", "--modes", "keep,ssd", "--rounds", "0", *given])
+    if given:
+        with pytest.raises(SystemExit, match=r"64\.0 GiB free, and the modes write, in GiB, ssd 96\.0"):
+            step.run(args, tmp_path)
+    else:
+        monkeypatch.setattr(step, "summarise", lambda *_: [])
+        content = step.run(args, tmp_path)
+        assert content["environment"]["shape"]["batch"] == 10
+    assert batches == expected
+
+
+def test_a_machine_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert step.commit() == "unknown"
+    assert step.environment("bench_step", 1)["commit"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "profile", "batch"), [(139, "h200", 16), (79, "h100", 4), (78, "h100", 4), (74, "h100", 4)]
+)
+def test_a_card_gets_the_profile_that_fits_its_memory(
+    gibibytes: int, profile: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(monkeypatch, gibibytes)
+    args = step.parse_arguments(["--profile", "gpu"])
+    assert choose_shape(args) == PROFILES[profile]
+    assert (PROFILES[profile].batch, PROFILES[profile].device) == (batch, "cuda")
+
+
+def test_a_small_card_wants_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    card(monkeypatch, 24)
+    message = r"this card has 24 GiB, and the smallest profile, h100, needs 74; give sizes .* --layers 12"
+    with pytest.raises(SystemExit, match=message):
+        choose_shape(step.parse_arguments(["--profile", "gpu"]))
+    shape = choose_shape(step.parse_arguments(["--profile", "gpu", "--layers", "12", "--batch", "2"]))
+    assert shape == replace(PROFILES["h100"], layers=12, batch=2)
+
+
+def card(monkeypatch: pytest.MonkeyPatch, gibibytes: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(total_memory=gibibytes << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_profile_of_a_card_says_that_there_is_none() -> None:
+    for profile in ("h100", "h200", "gpu"):
+        with pytest.raises(SystemExit, match=f"--profile {profile} needs a CUDA device"):
+            step.main(["--profile", profile])

@@ -1,0 +1,249 @@
+"""Every YAML is composed and built, its documented commands are right, and mistakes stop with a helpful message."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import lightning_ssd
+from recipes.models import LanguageModel
+from recipes.schema import SCHEMA, ConfigMistake
+from recipes.train import main
+
+CONFIG_DIR = SCHEMA.config_dir
+FILES = sorted(path for path in CONFIG_DIR.rglob("*.yaml") if path.parent.name != "local")
+OPTIONS = [(path.parent.name, path.stem) for path in FILES if path.parent != CONFIG_DIR]
+COMMAND = re.compile(r"^#   python -m recipes\.train(.*)$", re.MULTILINE)
+
+
+def compose(overrides: Sequence[str], output_dir: Path) -> DictConfig:
+    config, _ = SCHEMA.compose([*overrides, f"output_dir={output_dir}"])
+    return config
+
+
+def opening_comment(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONFIG_DIR)))
+def test_a_file_opens_with_what_it_is_and_commands_that_work(path: Path) -> None:
+    comment = opening_comment(path)
+    assert len(comment.splitlines()) >= 2
+    commands = COMMAND.findall(comment)
+    assert commands, f"{path.name} names no command that runs it"
+    for command in commands:
+        words = shlex.split(command)
+        overrides = [word for word in words if "=" in word]
+        assert set(words) - set(overrides) <= {"-m", "--cfg", "job"}
+        SCHEMA.check_overrides(overrides)
+        if path.parent != CONFIG_DIR:
+            assert any(re.fullmatch(rf"{path.parent.name}=\[?{path.stem}\]?", word) for word in overrides)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda word: word)
+def test_every_option_is_composed_and_built(group: str, option: str, tmp_path: Path) -> None:
+    config = compose([f"{group}={option}", "data.batch_size=2"], tmp_path)
+    SCHEMA.check_config(config)
+    assert isinstance(instantiate(config.model, _convert_="all"), LanguageModel)
+    data = instantiate(config.data)
+    assert data.batch_size == 2
+    assert isinstance(instantiate(config.hardware, _convert_="all"), lightning_ssd.HardwareProfile)
+    if "offload" in config:
+        assert isinstance(instantiate(config.offload), lightning_ssd.OffloadPolicy)
+    loggers = list(instantiate(config.logger).values())
+    callbacks = list(instantiate(config.callbacks).values())
+    build = lambda: instantiate(config.trainer, logger=loggers or False, callbacks=callbacks, _convert_="all")  # noqa: E731
+    if config.trainer.accelerator == "cuda" and not torch.cuda.is_available():
+        with pytest.raises(InstantiationException, match="CUDAAccelerator"):
+            build()
+        return
+    trainer = build()
+    expected = {("offload", "none"): SingleDeviceStrategy, ("offload", "fsdp"): lightning_ssd.SSDOffloadFSDPStrategy}
+    assert type(trainer.strategy) is expected.get((group, option), lightning_ssd.SSDOffloadStrategy)
+    assert trainer.loggers == loggers
+    assert set(callbacks) <= set(trainer.callbacks)
+
+
+POLICIES = [path for path in sorted((CONFIG_DIR / "offload").glob("*.yaml")) if path.stem != "none"]
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
+def test_a_policy_names_every_field_with_its_default(path: Path, tmp_path: Path) -> None:
+    """So that each can be set without a plus sign, and a new field cannot be forgotten here."""
+    config = compose([f"offload={path.stem}"], tmp_path)
+    defaults = {field.name: field.default for field in dataclasses.fields(lightning_ssd.OffloadPolicy)}
+    assert set(config.offload) == {"_target_", *defaults}
+    policy = instantiate(config.offload)
+    changed = {name for name, default in defaults.items() if getattr(policy, name) != default}
+    more = {"auto": set(), "fsdp": set(), "budget": {"activation_budget"}, "states": {"optimizer_states"}}
+    expected = more.get(path.stem, {"activations"})
+    assert changed == expected
+    names = {"ssd": "offload", "budget": "auto", "states": "auto", "fsdp": "auto"}
+    assert policy.activations == names.get(path.stem, path.stem)
+    assert policy.optimizer_states == ("offload" if path.stem == "states" else "keep")
+    assert policy.recompute_modules == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "value"),
+    [
+        (["offload=budget", "offload.activation_budget=1.5GiB"], "activation_budget", "1.5GiB"),
+        (["offload=auto", "offload.memory_budget=20GiB"], "memory_budget", "20GiB"),
+        (["offload=auto", "offload.wear_budget=1.0DWPD"], "wear_budget", "1.0DWPD"),
+        (["offload=auto", "offload.plan_cache=plans.json"], "plan_cache", "plans.json"),
+        (["offload=ssd", "offload.optimizer_states=offload"], "optimizer_states", "offload"),
+        (["offload=recompute", "offload.recompute_modules=[GPT2Block]"], "recompute_modules", ("GPT2Block",)),
+        (["offload=recompute_offload", "offload.recompute_modules=GPT2Block"], "recompute_modules", ("GPT2Block",)),
+    ],
+)
+def test_a_setting_reaches_the_policy(overrides: list[str], name: str, value: Any, tmp_path: Path) -> None:
+    assert getattr(instantiate(compose(overrides, tmp_path).offload), name) == value
+
+
+def test_what_options_begin_with_is_no_option(tmp_path: Path) -> None:
+    with pytest.raises(ConfigMistake, match=r"offload=_offload: there is no such option.*\n.*auto"):
+        compose(["offload=_offload"], tmp_path)
+
+
+def test_a_budget_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    config = compose(["offload=recompute", "offload.activation_budget=1GiB"], tmp_path)
+    with pytest.raises(InstantiationException, match="would be ignored"):
+        instantiate(config.offload)
+
+
+@pytest.mark.parametrize("path", sorted((CONFIG_DIR / "model").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) -> None:
+    """The weights are made on the meta device, so that no memory is needed."""
+    config = compose([f"model={path.stem}"], tmp_path)
+    model = instantiate(config.model, _convert_="all")
+    with torch.device("meta"):
+        model.configure_model()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    documented = re.search(r"([\d,]+) parameters", opening_comment(path))
+    if documented is None:
+        assert num_parameters < 10_000_000, f"{path.name} is not small; its comment must name the number of parameters"
+    else:
+        assert num_parameters == int(documented[1].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "full_key", "nearest", "allowed"),
+    [
+        (["modle=gpt"], "modle", "model", "callbacks, data, experiment"),
+        (["model=bart"], "model=bart", "model=bert", "bert, bert_base"),
+        (["model=gpt,bertt"], "model=bertt", "model=bert", "bert, bert_base"),
+        (["offload=sdd"], "offload=sdd", "offload=ssd", "auto, budget, fsdp, keep, none, recompute"),
+        (
+            ["experiment=smok"],
+            "experiment=smok",
+            "experiment=smoke",
+            "demo, gpt2_small_cpu, optimizer_1b, optimizer_350m, smoke",
+        ),
+        (["callbacks=[offload_monitr]"], "callbacks=offload_monitr", "callbacks=offload_monitor", "none, offload_mon"),
+        (["offload.min_tensor_byte=4"], "offload.min_tensor_byte", "offload.min_tensor_bytes", "activation_budget"),
+        (["+offload.min_tensor_byte=4"], "offload.min_tensor_byte", "offload.min_tensor_bytes", "activation_budget"),
+        (["++offload.min_tensor_byte=4"], "offload.min_tensor_byte", "offload.min_tensor_bytes", "activation_budget"),
+        (["min_tensor_bytes=4"], "min_tensor_bytes", "offload.min_tensor_bytes", "callbacks, data"),
+        (
+            ["++trainer.gradient_clip_value=1"],
+            "trainer.gradient_clip_value",
+            "trainer.gradient_clip_val",
+            "accelerator",
+        ),
+        (["~trainer.max_step"], "trainer.max_step", "trainer.max_steps", "accelerator"),
+        (["model.config.n_layers=2"], "model.config.n_layers", "model.config.n_layer", "n_embd"),
+        (["model=bert,gpt", "model.config.n_layer=2"], "model.config.n_layer", None, "num_hidden_layers"),
+        (["trainer.strategy.polcy=1"], "trainer.strategy.polcy", "trainer.strategy.policy", "hardware"),
+        (["data=synthetic", "data.path=x"], "data.path", None, "num_batches"),
+        (["offload.activations=ofload"], "offload.activations=ofload", "offload.activations=offload", "auto, offload"),
+        (["offload.verify=off,ful"], "offload.verify=ful", "offload.verify=full", "off, sampled, full"),
+        (["hardware.backend=possix"], "hardware.backend=possix", "hardware.backend=posix", "auto, kvikio, posix"),
+        (["model.objective=cusal"], "model.objective=cusal", "model.objective=causal", "causal, masked, seq2seq"),
+        (["offload=none", "offload.verify=full"], "offload.verify", None, "auto, budget, fsdp, keep, none, recompute"),
+        (["+local=machine"], "local", None, "callbacks, data"),
+        (["seed=1", "+sed=1"], "sed", "seed", "callbacks, data"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_names_key_nearest_match_and_what_is_allowed(
+    overrides: list[str], full_key: str, nearest: str | None, allowed: str
+) -> None:
+    with pytest.raises(ConfigMistake) as caught:
+        SCHEMA.check_overrides(overrides)
+    message = str(caught.value)
+    assert message.startswith(full_key)
+    assert (f"Did you mean {nearest}?" in message) == (nearest is not None)
+    assert allowed in message
+    assert len(message.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=gpt,bert,t5", "offload=keep,ssd", "seed=range(1,3)"],
+        ["+trainer.gradient_clip_algorithm=norm", "trainer.max_steps=3"],
+        ["+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor"],
+        ["callbacks=[offload_monitor,none]", "experiment=null", "hydra.verbose=true"],
+        ["offload.min_tensor_bytes='4KiB'", "hardware.paths=[one,two]", "~trainer.gradient_clip_val"],
+        ["+model.config.n_inner=64", "logger=wandb", "+logger.wandb.group=mine"],
+        [],
+    ],
+)
+def test_what_is_right_is_accepted(overrides: list[str]) -> None:
+    SCHEMA.check_overrides(overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("offload.min_tensor_byte", 4, "Did you mean offload.min_tensor_bytes"),
+        ("offload.activations", "ofload", "Did you mean offload.activations=offload"),
+        ("trainer.max_step", 4, "Did you mean trainer.max_steps"),
+        ("ofload", {"verify": "full"}, "Did you mean offload"),
+        ("callbacks.mine", {"every": 3}, "callbacks.mine=.* names nothing to build"),
+        ("data._target_", "recipes.data.TextDta", "data._target_=recipes.data.TextDta: cannot be imported"),
+    ],
+)
+def test_a_mistake_in_a_file_is_found_too(key: str, value: Any, match: str, tmp_path: Path) -> None:
+    """As an experiment or conf/local/default.yaml would write it: Hydra merges any key from there."""
+    config = compose([], tmp_path)
+    with open_dict(config):
+        OmegaConf.update(config, key, value)
+    with pytest.raises(ConfigMistake, match=match):
+        SCHEMA.check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["+offload.min_tensor_byte=4"], "Did you mean offload.min_tensor_bytes"),
+        (["-m", "offload=keep,sdd", "model=gpt"], "Did you mean offload=ssd"),
+        (["model=[gpt"], r"expected KEY=VALUE, GROUP=OPTION or ~KEY.* needs quotes of its own"),
+    ],
+)
+def test_the_command_stops_with_the_message(
+    arguments: list[str], match: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    with pytest.raises(SystemExit, match=match):
+        main()
+    assert not list(tmp_path.iterdir()), "something was written before the mistake was found"
+
+
+def test_local_settings_stay_out_of_git() -> None:
+    assert "conf/local/" in (CONFIG_DIR.parent / ".gitignore").read_text().splitlines()

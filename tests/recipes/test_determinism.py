@@ -1,0 +1,127 @@
+"""Determinism of the recipes' processes. The settings are the process', CUDA or not, so that a CPU shows them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.benchmarks.harness.modes import Settings
+from recipes.benchmarks.harness.shapes import TINY
+from recipes.benchmarks.workers import optimizer as optimizer_worker
+from recipes.benchmarks.workers import step
+from recipes.benchmarks.workers.optimizer_job import OptimizerJob, Sizes
+from recipes.determinism import make_deterministic
+
+VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@pytest.fixture(autouse=True)
+def plain_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process has them; they are put back by what every test gets."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def settings() -> tuple[str | None, bool, bool, bool]:
+    return (
+        os.environ.get(VARIABLE),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+def scattered() -> None:
+    """An operation without a deterministic version, on a CPU as well."""
+    torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 1)])
+def test_on_cuda_all_three_are_set(device: str | torch.device) -> None:
+    """Not to warn: fused attention would stay as it is."""
+    assert make_deterministic(device) == "deterministic operations only"
+    assert settings() == (":4096:8", True, False, False)
+    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+        scattered()
+
+
+def test_on_a_cpu_nothing_is_set_or_tried() -> None:
+    before = settings()
+    assert make_deterministic("cpu", lambda: pytest.fail("tried")) == ""
+    assert settings() == before == (None, False, False, True)
+
+
+def test_what_the_user_has_chosen_for_cublas_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, ":16:8")
+    make_deterministic("cuda")
+    assert settings()[0] == ":16:8"
+
+
+def test_an_operation_without_a_deterministic_version_is_told_and_goes_on() -> None:
+    told = make_deterministic("cuda", scattered)
+    assert told.startswith("NOT deterministic: put_")
+    assert settings() == (":4096:8", True, True, False)
+    with pytest.warns(UserWarning, match="put_"):
+        scattered()
+
+
+def test_a_trial_without_such_an_operation_changes_nothing() -> None:
+    seen = []
+    assert make_deterministic("cuda", lambda: seen.append(settings())) == "deterministic operations only"
+    assert seen == [settings()] == [(":4096:8", True, False, False)]
+
+
+def test_other_errors_of_the_trial_are_not_taken_for_it() -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        make_deterministic("cuda", fails)
+
+
+def test_a_worker_of_steps_tries_all_operations_first_and_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def fake(device: str, trial: Callable[[], None]) -> str:
+        asked.append(device)
+        trial()
+        return "as told"
+
+    monkeypatch.setattr(step, "make_deterministic", fake)
+    job = step.Job("keep", TINY, str(tmp_path), torch.get_num_threads())
+    with step.open_trainer(job) as trainer:
+        assert trainer.description() == {"determinism": "as told"}
+        assert all(parameter.grad is None for parameter in trainer._model.parameters())
+        first = trainer.step()
+    assert asked == ["cpu"]
+    job = step.Job("keep", TINY, str(tmp_path), torch.get_num_threads(), Settings(deterministic=False))
+    with step.open_trainer(job) as trainer:
+        assert trainer.description() == {}
+        second = trainer.step()
+    assert asked == ["cpu"], "asked for, though it was not wanted"
+    assert [first[name] for name in ("loss", "gradients", "weights")] == [
+        second[name] for name in ("loss", "gradients", "weights")
+    ], "the trial has changed what is trained"
+
+
+def test_a_worker_of_updates_asks_before_it_makes_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def model(sizes: Sizes) -> None:
+        assert asked == ["cpu"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer_worker, "make_deterministic", asked.append)
+    monkeypatch.setattr(Sizes, "model", model)
+    sizes = Sizes(hidden=8, layers=1, vocabulary=8)
+    job = OptimizerJob(mode="torch", sizes=sizes, optimizer="adamw", directories=(str(tmp_path),), threads=1)
+    with pytest.raises(KeyboardInterrupt), optimizer_worker.open_updater(job):
+        pass
+    assert asked == ["cpu"]

@@ -1,0 +1,430 @@
+"""The first minutes on a card: which tests, which sizes, how much time, what becomes of failures; and a rehearsal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from recipes.gpu import run as gpu
+from recipes.gpu.experiments import Experiment, allot, command_line, make_experiments, of_facts
+from recipes.gpu.facts import inspect_machine
+from recipes.gpu.marks import files_with_gpu_tests, has_gpu_tests
+from recipes.gpu.run import ROOT
+from recipes.gpu.sizes import GIB, MIB, Room, io_bytes, optimizer_layers, step_arguments
+from recipes.gpu.table import Row, as_markdown, read_result
+from tests.support.forked import forks_of
+
+CARD: dict[str, Any] = {
+    "torch": "2.13.0",
+    "has_cuda": True,
+    "device_free_bytes": 139 * GIB,
+    "host_available_bytes": 120 * GIB,
+    "disk_free_bytes": 60 * GIB,
+    "write_per_s": 1.5e9,
+    "read_per_s": 2e9,
+    "packages": {"pytest": "9.2.0"},
+}
+FILES = [
+    "tests/parity/test_cuda.py",
+    "tests/storage/test_kvikio.py",
+    "tests/memory/test_staging.py",
+    "tests/test_a.py",
+]
+
+
+# -- which files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("@pytest.mark.gpu\ndef test_a(): pass", True),
+        ("pytestmark = pytest.mark.gpu", True),
+        ("pytestmark = [pytest.mark.slow, pytest.mark.gpu]", True),
+        ("from pytest import mark, param\nx = param(1, marks=mark.gpu)", True),
+        ("class TestA:\n    @pytest.mark.gpu\n    def test_a(self): pass", True),
+        ("# pytest.mark.gpu", False),
+        ('"""pytest.mark.gpu"""', False),
+        ("@pytest.mark.slow\ndef test_gpu(): profile.gpu", False),
+    ],
+)
+def test_the_scan_sees_markers_and_nothing_else(source: str, expected: bool) -> None:
+    assert has_gpu_tests(source) is expected
+
+
+def test_the_scan_finds_what_is_known() -> None:
+    found = {str(path.relative_to(ROOT)) for path in files_with_gpu_tests(ROOT / "tests")}
+    assert {"tests/parity/test_cuda.py", "tests/storage/test_kvikio.py", "tests/memory/test_staging.py"} <= found
+    assert str(Path(__file__).relative_to(ROOT)) not in found, "its markers are in strings"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_scan_finds_what_pytest_collects(forks: list[str]) -> None:
+    """Of all files with the word, without which there is no marker."""
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "gpu" in path.read_text(encoding="utf-8")]
+    options = ["-p", "no:cacheprovider", "-W", "ignore:Module already imported"]  # by the forks' server
+    command = [*forks, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", *options, *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=230)
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert collected == {str(path.relative_to(ROOT)) for path in files_with_gpu_tests(ROOT / "tests")}
+
+
+# -- how large ---------------------------------------------------------------------------------------------------
+
+
+def steps_of(room: Room) -> dict[str, int]:
+    parts = step_arguments(room, num_modes=3, num_writing=2)
+    assert parts is not None
+    return {name.removeprefix("--"): int(value) for name, value in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def test_the_step_gets_larger_with_the_drive_and_the_card() -> None:
+    here = Room.of(CARD)
+    assert here.drive_per_s == 1.5e9
+    slow, fast = steps_of(replace(here, drive_per_s=0.3e9)), steps_of(replace(here, drive_per_s=7e9))
+    small = steps_of(replace(here, device_bytes=18 * GIB))
+    assert (slow["width"], fast["width"], small["width"]) == (768, 1280, 768)
+    assert fast["batch"] >= 4
+    assert steps_of(replace(here, drive_per_s=7e9, disk_bytes=10 * GIB))["batch"] < fast["batch"]
+    for nothing in ("device_bytes", "host_bytes", "disk_bytes", "drive_per_s"):
+        assert step_arguments(replace(here, **{nothing: 1}), num_modes=3, num_writing=2) is None
+
+
+def test_what_is_moved_fits_the_time() -> None:
+    room = Room.of(CARD)
+    assert 17 * 5 * io_bytes(room, 25, 17) <= 25 * room.drive_per_s
+    assert io_bytes(replace(room, drive_per_s=1e12), 25, 17) == GIB
+    assert io_bytes(replace(room, drive_per_s=1e6), 25, 17) == 64 * MIB
+    assert optimizer_layers(replace(room, drive_per_s=28e9), 40) == 24
+    assert optimizer_layers(replace(room, drive_per_s=0.2e9), 40) == 2
+    assert 2 < (optimizer_layers(replace(room, drive_per_s=0.6e9), 40) or 0) < 24
+    assert optimizer_layers(replace(room, disk_bytes=GIB), 40) is None
+
+
+# -- what is run -------------------------------------------------------------------------------------------------
+
+
+def made(facts: dict[str, Any], *, rehearse: bool = False) -> dict[str, Experiment]:
+    found = make_experiments(facts, Path("/drive"), FILES, rehearse=rehearse)
+    return {experiment.name: experiment for experiment in found}
+
+
+def test_the_order_is_that_of_the_questions() -> None:
+    assert list(made(CARD)) == [
+        *("streams", "bits", "bits, expandable segments", "steps", "plans", "drive", "optimizer", "tensors", "kvikio"),
+        *("compiled", "compiled, reduce-overhead"),
+    ]
+
+
+def test_each_file_is_run_where_it_belongs() -> None:
+    found = made(CARD)
+    assert [part for part in found["streams"].command if part.startswith("tests/")] == FILES[2:]
+    assert [part for part in found["bits"].command if part.startswith("tests/")] == FILES[:1]
+    assert found["bits, expandable segments"].environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert [part for part in found["kvikio"].command if part.startswith("tests/")] == FILES[1:2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "reason"),
+    [
+        ({}, "kvikio", "kvikio-cu12 or kvikio-cu13 is not installed"),
+        ({"packages": {"kvikio-cu13": "26.2"}}, "bits", "pytest is not installed"),
+        ({"has_cuda": False}, "steps", r"PyTorch 2.13.0 sees no CUDA device"),
+        ({"missing": "no lightning"}, "tensors", "the package cannot be imported: no lightning"),
+        ({"disk_free_bytes": 1}, "plans", "no size fits the room that there is: Room(device_bytes="),
+        ({"disk_free_bytes": 1}, "optimizer", "the drive has no room for the states of two layers"),
+    ],
+)
+def test_what_cannot_run_says_why(changed: dict[str, Any], name: str, reason: str) -> None:
+    assert reason in made(CARD | changed)[name].skip
+    assert not any(experiment.skip for other, experiment in made(CARD).items() if other != "kvikio")
+
+
+def test_nothing_is_known_of_a_machine_that_cannot_import_the_package() -> None:
+    """Then there are no sizes either."""
+    assert {e.skip for e in made({"missing": "no torch"}).values()} == {"the package cannot be imported: no torch"}
+
+
+def test_time_is_shared_out() -> None:
+    one = Experiment(name="a", question="", kind="", command=(), limit_s=70, least_s=20)
+    assert [allot(one, left) for left in (500, 70, 30, 20, 19.9, -3)] == [70, 70, 30, 20, None, None]
+    assert of_facts(Path(), rehearse=False).least_s == 0
+    least = sum(experiment.least_s for experiment in made(CARD).values())
+    assert least < 540, "otherwise the last one never runs"
+
+
+def test_a_benchmark_is_told_to_end_before_its_limit() -> None:
+    steps = made(CARD)["steps"]
+    command = command_line(steps, Path("/out/steps.json"), 75.0)
+    assert command[0] == sys.executable
+    assert f"--json={Path('/out/steps.json')}" in command
+    assert "--within=56" in command
+
+
+def test_facts_name_no_host_and_no_path(tmp_path: Path) -> None:
+    text = json.dumps(inspect_machine(tmp_path, metered_bytes=8 << 20))
+    assert os.uname().nodename not in text.replace(os.uname().release, "")
+    assert str(tmp_path) not in text
+    assert json.loads(text)["write_per_s"] > 0
+
+
+# -- what becomes of them ----------------------------------------------------------------------------------------
+
+
+Script = Callable[..., Experiment]
+
+
+def is_running(pid: int) -> bool:
+    """What has ended and was not waited for does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def script() -> Script:
+    """An experiment that runs Python; "{result}" is the file to write to."""
+
+    def make(source: str, *, name: str = "one", kind: str = "compiled", limit_s: float = 30.0) -> Experiment:
+        command = ("-c", source, "{result}")
+        return Experiment(name=name, question="?", kind=kind, command=command, limit_s=limit_s, least_s=0)
+
+    return make
+
+
+WRITES = "import sys, json; json.dump({found}, open(sys.argv[1], 'w'))"
+FOUND = {
+    "equal": True,
+    "repeats": True,
+    "step_s": 2.0,
+    "plain_step_s": 1.0,
+    "peak_bytes": None,
+    "warnings": [],
+    "bytes_written": 1 << 20,
+    "bytes_saved": 2 << 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "answer"),
+    [
+        (
+            WRITES.format(found=FOUND),
+            "done",
+            "bits equal, step 2.000 s, plain 1.000 s, wrote 1.0 of 2.0 MiB, 0 warnings",
+        ),
+        (WRITES.format(found=FOUND | {"equal": False}) + "; sys.exit(1)", "failed", "bits DIFFERENT"),
+        ("print('before'); print('RuntimeError: it broke'); raise SystemExit(3)", "failed", "RuntimeError: it broke"),
+        ("import os; os.kill(os.getpid(), 9)", "failed", "it has said nothing"),
+        (WRITES.format(found=FOUND | {"step_s": None}), "failed", "TypeError in its result"),
+        ("open(__import__('sys').argv[1], 'w').write('{')", "failed", "JSONDecodeError in its result"),
+    ],
+)
+def test_an_experiment_is_a_row_however_it_ends(
+    source: str, status: str, answer: str, script: Script, tmp_path: Path
+) -> None:
+    row, _ = gpu.run(script(source), 30.0, tmp_path, tmp_path)
+    assert (row.status, row.limit_s) == (status, 30.0)
+    assert answer in row.answer
+    assert str(tmp_path) not in row.command + row.answer
+
+
+def test_what_takes_too_long_ends_with_all_its_processes(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child and its own child ignore the first signal."""
+    monkeypatch.setattr(gpu, "_GRACE_S", 0.2)
+    source = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']);"
+        "print('its child is', child.pid); time.sleep(100)"
+    )
+    row, content = gpu.run(script(source, limit_s=5.0), 5.0, tmp_path, tmp_path)
+    assert (row.status, content) == ("timed out", None)
+    pid = int(row.answer.partition("its child is ")[2].split()[0])
+    deadline_s = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def test_a_test_that_was_interrupted_has_not_passed(tmp_path: Path) -> None:
+    """In pytest's own file it looks as if it had."""
+    tests = tmp_path / "test_two.py"
+    endless = "def test_endless(): os.kill(os.getpid(), signal.SIGINT); time.sleep(100)"
+    tests.write_text(f"import os, signal, time\ndef test_quick(): pass\n{endless}\n")
+    result = tmp_path / "r.xml"
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", f"--junitxml={result}"]
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([*command, str(tests)], capture_output=True, text=True, check=False, timeout=100, env=env)
+    assert done.returncode == 2, done.stdout
+    answer = read_result("tests", result)
+    assert answer == "1 passed, 0 failed, stopped in the next one (its name is in the log)"
+
+
+def test_results_are_written_after_each_experiment(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second one sees the first one's row, the third fails, the fourth has no time; the table comes last."""
+    results = tmp_path / "results.json"
+    sees = f"import json; rows = json.load(open({str(results)!r}))['experiments']; assert rows[-1]['name'] == 'first'; "
+    rows = [
+        script(WRITES.format(found=FOUND), name="first"),
+        script(sees + WRITES.format(found=FOUND), name="second"),
+        script("raise SystemExit('on purpose')", name="third"),
+        replace(script("", name="fourth"), least_s=1e6),
+        replace(script("", name="fifth"), skip="nobody wants it"),
+    ]
+    facts = script(WRITES.format(found=CARD | {"cores": 1, "device": "a card", "drive": "a drive"}), kind="facts")
+    monkeypatch.setattr(gpu, "of_facts", lambda *_, **__: facts)
+    monkeypatch.setattr(gpu, "make_experiments", lambda *_, **__: rows)
+    assert gpu.main(["--dir", str(tmp_path / "dir"), "--out", str(tmp_path)]) == 1
+    content = json.loads(results.read_text())
+    assert [row["status"] for row in content["experiments"]] == ["done", "done", "done", "failed", "not run", "not run"]
+    assert content["experiments"][4]["answer"].endswith("and it takes 1000000 at least")
+    assert content["machine"]["device"] == "a card"
+    assert content["results"]["second"] == FOUND
+    assert list((tmp_path / "dir").iterdir()) == []
+    out = capsys.readouterr().out
+    assert out.strip() == (tmp_path / "results.md").read_text().strip()
+    assert "| 4 | ? | failed | " in out
+    assert "- machine: a card, 1 cores" in out
+    assert "- software: pytest 9.2.0\n" in out
+    assert "\n2. `python3 -c " in out
+    assert "on purpose" in out
+
+
+def test_ended_from_outside_it_leaves_no_process(tmp_path: Path) -> None:
+    source = (
+        "from recipes.gpu import run as gpu; from recipes.gpu.experiments import Experiment\n"
+        "sleeps = 'import os, sys, time; open(sys.argv[1], \\'w\\').write(str(os.getpid())); time.sleep(100)'\n"
+        "command = ('-c', sleeps, '{result}')\n"
+        "one = Experiment(name='one', question='?', kind='facts', command=command, limit_s=90, least_s=0)\n"
+        "gpu.of_facts = lambda *_, **__: one\n"
+        f"gpu.main(['--dir', {str(tmp_path / 'dir')!r}, '--out', {str(tmp_path)!r}])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pid = tmp_path / "one.json"
+    deadline_s = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    child = int(pid.read_text())
+    parent.terminate()
+    out, _ = parent.communicate(timeout=60)
+    assert parent.returncode == 128 + signal.SIGTERM
+    assert not is_running(child)
+    assert "| # | question |" in out, "the table of what there is comes all the same"
+    assert list((tmp_path / "dir").iterdir()) == []
+
+
+def test_without_a_card_it_says_so(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = script(WRITES.format(found=CARD | {"cores": 1, "drive": "a drive", "has_cuda": False}), kind="facts")
+    monkeypatch.setattr(gpu, "of_facts", lambda *_, **__: facts)
+    assert gpu.main(["--dir", str(tmp_path / "dir"), "--out", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "results.json").read_text())["experiments"]
+    assert {row["answer"] for row in rows[1:]} == {"PyTorch 2.13.0 sees no CUDA device"}
+
+
+def test_the_table_takes_any_text() -> None:
+    row = Row(name="a", question="a | b", status="failed", answer="one\ntwo | three", seconds=1.2)
+    assert "| 1 | a / b | failed | 1 | one two / three |\n" in as_markdown({"date": "today"}, [row])
+
+
+def test_counts_of_tests_are_read(tmp_path: Path) -> None:
+    result = tmp_path / "r.xml"
+    result.write_text(
+        "<testsuites><testsuite><testcase classname='tests.a.B' name='x'/>"
+        "<testcase classname='tests.a' name='y[1]'><failure message='m'/></testcase>"
+        "<testcase classname='' name='tests.broken'><error message='m'/></testcase>"
+        "<testcase classname='tests.a' name='z'><skipped message='Skipped: no card'/></testcase>"
+        "</testsuite></testsuites>"
+    )
+    assert read_result("tests", result) == "1 passed, 2 failed: a::y[1], tests.broken, 1 skipped: no card"
+
+
+# -- all together ------------------------------------------------------------------------------------------------
+
+BARE = """
+import importlib.metadata as metadata
+import sys
+from importlib.machinery import PathFinder
+
+ABSENT = {absent!r}
+from_name = metadata.Distribution.from_name
+
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in ABSENT else PathFinder.find_spec(name, path, target)
+
+def found(name):
+    if name.replace("-", "_") in ABSENT:
+        raise metadata.PackageNotFoundError(name)
+    return from_name(name)
+
+metadata.Distribution.from_name = found
+
+sys.meta_path = [Bare if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+ABSENT = (
+    *("pytest_timeout", "hypothesis", "xdist", "transformers", "tokenizers", "matplotlib", "wandb"),
+    *("cryptography", "jsonargparse", "nbclient", "nbformat"),
+)
+
+
+IMPORTED = ("benchmarks.workers.step", "benchmarks.step", "gpu.compiled", "gpu.facts")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_rehearsal_where_there_is_little(spill_dir: Path) -> None:
+    """Neither git nor what only the development of this project needs: the script's beginning, on the CPU.
+
+    All of its processes are forks of one that has done the imports in that poor environment.
+    """
+    (spill_dir / "sitecustomize.py").write_text(BARE.format(absent=ABSENT))
+    names = ("streams", "bits", "steps", "tensors", "compiled")
+    poor = {
+        "PATH": str(spill_dir),
+        "HOME": str(spill_dir),
+        "PYTHONPATH": f"{spill_dir}:{ROOT}",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    imported = ("pytest", *(f"recipes.{name}" for name in IMPORTED))
+    with mock.patch.dict(os.environ, poor, clear=True), forks_of(spill_dir, *imported) as forks:
+        done = subprocess.run(
+            [*forks, "-m", "recipes.gpu", "--rehearse", "--dir", str(spill_dir / "dir"), "--out", str(spill_dir)]
+            + [f"--only={name}" for name in names],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=390,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((spill_dir / "results.json").read_text())
+    answers = {row["name"]: row["answer"] for row in content["experiments"]}
+    assert list(answers) == ["machine", *names]
+    assert content["machine"]["commit"] == "unknown"
+    assert "0 failed" in answers["streams"]
+    assert "6 passed, 0 failed" in answers["bits"]
+    assert content["results"]["steps"]["environment"]["model"] == "GPT-2 of recipes/benchmarks/harness/gpt.py"
+    assert "DIFFERENT" not in answers["steps"] + answers["compiled"]
+    assert "moved" in answers["tensors"]
+    assert list((spill_dir / "dir").iterdir()) == []
+    assert done.stdout.rstrip().endswith("|"), "the table comes last"

@@ -1,0 +1,121 @@
+"""The headline demo: a control group in which the kernel kills plain training, and offloaded training finishes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ssd import OffloadPolicy
+from recipes.benchmarks import memory_limit
+from recipes.benchmarks.harness.cgroups import GroupUnavailableError
+from recipes.benchmarks.memory_limit import NO_GROUP, Trial, choose_limit, main, memory_group, shown, table
+
+MIB = 1 << 20
+FREE = Trial(
+    mode="plain",
+    limit_bytes=None,
+    losses=(3.0, 2.0),
+    step_s=(0.5, 0.4),
+    exit_code=0,
+    rest_bytes=100 * MIB,
+    peak_bytes=300 * MIB,
+    weights_digest="ab",
+)
+KILLED = replace(FREE, limit_bytes=200 * MIB, losses=(3.0,), step_s=(0.5,), exit_code=-9, weights_digest="")
+OURS = replace(FREE, mode="ssd", limit_bytes=200 * MIB, moved_bytes=7 * MIB)
+
+
+@pytest.mark.slow
+def test_the_kernel_kills_plain_training_and_ours_finishes(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The real thing in small: three processes, a real limit, real losses."""
+    try:
+        with memory_group(None):
+            pass
+    except GroupUnavailableError as error:
+        pytest.skip(f"no memory control group here: {error}")
+    code = main(["--tiny", "--steps", "2", "--dir", str(spill_dir), "--json", str(spill_dir / "trials.json")])
+    said = capsys.readouterr()
+    assert code == 0, said.out + said.err
+    assert "bit for bit" in said.out
+    free, plain, ours = json.loads((spill_dir / "trials.json").read_text())
+    assert plain["exit_code"] == -9
+    assert len(plain["losses"]) < 2
+    assert plain["limit_bytes"] == ours["limit_bytes"] < free["peak_bytes"]
+    assert ours["losses"] == free["losses"]
+    assert len(ours["losses"]) == 2
+    assert ours["weights_digest"] == free["weights_digest"] != ""
+    assert ours["moved_bytes"] > MIB
+    assert ours["peak_bytes"] <= ours["limit_bytes"]
+    assert [path.name for path in spill_dir.iterdir()] == ["trials.json"]
+
+
+def test_without_a_control_group_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> AbstractContextManager[None]:
+        raise GroupUnavailableError("control groups need root here")
+
+    monkeypatch.setattr(memory_limit, "control_group", refuse)
+    assert main(["--tiny", "--dir", str(tmp_path)]) == NO_GROUP
+    said = capsys.readouterr().err
+    assert "control groups need root here" in said
+    assert "Run as root" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("free", "plain", "ours", "is_shown", "text"),
+    [
+        (FREE, KILLED, OURS, True, "in step 2; with SSDOffloadStrategy the same training finished"),
+        (FREE, KILLED, replace(OURS, losses=(3.0, 2.5)), False, "LOSSES OR WEIGHTS DIFFER"),
+        (FREE, KILLED, replace(OURS, weights_digest="ba"), False, "LOSSES OR WEIGHTS DIFFER"),
+        (FREE, KILLED, replace(KILLED, mode="ssd"), False, "too small for SSDOffloadStrategy"),
+        (FREE, replace(FREE, limit_bytes=1), OURS, False, "not too small for plain training"),
+        (replace(FREE, exit_code=1, weights_digest=""), KILLED, OURS, False, "did not finish"),
+    ],
+    ids=["shown", "losses", "weights", "both killed", "none killed", "reference"],
+)
+def test_verdicts(free: Trial, plain: Trial, ours: Trial, is_shown: bool, text: str) -> None:
+    assert shown(free, plain, ours)[0] is is_shown
+    assert text in shown(free, plain, ours)[1]
+
+
+def test_the_table_says_who_was_killed_where() -> None:
+    lines = table([FREE, KILLED, OURS]).splitlines()
+    assert len(lines) == 4
+    assert "finished 2 steps" in lines[1]
+    assert "none" in lines[1]
+    assert "killed by the kernel in step 2" in lines[2]
+    assert "finished 2 steps" in lines[3]
+    assert "200" in lines[3]
+
+
+def test_what_is_printed_is_what_trains() -> None:
+    """The policy in words, read as Python, is that of the worker."""
+    plain = memory_limit.SIZES["tiny"]
+    for budget in (None, 7 * MIB):
+        job = replace(plain, mode="ssd", directory="", activation_budget=budget)
+        names = {"SSDOffloadStrategy": lambda policy: policy, "OffloadPolicy": OffloadPolicy}
+        told = eval(job.strategy, names)
+        assert told == OffloadPolicy(**job.options)
+        assert told.optimizer_states == "offload"
+        assert told.activation_budget == budget
+
+
+def test_the_limit_lies_between_rest_and_peak() -> None:
+    assert choose_limit(FREE) == 200 * MIB
+    with pytest.raises(ValueError, match="give --limit"):
+        choose_limit(replace(FREE, peak_bytes=None))
+
+
+@pytest.mark.parametrize("words", [["--limit", "much"], ["--limit", "0"], ["--steps", "0"], ["--threads", "0"]])
+def test_mistakes_are_told(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert words[0] in capsys.readouterr().err

@@ -1,0 +1,396 @@
+"""Meters of the recipes, and every recipe's real entry point in tiny form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from recipes import demo, fabric_loop, models, plain_loop
+from recipes.meter import StepMeter, weights_digest
+from recipes.runner import run
+from recipes.schema import SCHEMA, ConfigMistake
+from recipes.summary import RunSummary
+from tests.support.patience import PATIENCE_S
+
+ROOT = SCHEMA.config_dir.parent
+MIB = 1 << 20
+TINY = ["experiment=smoke", "trainer.max_steps=2"]
+Train = Callable[..., RunSummary]
+
+
+# -- meter and summary -----------------------------------------------------------------------------------------------
+
+
+def test_the_meter_finds_the_peak_of_later_steps() -> None:
+    meter = StepMeter(num_warmup=1)
+    for nbytes in (256 * MIB, 32 * MIB, 96 * MIB):
+        meter.start_step()
+        block = torch.ones(nbytes, dtype=torch.uint8)
+        del block
+        meter.end_step()
+    assert len(meter.step_s) == 3
+    assert meter.median_step_s == sum(meter.step_s[1:]) / 2
+    assert 90 * MIB < meter.peak_above_rest_bytes < 160 * MIB
+
+
+def test_the_digest_sees_every_bit_and_every_type() -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).bfloat16()
+    digest = weights_digest(layers)
+    assert digest == weights_digest(layers)
+    with torch.no_grad():
+        layers[0].weight[0, 0] += 0.01
+    assert digest != weights_digest(layers)
+
+
+def summary(**changes: object) -> RunSummary:
+    plain = RunSummary(
+        model="gpt",
+        offload="ssd",
+        losses=[3.0, 2.5],
+        step_s=1.5,
+        peak_above_rest_bytes=100 * MIB,
+        weights_digest="0123456789abcdef",
+        counted=True,
+        resident_peak_bytes=20 * MIB,
+        saved_peak_bytes=80 * MIB,
+        written_bytes_per_step=70 * MIB,
+        read_bytes_per_step=60 * MIB,
+        stall_s_per_step=0.25,
+        backend="posix O_DIRECT",
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_a_summary_is_a_line_and_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    summary().write(path)
+    assert RunSummary.read(path) == summary()
+    line = summary().line()
+    for part in ("model=gpt offload=ssd", "2.500000 after 2", "1.50 s", "100 MiB above", "20 MiB in", "70 MiB written"):
+        assert part in line
+    assert "saved activations" not in summary(counted=False).line()
+
+
+def demo_runs(**offloaded: object) -> dict[str, RunSummary]:
+    plain = summary(
+        offload="none",
+        counted=False,
+        peak_above_rest_bytes=440 * MIB,
+        typical_peak_above_rest_bytes=400 * MIB,
+        step_s=1.0,
+    )
+    planned = summary(offload="auto", typical_peak_above_rest_bytes=300 * MIB, step_s=1.02, plan="Moved half.")
+    return {"none": plain, "auto": planned, "ssd": summary(typical_peak_above_rest_bytes=100 * MIB, **offloaded)}
+
+
+def test_the_demo_tells_what_was_saved() -> None:
+    words = demo.verdict(demo_runs())
+    assert "bit for bit" in words
+    assert "100 MiB above its resting level instead of 400 MiB (25 %)" in words
+    assert "20 MiB of 80 MiB saved activations" in words
+    assert "300 instead of 400 MiB above rest, and 1.02 instead of 1.00 s. Moved half." in words
+    lines = demo.table(demo_runs()).splitlines()
+    assert lines[0].split() == ["plain", "Lightning", '"ssd_offload"', 'activations="offload"']
+    peaks = next(line for line in lines if line.startswith("process peak above rest"))
+    assert peaks.endswith("100 (0.25)")
+    assert "300 (0.75)" in peaks
+    assert any(line.startswith("step time") and line.endswith("1.50 (1.50)") for line in lines)
+
+
+@pytest.mark.parametrize("mode", ["auto", "ssd"])
+@pytest.mark.parametrize("changes", [{"weights_digest": "other"}, {"losses": [3.0, 2.4]}])
+def test_the_demo_shouts_when_anything_differs(mode: str, changes: dict[str, object]) -> None:
+    runs = demo_runs()
+    assert "DIFFER" in demo.verdict({**runs, mode: dataclasses.replace(runs[mode], **changes)})  # type: ignore[arg-type]
+
+
+# -- entry points --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def train(spill_dir: Path) -> Train:
+    """Train as a job of ``recipes.train`` does, in this process."""
+
+    def train_once(*overrides: str, name: str = "run") -> RunSummary:
+        words = [*TINY, *overrides, f"output_dir={spill_dir / name}"]
+        config, choices = SCHEMA.compose(words)
+        return run(config, model=choices["model"], offload=choices["offload"])
+
+    return train_once
+
+
+@pytest.mark.parametrize("model", ["gpt", "bert", "t5", "llama"])
+def test_training_is_exact_in_every_mode(model: str, train: Train, spill_dir: Path) -> None:
+    plain = train(f"model={model}", "offload=none", "logger=none")
+    assert len(plain.losses) == 2
+    assert plain.step_s > 0
+    modes = ["ssd", "keep", "auto"] if model == "gpt" else ["ssd"]
+    for mode in modes:
+        other = train(f"model={model}", f"offload={mode}", name=mode)
+        assert other.losses == plain.losses
+        assert other.weights_digest == plain.weights_digest
+        assert other.counted
+        assert other.saved_peak_bytes > 0
+        # Two steps of "auto" are profiled, with everything kept.
+        assert (other.written_bytes_per_step > 0) == (mode == "ssd")
+    rows = (spill_dir / "ssd" / "csv" / "metrics.csv").read_text().splitlines()
+    assert "train/loss" in rows[0]
+    assert "memory/activations_resident_peak_gib" in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["model=bert_base", "data.vocab_size=40000"], "data.vocab_size=40000 is more .* up to 30522"),
+        (["model=gpt2_small", "data.sequence_length=2048"], "data.sequence_length=2048 is more .* up to 1024"),
+        (["model=llama_7b", "data.sequence_length=8192"], "data.sequence_length=8192 is more .* up to 4096"),
+    ],
+)
+def test_data_that_the_model_cannot_take_is_refused(overrides: list[str], match: str, train: Train) -> None:
+    with pytest.raises(ConfigMistake, match=match):
+        train(*overrides)
+
+
+def test_wandb_runs_offline_and_one_run_per_job(train: Train, spill_dir: Path) -> None:
+    for name in ("one", "two"):
+        train("offload=none", "logger=wandb", "logger.wandb.offline=true", name=name)
+        assert len(list((spill_dir / name / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "netrc", "missing"),
+    [
+        ("secret", None, False),
+        (None, None, True),
+        (None, "machine api.wandb.ai login user password secret", False),
+        (None, "machine example.org login user password secret", True),
+    ],
+)
+def test_wandb_is_offline_without_a_key(
+    key: str | None, netrc: str | None, missing: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "netrc"
+    if netrc is not None:
+        file.write_text(netrc)
+        file.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(file))
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", key or "")
+    config, _ = SCHEMA.compose(["logger=wandb", f"output_dir={tmp_path}"])
+    assert config.logger.wandb.offline is missing
+
+
+def test_the_plain_loop_gives_the_weights_of_the_lightning_run(
+    train: Train, spill_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lightning = train("offload=none", "logger=none")
+    for mode in ("none", "ssd"):
+        plain = plain_loop.main([*TINY, f"offload={mode}", f"output_dir={spill_dir}"])
+        assert plain.losses == lightning.losses
+        assert plain.weights_digest == lightning.weights_digest
+        assert plain.counted == (mode == "ssd")
+    output = capsys.readouterr().out
+    assert "step 2: loss" in output
+    assert "model=gpt offload=ssd" in output
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
+def test_the_plain_loop_opens_its_offloader_for_the_device_of_the_network(
+    accelerator: str, monkeypatch: pytest.MonkeyPatch, spill_dir: Path
+) -> None:
+    """As on a machine with a GPU; the network only says that it goes there."""
+    gone_to: list[torch.device] = []
+
+    class Opened(Exception):
+        pass
+
+    class Network(torch.nn.Linear):
+        def to(self, device: torch.device) -> torch.nn.Module:  # type: ignore[override]
+            gone_to.append(device)
+            return self
+
+    def offloader(*, device: torch.device | None = None, **rest: object) -> None:
+        raise Opened(device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(plain_loop, "build_network", lambda config, objective: Network(1, 1))
+    monkeypatch.setattr("lightning_ssd.Offloader", offloader)
+    overrides = [*TINY, "offload=ssd", f"trainer.accelerator={accelerator}", f"output_dir={spill_dir}"]
+    with pytest.raises(Opened) as opened:
+        plain_loop.main(overrides)
+    assert [opened.value.args[0]] == gone_to == [torch.device("cuda" if accelerator == "auto" else "cpu")]
+
+
+def test_the_plain_loop_refuses_mistakes() -> None:
+    with pytest.raises(SystemExit, match=r"Did you mean offload\.min_tensor_bytes"):
+        plain_loop.main(["+offload.min_tensor_byte=4"])
+
+
+@pytest.mark.parametrize("loop", [plain_loop, fabric_loop], ids=["plain_loop", "fabric_loop"])
+def test_a_loop_tells_how_it_is_used(loop: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        loop.main(["model=gpt", "--help"])
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    assert f"python -m {loop.__name__} model=gpt offload=ssd" in told
+    assert "  offload: auto, budget, fsdp, keep, none, recompute" in told
+    for word in ("--fast", "-m", "model"):
+        with pytest.raises(SystemExit, match=rf"^{word} is no override; allowed: GROUP=OPTION, KEY=VALUE"):
+            loop.main([word])
+
+
+def test_help_of_train_is_short(tmp_path: Path) -> None:
+    done = run_module("recipes.train", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: python -m recipes.train [-m] [GROUP=OPTION ...] [KEY=VALUE ...]")
+    assert "offload: auto, budget, fsdp, keep, none, recompute" in done.stdout
+    assert "_target_" not in done.stdout, "the whole configuration is no usage text"
+    assert len(done.stdout.splitlines()) < 40
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_module(
+    name: str, *arguments: str, cwd: Path, begin: Sequence[str] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*begin, "-m", name, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.slow
+def test_a_sweep_from_the_command_line(spill_dir: Path, forks: list[str]) -> None:
+    sweep = ["-m", "offload=keep,ssd", "model=gpt,t5", *TINY, "logger=none"]
+    done = run_module("recipes.train", *sweep, "hydra.sweep.dir=swept", cwd=spill_dir, begin=forks)
+    assert done.returncode == 0, done.stderr
+    summaries = [RunSummary.read(path) for path in spill_dir.glob("swept/*/summary.json")]
+    by_name = {(summary.model, summary.offload): summary for summary in summaries}
+    assert len(by_name) == 4
+    for model in ("gpt", "t5"):
+        assert by_name[model, "keep"].losses == by_name[model, "ssd"].losses
+        assert by_name[model, "keep"].weights_digest == by_name[model, "ssd"].weights_digest
+    assert sum(line.startswith("model=") for line in done.stdout.splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spill_dir: Path, forks: list[str]) -> None:
+    """Beyond the first epoch too: Lightning would draw another order of the data where there is a process group."""
+    more = ["data.num_batches=2", "data.batch_size=2", "trainer.max_steps=5", "logger=none", "callbacks=none"]
+    plain = train("offload=none", *more)
+    assert len(plain.losses) == 5
+    for loop in (plain_loop, fabric_loop):
+        own = loop.main([*TINY, "offload=none", *more, f"output_dir={spill_dir / loop.__name__}"])
+        assert own.losses == plain.losses, loop.__name__
+    where = f"hydra.run.dir={spill_dir / 'fsdp'}"
+    done = run_module("recipes.train", *TINY, "offload=fsdp", *more, where, cwd=spill_dir, begin=forks)
+    assert done.returncode == 0, done.stderr
+    sharded = RunSummary.read(spill_dir / "fsdp" / "summary.json")
+    assert sharded.losses == plain.losses
+    assert sharded.weights_digest == plain.weights_digest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_two_processes_train_one_sharded_model(spill_dir: Path, forks: list[str]) -> None:
+    """As Lightning's own strategy does, bit for bit."""
+    lightnings = [
+        "trainer.strategy._target_=lightning.pytorch.strategies.ModelParallelStrategy",
+        *("~trainer.strategy.policy", "~trainer.strategy.hardware", "callbacks=none"),
+        *("+trainer.strategy.data_parallel_size=2", "+trainer.strategy.tensor_parallel_size=1"),
+    ]
+    ours = ["offload.activations=offload", "offload.min_tensor_bytes=0", "offload.optimizer_states=offload"]
+    found = []
+    for name, more in (("plain", lightnings), ("ours", ours)):
+        where = [f"output_dir={spill_dir / name}", f"hydra.run.dir={spill_dir / name}", "logger=none"]
+        words = [*TINY, "offload=fsdp", "trainer.devices=2", *where, *more]
+        done = run_module("recipes.train", *words, cwd=spill_dir, begin=forks)
+        assert done.returncode == 0, done.stderr
+        found.append(RunSummary.read(spill_dir / name / "summary.json"))
+    plain, offloaded = found
+    assert offloaded.losses == plain.losses
+    assert offloaded.weights_digest == plain.weights_digest != ""
+    assert offloaded.written_bytes_per_step > 0
+    assert not plain.counted, "Lightning was to train alone"
+
+
+def test_a_model_is_sharded_block_by_block_over_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = SCHEMA.compose([*TINY, "offload=fsdp"])
+    module = instantiate(config.model, _convert_="all")
+    sharded: list[tuple[type, object]] = []
+    monkeypatch.setattr(models, "fully_shard", lambda part, mesh: sharded.append((type(part), mesh)))
+    module._device_mesh = {"data_parallel": "half", "tensor_parallel": "other"}
+    module.configure_model()
+    *blocks, root = sharded
+    assert root == (type(module.network), "half")
+    assert [name.__name__ for name, _ in blocks] == ["GPT2Block"] * config.model.config.n_layer
+    module.configure_model()
+    assert len(sharded) == len(blocks) + 1, "sharded twice"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["++trainer.max_step=1"], "Did you mean trainer.max_steps?"),
+        (["experiment=smoke", "offload.min_tensor_bytes=4ZB"], "is not a size; allowed"),
+    ],
+)
+def test_a_mistake_ends_the_command_with_a_short_message(
+    arguments: list[str], match: str, tmp_path: Path, forks: list[str]
+) -> None:
+    done = run_module("recipes.train", *arguments, cwd=tmp_path, begin=forks)
+    assert done.returncode == 1
+    assert match in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 3
+
+
+@pytest.mark.slow
+def test_the_demo_from_the_command_line(spill_dir: Path, forks: list[str]) -> None:
+    tiny = (*TINY, "logger=none")
+    done = run_module("recipes.demo", "--output-dir", str(spill_dir), *tiny, cwd=spill_dir, begin=forks)
+    assert done.returncode == 0, done.stderr
+    assert "Verdict: Losses and weights are bit for bit those of plain Lightning." in done.stdout
+    assert json.loads((spill_dir / "ssd" / "summary.json").read_text())["written_bytes_per_step"] > 0
+    assert (spill_dir / "auto" / "summary.json").is_file()
+
+
+def test_the_demo_passes_a_failure_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--output-dir", str(tmp_path), "model=gbt"]) == 1
+    assert "model=gbt: there is no such option. Did you mean model=gpt?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Makefile", "README.md", "CHANGELOG.md"])
+def test_documents_name_recipes_that_exist(name: str) -> None:
+    modules = set(re.findall(r"-m ((?:recipes|tests)[.\w]*\w)", (ROOT / name).read_text(encoding="utf-8")))
+    assert modules
+    assert not [module for module in sorted(modules) if find_spec(module) is None]
+
+
+@pytest.mark.parametrize("module", ["recipes.train", "recipes.plain_loop"])
+def test_unsuitable_directory_is_one_clear_line(module: str, forks: list[str]) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm here to be refused")
+    words = ["experiment=smoke", "offload=ssd", "hardware.paths=[/dev/shm]"]
+    child = run_module(module, *words, cwd=ROOT, begin=forks)
+    assert child.returncode == 1
+    assert "tmpfs" in child.stderr
+    assert "Traceback" not in child.stderr

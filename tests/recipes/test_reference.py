@@ -1,0 +1,61 @@
+"""Pages that follow from the code are what the code says, and links in documents lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd.telemetry.metrics import METRICS
+from recipes import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def test_pages_are_what_the_code_says() -> None:
+    assert reference.main(["--check"]) == 0
+
+
+def test_every_setting_and_metric_has_its_row() -> None:
+    pages = reference.pages()
+    for name in (*OffloadPolicy.__dataclass_fields__, *HardwareProfile.__dataclass_fields__):
+        assert f"| `{name}` |" in pages["configuration.md"]
+    for metric in METRICS:
+        assert f"| `{metric.key}` |" in pages["metrics.md"]
+
+
+def test_a_page_that_is_not_is_told_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reference, "_DOCS", tmp_path)
+    (tmp_path / "metrics.md").write_text("old")
+    assert reference.main(["--check"]) == 1
+    assert "docs/metrics.md is not what the code says" in capsys.readouterr().err
+    assert (tmp_path / "metrics.md").read_text() == "old"
+    assert reference.main([]) == 0
+    assert reference.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert not [link for link in links if link and not (ROOT / document.parent / link).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_files_of_the_package_that_are_named_exist(document: Path) -> None:
+    if document.name == "CHANGELOG.md":
+        pytest.skip("tells of files as they were")
+    text = (ROOT / document).read_text(encoding="utf-8")
+    packages = "|".join(path.name for path in (ROOT / "lightning_ssd").iterdir() if path.is_dir())
+    named = re.findall(rf"`(?:lightning_ssd/)?((?:{packages})/[\w/]+\.py)`", text)
+    assert not [name for name in named if not (ROOT / "lightning_ssd" / name).is_file()]
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
+    assert len((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()) <= 120

@@ -1,0 +1,247 @@
+"""Copies of models whose blocks are stood in for: nothing of ours travels along."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd.common.method_patch import MethodPatch
+from lightning_ssd.recompute.block_discovery import find_blocks
+from lightning_ssd.recompute.blocks import Blocks
+from tests.support.patience import PATIENCE_S
+from tests.support.watched_blocks import LAYER, Half, Watch, nothing_of_ours
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def by_pickle(model: nn.Module) -> nn.Module:
+    copied = pickle.loads(pickle.dumps(model))
+    assert isinstance(copied, nn.Module)
+    return copied
+
+
+def by_torch(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copied = torch.load(buffer, weights_only=False)
+    assert isinstance(copied, nn.Module)
+    return copied
+
+
+# Classes that a pickle finds again are those of an imported module.
+def transformer() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.TransformerEncoder(LAYER(dropout=0.0), 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torch])
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_copy_runs_with_its_own_weights(duplicate: Callable[[nn.Module], nn.Module], observed: bool) -> None:
+    model = transformer()
+    x = torch.ones(2, 3, 8)
+    with Blocks(find_blocks(model)) as blocks:
+        assert blocks.names == ("layers.0", "layers.1")
+        before = model(x)
+        watch = Watch(recompute=True)
+        with blocks.observe(watch):
+            copied = duplicate(model)
+            assert torch.equal(copied(x), before)
+            with torch.no_grad():
+                for parameter in copied.get_submodule("layers").parameters():
+                    parameter.mul_(2)
+            changed = copied(x)
+            assert watch.told == []  # the copy is nobody's block
+        assert not torch.equal(changed, before)
+        assert torch.equal(model(x), before)
+        nothing_of_ours(copied)
+    assert torch.equal(copied(x), changed)
+    assert list(copied.state_dict()) == list(model.state_dict())
+    again = Watch()
+    with Blocks(find_blocks(copied)) as blocks, blocks.observe(again):
+        assert torch.equal(copied(x), changed)
+    assert len(again.told) == 4
+    nothing_of_ours(model)
+    nothing_of_ours(copied)
+    third = duplicate(copied)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert torch.equal(third(x), changed)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torch])
+def test_a_copy_is_freed_without_the_garbage_collector(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    model = transformer()
+    with Blocks(find_blocks(model)) as blocks, blocks.observe(Watch(recompute=True)):
+        gc.collect()
+        gc.disable()
+        try:
+            copied = duplicate(model)
+            copied(torch.ones(2, 3, 8)).sum().backward()
+            living = [weakref.ref(thing) for thing in (*copied.modules(), *copied.parameters())]
+            assert len(living) > 10
+            del copied
+            assert [thing() for thing in living if thing() is not None] == []
+        finally:
+            gc.enable()
+
+
+def test_a_shallow_copy_calls_itself() -> None:
+    block = Half()
+    with Blocks({"block": block}):
+        copied = copy.copy(block)
+        assert "forward" not in vars(copied)
+        assert copied.forward.__self__ is copied
+        assert copied.linear is block.linear
+
+
+def test_averages_in_the_middle_of_training_are_those_without_us() -> None:
+    """Weight averaging copies the model when training has begun, and again each time it is evaluated."""
+
+    def trained(blocks: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
+        model = transformer()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        averaged = None
+        with blocks(model):
+            for step in range(4):
+                model(torch.ones(2, 3, 8) * step).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                averaged = averaged or torch.optim.swa_utils.AveragedModel(model)
+                averaged.update_parameters(model)
+            assert averaged is not None
+            nothing_of_ours(averaged)
+            return [averaged(torch.ones(2, 3, 8)), copy.deepcopy(averaged)(torch.zeros(2, 3, 8))]
+
+    ours = trained(lambda model: Blocks(find_blocks(model)))
+    theirs = trained(lambda _: contextlib.nullcontext())
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+class Absent(Half):
+    """What is not for copies is left out by a class itself, as DistributedDataParallel does and LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handle = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "handle": None}
+
+
+def test_a_class_that_says_what_its_copies_are_is_asked() -> None:
+    block = Absent()
+    before = set(vars(block))
+    x = torch.ones(2, 6)
+    both = Blocks({"block": block}), Blocks({"block": block})
+    for blocks in both:
+        copied = copy.deepcopy(block)
+        assert copied.handle is None
+        assert set(vars(copied)) == before
+        assert torch.equal(copied(x), block(x))
+        blocks.remove()
+    assert set(vars(block)) == before
+
+
+def test_an_instance_that_says_what_its_copies_are_is_asked_and_keeps_it() -> None:
+    block = Half()
+
+    def without_bias() -> dict[str, Any]:
+        return {**vars(block), "linear": None, "__getstate__": None}
+
+    vars(block)["__getstate__"] = without_bias
+    with Blocks({"block": block}):
+        assert copy.deepcopy(block).linear is None
+    assert block.__getstate__ is without_bias
+
+
+class ByItself(Half):
+    """A class that copies its ``__dict__`` by itself, as parametrized modules do."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ByItself:
+        memo[id(self)] = copied = self.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+
+def test_a_class_that_copies_by_itself_gets_copies_that_run_without_us() -> None:
+    block = ByItself()
+    x = torch.ones(2, 6)
+    with Blocks({"block": block}) as blocks:
+        copied = copy.deepcopy(block)
+        with torch.no_grad():
+            copied.linear.weight.zero_()
+        third = copy.deepcopy(copied)
+        watch = Watch()
+        with blocks.observe(watch):
+            assert torch.equal(copied(x), third(x))
+        assert watch.told == []
+        assert not any(isinstance(value, MethodPatch) for value in vars(copied).values())
+        assert {id(copied.forward.__self__), id(third.forward.__self__)} == {id(copied), id(third)}
+
+
+def test_a_copy_of_one_block_or_of_its_forward() -> None:
+    model = transformer()
+    x = torch.ones(2, 3, 8)
+    block = model.get_submodule("layers.0")
+    with Blocks(find_blocks(model)):
+        nothing_of_ours(copy.deepcopy(block))
+        for forward in (copy.deepcopy(block.forward), by_pickle_any(block.forward)):
+            assert isinstance(forward, types.MethodType)
+            assert forward.__self__ is not block
+            assert torch.equal(forward(x), block(x))
+
+
+def by_pickle_any(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def test_a_copy_keeps_a_forward_that_was_set_before_us() -> None:
+    block = transformer().get_submodule("layers.0")
+    block.forward = torch.sin  # type: ignore[method-assign, assignment]
+    with Blocks({"block": block}), Blocks({"block": block}):
+        for copied in (copy.copy(block), copy.deepcopy(block), by_pickle(block), by_torch(block)):
+            assert vars(copied)["forward"] is torch.sin
+            assert "__getstate__" not in vars(copied)
+    assert vars(block)["forward"] is torch.sin
+    assert "__getstate__" not in vars(block)
+
+
+def test_a_saved_model_loads_where_we_are_not_installed(tmp_path: Path) -> None:
+    model = transformer()
+    path = tmp_path / "model.pt"
+    with Blocks(find_blocks(model)):
+        torch.save(model, path)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            "import sys\nsys.modules['lightning_ssd'] = None\nimport torch\n"
+            f"model = torch.load({str(path)!r}, weights_only=False)\n"
+            "print(repr(model(torch.ones(2, 3, 8)).sum().item()))",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == model(torch.ones(2, 3, 8)).sum().item()

@@ -1,0 +1,224 @@
+"""Blocks that are stood in for: where recomputing is refused, and that nothing of ours stays."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_ssd.common.method_patch import MethodPatch
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.recompute.block_discovery import find_blocks
+from lightning_ssd.recompute.blocks import Blocks
+from tests.support.watched_blocks import Half, Watch, chain, nothing_of_ours
+
+# -- where recomputing is refused ------------------------------------------------------------------------------------
+
+
+class Edits(Half):
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.linear(x.mul_(2)).tanh()
+
+
+class Stateful:
+    """An argument that a call may change."""
+
+
+class StatefulCache(Stateful):
+    pass
+
+
+def test_what_cannot_be_recomputed_is_known_after_a_measured_pass() -> None:
+    edits, edited, opaque, fine = Edits(), Half(), Half(), Half()
+    x = torch.ones(2, 6)
+    with Blocks({"edits": edits, "edited": edited, "opaque": opaque, "fine": fine}) as blocks:
+        for wants_inputs, expected in ((False, []), (True, ["edits", "edited", "opaque"])):
+            with saved_tensors_hooks(lambda t: t, lambda t: t), blocks.observe(Watch(wants_inputs=wants_inputs)):
+                edits(x.clone())
+                y = x.clone()
+                z = edited(y)
+                y.add_(1)
+                z.sum().backward()
+                opaque(x, extra=Stateful())
+                fine(x, extra=[None, 1, 2.0, "a", torch.float32, torch.Size([2]), {"x": (x,)}, len, fine])
+            assert list(blocks.refused) == expected
+        assert "edited in place" in blocks.refused["edits"]
+        assert "a Stateful, which it may change" in blocks.refused["opaque"]
+        # A buffer for inputs is filled anew for each step; that is no edit.
+        z = torch.ones(2, 6)
+        for _ in range(2):
+            with blocks.observe(Watch(wants_inputs=True)):
+                fine(z)
+            z.copy_(x)
+        with blocks.observe(Watch(wants_inputs=True)):
+            pass
+        assert "fine" not in blocks.refused
+
+
+def test_a_stateful_argument_runs_plainly_and_says_so_once() -> None:
+    block = Half()
+    with Blocks({"block": block}) as blocks, blocks.observe(Watch(recompute=True)):
+        with pytest.warns(UserWarning, match=r"'block' \(Half\) is not recomputed: .* StatefulCache.*use_cache=False"):
+            block(torch.ones(2, 6), extra=StatefulCache())
+        block(torch.ones(2, 6), extra=Stateful())  # warnings are errors here
+        plain = block(torch.ones(2, 6))
+        assert "Stateful" in blocks.refused["block"]  # one call of the pass is enough
+    with Blocks({"block": block}) as blocks:
+        with blocks.observe(Watch(wants_inputs=True)):
+            block(torch.ones(2, 6), extra=Stateful())
+        with blocks.observe(Watch(recompute=True, wants_inputs=True)):
+            assert torch.equal(block(torch.ones(2, 6)), plain)
+        assert blocks.refused == {}
+
+
+def test_an_edit_of_an_input_raises_where_it_was_not_known() -> None:
+    block = Edits()
+    with (
+        Blocks({"block": block}) as blocks,
+        blocks.observe(Watch(recompute=True)),
+        pytest.raises(ConfigError, match="Edits edits an input in place"),
+    ):
+        block(torch.ones(2, 6))
+
+
+def test_a_caller_that_edits_the_input_raises_in_backward() -> None:
+    block = Half()
+    x = torch.ones(2, 6)
+    with Blocks({"block": block}) as blocks, blocks.observe(Watch(recompute=True)):
+        y = block(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_weights_that_change_before_backward_raise() -> None:
+    block = Half()
+    with Blocks({"block": block}) as blocks:
+        with blocks.observe(Watch(recompute=True)):
+            y = block(torch.ones(2, 6))
+        with torch.no_grad():
+            block.linear.bias.add_(1)  # not saved by plain PyTorch, but needed to recompute
+        with pytest.raises(
+            RuntimeError, match=r"block 'block' \(Half\).*Linear.bias was modified by an inplace operation"
+        ):
+            y.sum().backward()
+
+
+# -- installing and removing -----------------------------------------------------------------------------------------
+
+
+def test_nothing_of_the_model_looks_different() -> None:
+    model = chain()
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    state, signature = list(model.state_dict()), inspect.signature(model[0].forward)
+    attributes = [dict(block.__dict__) for block in model]
+    blocks = Blocks(find_blocks(model))
+    assert isinstance(model[0].forward, MethodPatch)
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert list(model.state_dict()) == state
+    assert inspect.signature(model[0].forward) == signature
+    assert model[0].forward.__name__ == "forward"
+    assert model[0].forward.__func__ is Half.forward
+    assert model[0].forward.__self__ is model[0]
+    assert inspect.getdoc(model[0].forward.__wrapped__) == "Halves."
+    assert not hasattr(model[0].forward, "nonsense")
+    blocks.remove()
+    blocks.remove()
+    assert [dict(block.__dict__) for block in model] == attributes
+    assert blocks.names == ()
+
+
+def test_a_forward_that_was_set_before_us_is_called_and_comes_back() -> None:
+    block = Half()
+    old = block.forward
+
+    def replaced(x: torch.Tensor) -> torch.Tensor:
+        return old(x) + 1
+
+    block.forward = replaced  # type: ignore[method-assign]
+    x = torch.ones(2, 6)
+    expected = block(x)
+    with Blocks({"block": block}) as blocks, blocks.observe(Watch(recompute=True)):
+        y = block(x)
+        assert torch.equal(y, expected)
+        y.sum().backward()
+    assert block.forward is replaced
+
+
+def test_a_forward_that_was_set_after_us_stays() -> None:
+    block, watch = Half(), Watch()
+    blocks = Blocks({"block": block})
+    ours = block.forward
+    x = torch.ones(2, 6)
+    expected = ours(x) + 1
+    theirs = lambda x: ours(x) + 1  # noqa: E731
+    block.forward = theirs  # type: ignore[method-assign, assignment]
+    with blocks.observe(watch):
+        block(x)
+        assert watch.told == ["block", "left"]
+        blocks.remove()
+        assert block.forward is theirs
+        assert torch.equal(block(x), expected)
+    assert watch.told == ["block", "left"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_at_once_in_any_order(first: int) -> None:
+    block = Half()
+    x = torch.ones(2, 6)
+    both = [Blocks({"block": block}), Blocks({"block": block})]
+    watches = [Watch(recompute=True), Watch(recompute=True)]
+    with both[0].observe(watches[0]), both[1].observe(watches[1]):
+        block(x).sum().backward()
+    # The outer one recomputes, and with it the inner one.
+    assert [watch.told for watch in watches] == [["block", "left"]] * 2
+    both[first].remove()
+    watch = Watch()
+    with both[1 - first].observe(watch):
+        block(x)
+    assert watch.told == ["block", "left"]
+    assert "forward" not in vars(copy.deepcopy(block))
+    both[1 - first].remove()
+    nothing_of_ours(block)
+
+
+def test_a_module_in_two_places_has_one_wrapper() -> None:
+    block = Half()
+    with Blocks({"a": block, "b": block}) as blocks:
+        assert blocks.names == ("a",)
+    assert "forward" not in block.__dict__
+
+
+def test_no_reference_cycle_keeps_a_model() -> None:
+    model = chain()
+    blocks = Blocks(find_blocks(model))
+    with blocks.observe(Watch(recompute=True, wants_inputs=True)):
+        model(torch.ones(2, 6)).sum().backward()
+    gone = weakref.ref(model[0])
+    forward = model[0].forward
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="block '0' is gone"):
+        forward(torch.ones(2, 6))
+    blocks.remove()
+
+
+def test_the_class_may_change_later() -> None:
+    """As with ``fully_shard``."""
+    block = Half()
+    x = torch.ones(2, 6)
+    expected = block(x)
+    with Blocks({"block": block}):
+        block.__class__ = type("Sharded", (Half,), {"forward": lambda self, x: Half.forward(self, x) + 1})
+        assert torch.equal(block(x), expected + 1)

@@ -1,0 +1,88 @@
+"""A cursor follows a plan while it fits, and a rule where none does."""
+
+from __future__ import annotations
+
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import Plan, PlanObjective, Prediction, TierRates
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
+
+KEEP, SSD, HOST = Placement.KEEP, Placement.SSD, Placement.HOST
+
+
+def known(sizes: tuple[int, ...], *placements: Placement) -> StoredPlan:
+    prediction = Prediction(step_s=1.0, stall_s=0.0, peak_bytes=1, written_bytes=0, read_bytes=0)
+    return StoredPlan(
+        sizes=sizes,
+        trace=Trace(storages=(), order=(), forward_end_s=0.5, end_s=1.0),
+        goal=PlanObjective(),
+        rates=TierRates(write_bytes_per_s=1.0, read_bytes_per_s=1.0),
+        plan=Plan(placements=placements, limit_bytes=1, ahead_bytes=0, prediction=prediction, keep_step_s=1.0),
+    )
+
+
+def placed(cursor: PlanCursor, *sizes: int) -> list[Placement]:
+    return [cursor.place(size) for size in sizes]
+
+
+def test_a_plan_is_followed_in_pack_order() -> None:
+    plan = known((5, 5, 7), SSD, KEEP, HOST)
+    cursor = PlanCursor([plan], room_bytes=1000)
+    assert cursor.followed is plan
+    assert cursor.completed() is None
+    assert placed(cursor, 5, 5) == [SSD, KEEP]
+    assert cursor.completed() is None, "it may still depart"
+    assert placed(cursor, 7) == [HOST]
+    assert cursor.followed is cursor.completed() is plan
+
+
+def test_a_pass_that_departs_goes_on_by_the_rule() -> None:
+    cursor = PlanCursor([known((5, 5, 7), SSD, SSD, SSD)], room_bytes=10)
+    assert placed(cursor, 5, 6, 7, 4) == [SSD, KEEP, SSD, KEEP]
+    assert cursor.followed is None
+    assert cursor.completed() is None
+
+
+def test_what_comes_after_the_end_of_a_plan_departs_from_it() -> None:
+    cursor = PlanCursor([known((5,), KEEP)])
+    assert placed(cursor, 5) == [KEEP]
+    assert cursor.completed() is not None
+    assert placed(cursor, 5) == [SSD], "no room was given"
+    assert cursor.completed() is cursor.followed is None
+
+
+def test_a_plan_that_was_left_is_not_taken_up_again() -> None:
+    cursor = PlanCursor([known((5, 5, 5), KEEP, KEEP, KEEP)])
+    assert placed(cursor, 5, 4, 5) == [KEEP, SSD, SSD]
+
+
+def test_without_a_plan_the_room_is_used_up_and_no_more() -> None:
+    assert placed(PlanCursor(room_bytes=10), 6, 5, 4, 1) == [KEEP, SSD, KEEP, SSD]
+    assert placed(PlanCursor(), 1) == [SSD]
+
+
+def test_the_latest_plan_that_fits_is_followed() -> None:
+    latest, earlier = known((5, 5, 1), KEEP, KEEP, KEEP), known((5, 5, 2), SSD, SSD, HOST)
+    cursor = PlanCursor([latest, earlier])
+    assert placed(cursor, 5) == [KEEP]
+    assert cursor.followed is latest
+    assert placed(cursor, 5, 2) == [KEEP, HOST]
+    assert cursor.followed is cursor.completed() is earlier
+
+
+def test_the_plan_of_a_pass_that_ends_early_is_found_behind_a_longer_one() -> None:
+    longer, shorter = known((5, 5, 1), KEEP, KEEP, KEEP), known((5, 5), SSD, SSD)
+    cursor = PlanCursor([longer, shorter])
+    placed(cursor, 5, 5)
+    assert cursor.followed is longer, "it may still go on"
+    assert cursor.completed() is shorter
+    placed(cursor, 1)
+    assert cursor.completed() is longer
+
+
+def test_blocks_and_limit_are_as_given() -> None:
+    cursor = PlanCursor(recompute=frozenset({1, 3}), limit_bytes=7)
+    assert [cursor.block(index) for index in range(5)] == [False, True, False, True, False]
+    assert cursor.limit_bytes == 7
+    assert PlanCursor().limit_bytes is None
+    assert not PlanCursor().block(0)

@@ -1,0 +1,314 @@
+"""The recorder's clock stands still during stalls; it sees where backward of a block begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.activations import tensor_cache
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.clock import HostClock
+from tests.support.recorded_passes import NBYTES, FakeClock, begun, pack
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(now_s=100.0)
+
+
+def times(trace: Trace) -> list[tuple[float, float, float | None, float]]:
+    return [(s.packed_s, s.last_used_s, s.wanted_s, s.freed_s) for s in trace.storages]
+
+
+# -- the clock --------------------------------------------------------------------------------------------------------
+
+
+def test_times_count_from_the_begin_of_the_pass(clock: FakeClock) -> None:
+    told = begun(clock)
+    first, second = pack(told, clock, 101), pack(told, clock, 102)
+    clock.at(103)
+    told.forward_ended()
+    for index, wanted_s in ((1, 104), (0, 106)):
+        clock.at(wanted_s)
+        told.wanted(index)
+        clock.at(wanted_s + 1)
+        told.freed(index)
+    trace = told.trace(clock.at(108))
+    assert times(trace) == [(1, 2, 6, 7), (2, 3, 4, 5)]
+    assert (trace.forward_end_s, trace.end_s) == (3, 8)
+    assert trace.order == (1, 0)
+    assert [s.nbytes for s in trace.storages] == [NBYTES, NBYTES]
+    assert first.key.alive()
+    assert second.key.alive()
+
+
+STALLS = {
+    "none": ([], [1, 3, 5, 7, 9]),
+    "before everything": ([(100, 100.5)], [0.5, 2.5, 4.5, 6.5, 8.5]),
+    "between": ([(103.5, 104.5)], [1, 3, 4, 6, 8]),
+    "after everything": ([(109, 109.5)], [1, 3, 5, 7, 9]),
+    "several": ([(100, 100.5), (103.5, 104.5), (107.25, 107.5)], [0.5, 2.5, 3.5, 5.5, 7.25]),
+    "told out of order": ([(103.5, 104.5), (100, 100.5)], [0.5, 2.5, 3.5, 5.5, 7.5]),
+    "two threads at once": ([(103.5, 104.5), (104, 104.75)], [1, 3, 3.75, 5.75, 7.75]),
+    "one within another": ([(103.5, 104.75), (104, 104.5)], [1, 3, 3.75, 5.75, 7.75]),
+    "begun before the pass": ([(90, 100.5)], [0.5, 2.5, 4.5, 6.5, 8.5]),
+    "over a moment": ([(104, 106)], [1, 3, 4, 5, 7]),
+    "up to a moment": ([(104, 105)], [1, 3, 4, 6, 8]),
+    "from a moment on": ([(105, 106)], [1, 3, 5, 6, 8]),
+}
+
+
+@pytest.mark.parametrize(("stalls", "expected"), STALLS.values(), ids=STALLS.keys())
+def test_the_clock_stands_still_during_stalls(
+    clock: FakeClock, stalls: list[tuple[float, float]], expected: list[float]
+) -> None:
+    told = begun(clock)
+    held = pack(told, clock, 101, held=True), pack(told, clock, 103)
+    for stall in stalls:
+        told.stalled(*stall)
+    clock.at(105)
+    told.forward_ended()
+    clock.at(107)
+    told.wanted(1)
+    trace = told.trace(clock.at(109))
+    storages = trace.storages
+    got = [storages[0].packed_s, storages[1].packed_s, trace.forward_end_s, storages[1].wanted_s, trace.end_s]
+    assert got == expected
+    assert len(held) == 2
+
+
+def test_what_dies_while_somebody_waits_dies_when_the_wait_began(clock: FakeClock) -> None:
+    """Under a budget pack waits, and it is then that earlier graphs are seen to be gone."""
+    told = begun(clock)
+    first = pack(told, clock, 101)
+    begin = clock.at(102)
+    clock.at(105)
+    told.freed(0)
+    told.stalled(begin, clock.at(106))
+    second = pack(told, clock, 106.5)
+    trace = told.trace(clock.at(107))
+    assert [s.freed_s for s in trace.storages] == [2, 3]
+    assert [s.packed_s for s in trace.storages] == [1, 2.5]
+    assert trace.end_s == 3
+    del first, second
+
+
+def test_what_outlives_the_pass_lives_until_its_end(clock: FakeClock) -> None:
+    told = begun(clock)
+    held = pack(told, clock, 101), pack(told, clock, 102)
+    end = clock.at(105)
+    clock.at(109)
+    told.wanted(1)
+    told.freed(0)
+    assert [(s.wanted_s, s.freed_s) for s in told.trace(end).storages] == [(None, 5), (5, 5)]
+    assert len(held) == 2
+
+
+def test_only_the_first_unpack_and_the_first_death_count(clock: FakeClock) -> None:
+    told = begun(clock)
+    held = pack(told, clock, 101)
+    for now_s in (102, 103):
+        clock.at(now_s)
+        told.wanted(0)
+    for now_s in (104, 105):
+        clock.at(now_s)
+        told.freed(0)
+    trace = told.trace(clock.at(106))
+    assert trace.order == (0,)
+    assert (trace.storages[0].wanted_s, trace.storages[0].freed_s) == (2, 4)
+    assert held.key.alive()
+
+
+def test_a_clock_that_begins_at_zero_is_read_alike() -> None:
+    clock = FakeClock()
+    told = begun(clock)
+    held = pack(told, clock, 0, held=True)
+    told.wanted(0)
+    told.freed(0)
+    clock.at(1)
+    told.freed(0)
+    assert times(told.trace(clock.at(2))) == [(0, 0, 0, 0)]
+    assert held.variable is not None
+
+
+def test_stamps_are_read_only_when_the_pass_is_summed_up() -> None:
+    clock = FakeClock(passed_s=-1)
+    told = begun(clock)
+    held = pack(told, clock, 1)
+    told.stalled(clock.at(2), clock.at(3))
+    told.forward_ended()
+    told.wanted(0)
+    told.freed(0)
+    end = clock.at(4)
+    with pytest.raises(AssertionError, match="the host would wait"):
+        told.trace(end)
+    clock.passed_s = 4
+    assert told.trace(end).end_s == 3
+    assert held.key.alive()
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_backward_of_a_block_ends_where_the_next_one_begins(clock: FakeClock) -> None:
+    told = begun(clock)
+    held = [pack(told, clock, 101)]
+    for number, name in enumerate(("a", "b", "a")):
+        clock.at(102 + 4 * number)
+        told.block_enters(name, recompute=number == 1)
+        told.block_inputs(10 * number)
+        held += [pack(told, clock, 103 + 4 * number), pack(told, clock, 104 + 4 * number)]
+        clock.at(105 + 4 * number)
+        told.block_leaves()
+    held.append(pack(told, clock, 114))
+    told.forward_ended()
+    assert len(held) == 8
+    for now_s, index in ((115, 7), (116, 5), (117, 6), (118, 4), (119, 3), (122, 1), (123, 2), (124, 0)):
+        clock.at(now_s)
+        told.wanted(index)
+    told.stalled(120, 121)
+    trace = told.trace(clock.at(126))
+    assert [s.block for s in trace.storages] == [-1, 0, 0, 1, 1, 2, 2, -1]
+    assert [(b.name, b.forward_start_s, b.forward_end_s) for b in trace.blocks] == [
+        ("a", 2, 5),
+        ("b", 6, 9),
+        ("a", 10, 13),
+    ]
+    assert [(b.backward_start_s, b.backward_end_s) for b in trace.blocks] == [(21, 25), (18, 21), (16, 18)]
+    assert [b.input_nbytes for b in trace.blocks] == [0, 10, 20]
+    assert trace.recomputed == {1}
+
+
+def test_a_block_that_backward_never_reached_takes_no_time(clock: FakeClock) -> None:
+    told = begun(clock)
+    for name in ("a", "b"):
+        told.block_enters(name, recompute=False)
+        told.block_leaves()
+    block = told.trace(clock.at(103)).blocks[0]
+    assert (block.backward_start_s, block.backward_end_s) == (3, 3)
+
+
+# -- with a real model ------------------------------------------------------------------------------------------------
+
+WIDTH, ROWS, DEPTH = 64, 32, 3
+ACTIVATION_NBYTES = ROWS * WIDTH * 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.up(x)  # this variable lives until the end of the block
+        active = torch.nn.functional.gelu(inner)
+        return x + torch.tanh(self.down(active))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.fixture
+def offloader(tmp_path: Path) -> Iterator[Offloader]:
+    policy = OffloadPolicy(activations="auto", min_tensor_bytes=4096)
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)) as offloader:
+        yield offloader
+
+
+def step(offloader: Offloader, net: Net, x: torch.Tensor) -> None:
+    with offloader.saved_tensors():
+        loss = net(x)
+    loss.backward()
+    offloader.end_backward()
+
+
+def test_the_trace_of_a_real_pass(offloader: Offloader) -> None:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(ROWS, WIDTH)
+    offloader.register_module(net)
+    step(offloader, net, x)
+    trace = offloader.trace
+    assert trace is not None
+    # Input, inner, active and tanh of each block, where a block's output is the next one's input; and the last output.
+    per_block = [ACTIVATION_NBYTES, 2 * ACTIVATION_NBYTES, 2 * ACTIVATION_NBYTES, ACTIVATION_NBYTES]
+    assert [s.nbytes for s in trace.storages] == [*per_block * DEPTH, ACTIVATION_NBYTES]
+    assert [s.block for s in trace.storages] == [0] * 4 + [1] * 4 + [2] * 4 + [-1]
+    assert sorted(trace.order) == list(range(13))
+    assert trace.order[0] == 12
+    for one in trace.storages:
+        assert one.wanted_s is not None
+        assert 0 <= one.packed_s <= one.last_used_s <= one.freed_s <= trace.end_s
+        assert one.packed_s < trace.forward_end_s <= one.wanted_s <= one.freed_s
+    # Ours of the caller is held all along; the next blocks' inputs are not.
+    assert [s.movable for s in trace.storages] == [False] + [True] * 12
+    for first in (0, 4, 8):
+        _, inner, active, tanh = trace.storages[first : first + 4]
+        assert inner.last_used_s > tanh.packed_s, "its variable lives until the block returns"
+        assert active.last_used_s > tanh.packed_s
+    assert trace.saved_peak_bytes == sum(s.nbytes for s in trace.storages)
+    assert trace.other_peak_bytes > 0
+    assert trace.recomputed == frozenset()
+
+
+def test_the_blocks_of_a_real_pass(offloader: Offloader) -> None:
+    net = Net()
+    offloader.register_module(net)
+    step(offloader, net, torch.randn(ROWS, WIDTH))
+    trace = offloader.trace
+    assert trace is not None
+    assert [block.name for block in trace.blocks] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert [block.input_nbytes for block in trace.blocks] == [ACTIVATION_NBYTES] * DEPTH
+    forward = [t for block in trace.blocks for t in (block.forward_start_s, block.forward_end_s)]
+    backward = [t for block in reversed(trace.blocks) for t in (block.backward_start_s, block.backward_end_s)]
+    assert [0.0, *forward, trace.forward_end_s] == sorted([0.0, *forward, trace.forward_end_s])
+    assert backward == sorted(backward)
+    assert backward[1:5:2] == backward[2:5:2], "one ends where the other begins"
+    assert backward[-1] == trace.end_s
+    assert trace.forward_end_s < backward[0]
+    assert all(block.backward_end_s > block.backward_start_s for block in trace.blocks)
+
+
+def test_a_pass_is_read_one_pass_later_where_the_device_lags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is through with a pass when the next one begins, not earlier."""
+
+    class Lagging(HostClock):
+        lag = 1
+        passed: float = 0.0
+
+        @classmethod
+        def has_passed(cls, stamp: float) -> bool:  # type: ignore[override]
+            return stamp <= cls.passed
+
+        @classmethod
+        def seconds(cls, start: float, end: float) -> float:  # type: ignore[override]
+            assert max(start, end) <= cls.passed, "the host would wait for the device"
+            return end - start
+
+    monkeypatch.setattr(tensor_cache, "clock_of", lambda device: Lagging())
+    policy = OffloadPolicy(activations="auto", min_tensor_bytes=4096)
+    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
+    with Offloader(policy=policy, hardware=hardware) as offloader:
+        net, x = Net(), torch.randn(ROWS, WIDTH)
+        offloader.register_module(net)
+        step(offloader, net, x)
+        assert offloader.trace is None, "the device may still be at it"
+        for _ in range(8):
+            Lagging.passed = Lagging.stamp()
+            step(offloader, net, x)
+            assert offloader.trace is not None
+            offloader.wait_for_plan()
+        assert offloader.plan_report is not None
+        assert offloader.plan_report.measured_step_s > 0

@@ -1,0 +1,285 @@
+"""What the scheduler decides: when it traces and plans, what is bounded, what its numbers say."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.planning.planner import smallest_budget
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling import scheduler as module
+from lightning_ssd.scheduling.clock import Clock, HostClock
+from tests.support.fake_passes import (
+    COUNT,
+    FAST,
+    NBYTES,
+    SLOW,
+    LateClock,
+    machine_of,
+    make_trace,
+    opened,
+    run_pass,
+)
+from tests.support.patience import PATIENCE_S
+
+# -- tracing and planning ---------------------------------------------------------------------------------------------
+
+
+def test_the_first_pass_is_traced_and_planned_and_the_next_one_follows() -> None:
+    trace = make_trace()
+    with opened() as made:
+        cursor, wants_trace = run_pass(made, trace)
+        assert wants_trace
+        assert cursor.followed is None
+        made.wait()
+        cursor, wants_trace = run_pass(made, trace)
+        assert not wants_trace
+        known = cursor.completed()
+        assert known is not None
+        assert known.trace is made.trace
+        assert known.trace.storages is trace.storages
+        assert known.trace.moved_bytes == NBYTES, "as written"
+        assert Placement.SSD in known.plan.placements
+        assert made.num_plans == 1
+
+
+@pytest.mark.parametrize("clock", [HostClock, LateClock])
+def test_a_plan_is_not_left_to_a_pass_that_warmed_up(clock: type[Clock]) -> None:
+    """The first ones map memory and take longer; what they have time to move the others have not."""
+    with opened() as made:
+        traced_s = []
+        for step_s in (9.0, 5.0, 2.0, 2.0, 2.0, 2.0, 2.0):
+            trace = make_trace(step_s=step_s)
+            cursor, wants_trace = run_pass(made, trace, step_s=step_s, clock=clock, available_bytes=1 << 40)
+            traced_s += [step_s] * wants_trace
+            made.wait()
+        assert traced_s[0] == 9.0
+        assert traced_s[-1] == 2.0
+        assert cursor.followed is not None
+        assert cursor.followed.plan.keep_step_s == 2.0
+
+
+def test_passes_of_two_lengths_have_their_plans_and_are_not_traced_for_ever() -> None:
+    """Tracing takes time itself, and one signature may stand for short passes and long ones, in turns."""
+    with opened() as made:
+        num_traced = 0
+        for number in range(60):
+            count = 12 if number % 2 else 6
+            trace = make_trace(count, step_s=count / 6)
+            cursor, wants_trace = run_pass(made, trace, step_s=count / 6, available_bytes=1 << 40)
+            num_traced += wants_trace
+            made.wait()
+            assert cursor.followed is not None or number < 6
+        assert 2 <= num_traced <= 5
+
+
+def test_sizes_that_never_come_again_are_not_waited_for() -> None:
+    with opened() as made:
+        for number in range(40):
+            count = 6 if number == 5 else 12
+            _, wants_trace = run_pass(made, make_trace(count), step_s=1.0, available_bytes=1 << 40)
+            made.wait()
+        assert not wants_trace
+
+
+def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:
+    with opened() as made:
+        for count, signature in ((12, "a"), (8, "a"), (6, "b")):
+            for _ in range(2):
+                run_pass(made, make_trace(count), signature=signature)
+                made.wait()
+        for count, signature in ((12, "a"), (6, "b"), (8, "a")):
+            cursor, wants_trace = run_pass(made, make_trace(count), signature=signature)
+            assert not wants_trace
+            known = cursor.completed()
+            assert known is not None
+            assert len(known.sizes) == count
+        assert made.num_plans == 3
+
+
+def test_one_pass_that_hiccups_changes_nothing_and_two_do() -> None:
+    trace = make_trace()
+    with opened() as made:
+        run_pass(made, trace)
+        made.wait()
+        wants = [run_pass(made, trace, step_s=step_s)[1] for step_s in (1.0, 5.0, 1.0, 5.0, 1.0)]
+        assert wants == [False] * 5
+        run_pass(made, trace, step_s=5.0)
+        run_pass(made, trace, step_s=5.0)
+        assert made.cursor("a", level_bytes=0, available_bytes=None)[1], "the next pass was to be traced"
+
+
+def test_a_drive_that_has_become_slow_is_given_less() -> None:
+    trace, now = make_trace(), [FAST]
+    with opened(machine=lambda: now[0]) as made:
+        run_pass(made, trace)
+        made.wait()
+        before = made.cursor("a", level_bytes=0, available_bytes=None)[0]
+        # Ten storages per second. (One per second would not slow the pass down: nearly all writes would be taken back.)
+        now[0] = Machine(ssd=TierRates(write_bytes_per_s=1e7, read_bytes_per_s=1e7))
+        for _ in range(6):
+            run_pass(made, trace)
+            made.wait()
+        after = made.cursor("a", level_bytes=0, available_bytes=None)[0]
+        placed = [[cursor.place(NBYTES) for _ in range(COUNT)] for cursor in (before, after)]
+        assert placed[0].count(Placement.SSD) > placed[1].count(Placement.SSD) + 2
+        assert made.num_plans == 2
+
+
+def test_what_the_device_has_not_finished_is_not_read() -> None:
+    with opened() as made:
+        run_pass(made, make_trace(), clock=LateClock)
+        made.wait()
+        assert made.trace is None
+        run_pass(made, make_trace(), clock=LateClock)
+        assert made.trace is not None
+
+
+def test_training_does_not_wait_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, make_plan = threading.Event(), module.make_plan
+
+    def slow(*args: Any) -> Any:
+        assert go_on.wait(PATIENCE_S)
+        return make_plan(*args)
+
+    monkeypatch.setattr(module, "make_plan", slow)
+    with opened() as made:
+        for _ in range(5):
+            assert run_pass(made, make_trace())[0].followed is None
+        go_on.set()
+        made.wait()
+        assert run_pass(made, make_trace())[0].followed is not None
+    # The work has ended when close returns, and its thread in the next moment.
+    for thread in [one for one in threading.enumerate() if one.name.startswith("lightning_ssd")]:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_a_plan_that_recomputes_is_traced_again() -> None:
+    """Its pass saves other things: until it has been seen, nothing is known of it."""
+    trace = make_trace(blocks=True)
+    floor = smallest_budget(trace, SLOW, module.PlanObjective(recompute=True))
+    with opened(machine=machine_of(SLOW), activation_budget=max(floor, 6 * NBYTES), recompute=True) as made:
+        run_pass(made, trace)
+        made.wait()
+        cursor, wants_trace = made.cursor("a", level_bytes=0, available_bytes=None)
+        assert cursor.recompute, "on a drive as slow as this, recomputing was expected"
+        assert wants_trace
+        assert cursor.followed is None
+        assert all(cursor.block(b) == (b in cursor.recompute) for b in range(4))
+
+
+@pytest.mark.parametrize("limit", [{"activation_budget": 6 * NBYTES}, {"wear_bytes_per_day": 1}, {}])
+def test_without_consent_nothing_is_recomputed(limit: dict[str, int]) -> None:
+    """Neither for a budget, nor for wear, nor where memory is scarce."""
+    with opened(machine=machine_of(SLOW), **limit) as made:
+        for _ in range(4):
+            cursor, _ = run_pass(made, make_trace(blocks=True), available_bytes=5 * NBYTES)
+            made.wait()
+            assert not cursor.recompute
+            assert not made.cursor("a", level_bytes=0, available_bytes=5 * NBYTES)[0].recompute
+
+
+def test_an_error_of_the_planner_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(module, "make_plan", broken)
+    with opened() as made:
+        run_pass(made, make_trace())
+        with pytest.raises(ZeroDivisionError, match="injected"):
+            made.wait()
+
+
+# -- bounds and numbers -----------------------------------------------------------------------------------------------
+
+
+def test_kinds_and_plans_are_bounded() -> None:
+    with opened() as made:
+        for number in range(100):
+            run_pass(made, make_trace(3), signature=str(number))
+            made.wait()
+        for count in range(1, 21):
+            run_pass(made, make_trace(count), signature="x")
+            made.wait()
+        assert len(made._kinds) == 64
+        assert max(len(kind.plans) for kind in made._kinds.values()) == 8
+
+
+def test_readings_are_those_of_the_last_pass() -> None:
+    trace = make_trace()
+    with opened() as made:
+        run_pass(made, trace)
+        assert made.readings() is None
+        made.wait()
+        cursor, _ = run_pass(made, trace, step_s=1.25)
+        known, readings = cursor.completed(), made.readings()
+        assert known is not None
+        assert readings is not None
+        assert readings.predicted_step_s == known.plan.prediction.step_s
+        assert readings.predicted_peak_bytes == known.plan.prediction.peak_bytes
+        assert (readings.measured_step_s, readings.measured_peak_bytes, readings.num_plans) == (1.25, NBYTES, 1)
+
+
+def test_the_limit_of_wear_is_that_of_one_pass() -> None:
+    per_day = 86_400 * 4 * NBYTES  # four storages per second, and a pass takes one
+    with opened(wear_bytes_per_day=per_day, max_slowdown=9.0) as made:
+        run_pass(made, make_trace())
+        made.wait()
+        known = run_pass(made, make_trace())[0].completed()
+        assert known is not None
+        assert known.goal.written_bytes == 4 * NBYTES
+        assert 0 < known.plan.prediction.written_bytes <= 4 * NBYTES
+        assert math.isfinite(known.plan.prediction.step_s)
+
+
+@pytest.mark.parametrize(
+    ("wear", "machine", "is_told"), [(5_000_000, FAST, True), (10**12, FAST, False), (5_000_000, Machine(), False)]
+)
+def test_a_wear_budget_that_blocks_every_move_is_told_of(wear: int, machine: Machine, is_told: bool) -> None:
+    with opened(machine=machine_of(machine), wear_bytes_per_day=wear) as made:
+        for _ in range(2):
+            run_pass(made, make_trace())
+            made.wait()
+        report = made.report()
+        assert report is not None
+        assert ("wear_budget allows this process" in report.text()) is is_told
+        assert report.allowed_bytes_per_day == wear
+        if is_told:
+            # Nearly all of twelve storages, in a pass of a second.
+            assert 9 * NBYTES * 86_400 <= report.refused_bytes_per_day <= 12 * NBYTES * 86_400
+
+
+def test_a_pass_without_saved_storages_is_no_trace() -> None:
+    with opened() as made:
+        run_pass(made, Trace(storages=(), order=(), forward_end_s=0.1, end_s=0.2))
+        made.wait()
+        assert made.num_plans == 0
+
+
+def test_room_for_what_is_recomputed_is_not_taken_from_a_pass_that_recomputes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a pass may have begun before blocks were chosen."""
+    budgets: list[int | None] = []
+
+    def planned(trace: Trace, machine: Machine, goal: module.PlanObjective) -> Any:
+        budgets.append(goal.budget_bytes)
+        return make(trace, machine, goal)
+
+    make = module.make_plan
+    monkeypatch.setattr(module, "make_plan", planned)
+    trace, budget = make_trace(blocks=True), 6 * NBYTES
+    with opened(machine=machine_of(SLOW), activation_budget=budget, recompute=True) as made:
+        for _ in range(2):  # the second one as if begun earlier
+            run_pass(made, trace)
+            made.wait()
+        cursor = made.cursor("a", level_bytes=0, available_bytes=None)[0]
+    assert cursor.limit_bytes == budget
+    assert 0 < cursor.reserve_bytes < budget
+    assert budgets == [budget, budget]

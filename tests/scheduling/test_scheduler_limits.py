@@ -1,0 +1,352 @@
+"""Which limit of memory holds: budgets, and scarce memory without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_ssd.errors import BudgetError
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import Machine, PlanObjective
+from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
+from lightning_ssd.scheduling import scheduler as module
+from lightning_ssd.scheduling.clock import Clock, HostClock
+from lightning_ssd.scheduling.memory_limits import MemoryConstraints
+from lightning_ssd.scheduling.plan_cursor import PlanCursor
+from lightning_ssd.scheduling.scheduler import FinishedPass, Scheduler
+from tests.support.fake_passes import (
+    COUNT,
+    FAST,
+    NBYTES,
+    SLOW,
+    FakeRecorder,
+    LateClock,
+    machine_of,
+    make_trace,
+    opened,
+    run_pass,
+)
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_budget_there_is_no_limit_until_two_fifths_of_the_memory_are_used() -> None:
+    with opened() as made:
+        cursor, _ = made.cursor("a", level_bytes=123, available_bytes=10 * NBYTES)
+        assert cursor.limit_bytes is None
+        assert [cursor.place(NBYTES) for _ in range(4)] == [Placement.KEEP] * 4
+        assert cursor.limit_bytes is None
+        assert [cursor.place(NBYTES) for _ in range(2)] == [Placement.SSD] * 2
+        assert cursor.limit_bytes == 5 * NBYTES, "the drive is waited for"
+
+
+def test_memory_that_nobody_can_tell_is_not_used() -> None:
+    with opened() as made:
+        assert made.cursor("a", level_bytes=0, available_bytes=None)[0].place(1) is Placement.SSD
+
+
+def test_under_a_budget_the_first_pass_moves_everything() -> None:
+    with opened(activation_budget=5 * NBYTES) as made:
+        cursor, _ = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
+        assert cursor.limit_bytes == 5 * NBYTES
+        assert cursor.place(NBYTES) is Placement.SSD
+
+
+def test_a_memory_budget_leaves_room_for_everything_else() -> None:
+    with opened(memory_budget=20 * NBYTES) as made:
+        # Unknown yet: half of what is free is for saved activations.
+        assert made.cursor("a", level_bytes=4 * NBYTES, available_bytes=None)[0].limit_bytes == 8 * NBYTES
+        run_pass(made, make_trace(other=11 * NBYTES))
+        made.wait()
+        assert made.cursor("a", level_bytes=4 * NBYTES, available_bytes=None)[0].limit_bytes == 9 * NBYTES
+
+
+def test_the_smaller_one_of_two_budgets_holds() -> None:
+    for memory, activations, limit in ((20, 3, 3), (10, 30, 5)):
+        with opened(memory_budget=memory * NBYTES, activation_budget=activations * NBYTES) as made:
+            assert made.cursor("a", level_bytes=0, available_bytes=None)[0].limit_bytes == limit * NBYTES
+
+
+def test_an_impossible_budget_names_the_smallest_one() -> None:
+    trace = make_trace()
+    with opened(activation_budget=NBYTES // 2) as made:
+        run_pass(made, trace)
+        with pytest.raises(BudgetError, match=rf"activation_budget={NBYTES // 2} bytes \(512 KiB\) cannot") as raised:
+            made.wait()
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
+    smallest = int(str(raised.value).split("smallest possible is ")[1].split(" bytes")[0])
+    with opened(activation_budget=smallest) as made:
+        run_pass(made, trace)
+        made.wait()
+        known = run_pass(made, trace)[0].completed()
+        assert known is not None
+        assert known.plan.prediction.peak_bytes <= smallest
+
+
+def test_a_budget_that_was_kept_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the planner knows: the pass that it was asked about has stayed under the budget."""
+    num_calls = 0
+
+    def refuse(*_: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        raise BudgetTooSmall(5 * NBYTES, 6 * NBYTES)
+
+    monkeypatch.setattr(module, "make_plan", refuse)
+    with opened(activation_budget=5 * NBYTES) as made:
+        for _ in range(4):
+            cursor, _ = run_pass(made, make_trace())
+            made.wait()
+            assert cursor.limit_bytes == 5 * NBYTES
+            assert cursor.followed is None
+        assert num_calls == 1, "it is not asked again for passes like this one"
+        run_pass(made, make_trace(COUNT + 1))
+        made.wait()
+        assert num_calls == 1, "nobody traced the first pass of other sizes"
+        run_pass(made, make_trace(COUNT + 1))
+        made.wait()
+        assert num_calls == 2
+
+
+def test_a_budget_that_recomputing_would_keep_names_the_line_to_add() -> None:
+    trace = make_trace(blocks=True)
+    nowhere = Machine()  # to move to
+    without, with_it = (
+        smallest_budget(trace, nowhere, PlanObjective(recompute=recompute)) for recompute in (False, True)
+    )
+    assert with_it < without
+    with opened(machine=machine_of(nowhere), activation_budget=with_it) as made:
+        run_pass(made, trace, peak_bytes=COUNT * NBYTES)
+        with pytest.raises(BudgetError) as raised:
+            made.wait()
+    text = str(raised.value)
+    assert f"the smallest possible is {without} bytes" in text
+    assert (
+        f'With OffloadPolicy(recompute_modules="blocks"), which lets blocks run again in backward: {with_it} ' in text
+    )
+    with opened(machine=machine_of(nowhere), activation_budget=with_it, recompute=True) as made:
+        run_pass(made, trace, peak_bytes=COUNT * NBYTES)
+        made.wait()  # as was said
+        assert made.cursor("a", level_bytes=0, available_bytes=None)[0].recompute
+    with opened(machine=machine_of(nowhere), activation_budget=with_it // 2, recompute=True) as made:
+        run_pass(made, trace, peak_bytes=COUNT * NBYTES)
+        with pytest.raises(BudgetError) as raised:
+            made.wait()
+    assert "recompute_modules" not in str(raised.value), "they may be recomputed already"
+
+
+def test_an_impossible_memory_budget_names_what_else_is_in_memory() -> None:
+    other = 7 * NBYTES
+    with opened(memory_budget=other + NBYTES // 2) as made:
+        run_pass(made, make_trace(other=other))
+        with pytest.raises(
+            BudgetError, match=r"memory_budget=7864320 bytes \(7.5 MiB\).* of which 7340032 bytes \(7 MiB\) are not"
+        ):
+            made.wait()
+
+
+def named(error: BaseException) -> int:
+    """The smallest budget in a message."""
+    return int(str(error).split("smallest possible is about ")[1].split(" bytes")[0])
+
+
+@pytest.mark.parametrize("other", [7 * NBYTES, 4000 * NBYTES])
+def test_the_memory_budget_that_is_named_has_room_for_a_run_that_needs_a_little_more(other: int) -> None:
+    """What else is in memory differs by a few MiB from run to run."""
+    with opened(memory_budget=other + NBYTES // 2) as made:
+        run_pass(made, make_trace(other=other))
+        with pytest.raises(BudgetError, match=r"smallest possible is about \d+ bytes \(\d+ MiB\), of which") as raised:
+            made.wait()
+    more = other + max(12 * NBYTES, other // 60)
+    with opened(memory_budget=named(raised.value)) as made:
+        run_pass(made, make_trace(other=more))
+        made.wait()
+        assert run_pass(made, make_trace(other=more))[0].completed() is not None
+    with opened(memory_budget=named(raised.value)) as made:
+        run_pass(made, make_trace(other=more + other // 10 + 10 * NBYTES))
+        with pytest.raises(BudgetError):
+            made.wait()
+
+
+def test_a_budget_that_only_wear_forbids_says_so() -> None:
+    for wear, is_named in ((1, True), (None, False)):
+        with opened(activation_budget=NBYTES // 2, wear_bytes_per_day=wear) as made:
+            run_pass(made, make_trace())
+            with pytest.raises(BudgetError) as raised:
+                made.wait()
+        assert ("raise wear_budget" in str(raised.value)) is is_named
+
+
+def test_a_pass_that_kept_its_budget_by_writing_more_than_wear_allows_was_not_possible() -> None:
+    with opened(activation_budget=NBYTES // 2, wear_bytes_per_day=1) as made:
+        run_pass(made, make_trace(), peak_bytes=NBYTES // 4)
+        with pytest.raises(BudgetError, match="raise wear_budget"):
+            made.wait()
+    with opened(activation_budget=NBYTES // 2) as made:
+        run_pass(made, make_trace(), peak_bytes=NBYTES // 4)
+        made.wait()
+
+
+# -- scarce memory ----------------------------------------------------------------------------------------------------
+
+
+def train_in(made: Scheduler, available: int, *, level: int = 0, other: int = 0, passes: int = 1) -> PlanCursor:
+    """Passes in so much memory; the cursor of the last one."""
+    for _ in range(passes):
+        trace = make_trace(other=other)
+        cursor, _ = run_pass(made, trace, available_bytes=available, level_bytes=level)
+        made.wait()
+    return cursor
+
+
+def test_where_not_everything_fits_memory_itself_is_the_budget() -> None:
+    available = 10 * NBYTES
+    with opened() as made:
+        first = train_in(made, available)
+        assert first.ran_out
+        assert made.num_plans == 0, "it was traced while memory did not return"
+        second = train_in(made, available)
+        assert second.limit_bytes == 4.5 * NBYTES, "of nine tenths half, as long as nobody knows what else comes"
+        assert second.may_move
+        third = train_in(made, available, other=2 * NBYTES)
+        known = third.completed()
+        assert known is not None, "it goes by a plan from now on"
+        assert third.limit_bytes == 9 * NBYTES
+        assert known.plan.prediction.peak_bytes <= 9 * NBYTES
+        assert 0 < known.plan.prediction.written_bytes < COUNT * NBYTES, "no more moves than has to"
+
+
+def test_without_room_nothing_is_given_up_however_slow_the_drive() -> None:
+    """Keeping everything is no choice then."""
+    with opened(machine=machine_of(SLOW)) as made:
+        last = train_in(made, 10 * NBYTES, passes=8)
+        known = last.completed()
+        assert known is not None
+        assert known.plan.moves
+        report = made.report()
+        assert report is not None
+        assert report.state is None
+
+
+def test_scarce_memory_never_raises() -> None:
+    with opened() as made:
+        for other in (0, 0, 9 * NBYTES, 40 * NBYTES):
+            cursor = train_in(made, 10 * NBYTES, other=other, passes=2)
+        assert cursor.limit_bytes is not None
+
+
+def test_a_kind_that_fits_in_scarce_memory_keeps_everything() -> None:
+    with opened() as made:
+        train_in(made, 10 * NBYTES, passes=3)
+        small = make_trace(2)
+        for _ in range(3):
+            run_pass(made, small, signature="small", available_bytes=10 * NBYTES)
+            made.wait()
+        known = run_pass(made, small, signature="small", available_bytes=10 * NBYTES)[0].completed()
+        assert known is not None
+        assert not known.plan.moves
+
+
+def test_plans_outlive_small_changes_of_what_is_available_and_not_large_ones() -> None:
+    with opened() as made:
+        assert train_in(made, 10 * NBYTES, passes=3).completed() is not None
+        assert train_in(made, int(9.8 * NBYTES)).completed() is not None
+        less = train_in(made, 5 * NBYTES)
+        assert less.completed() is None, "the plan needs more than there is now"
+        assert less.limit_bytes == int(4.5 * NBYTES)
+        train_in(made, 5 * NBYTES)
+        after = train_in(made, 5 * NBYTES).completed()
+        assert after is not None
+        assert after.plan.prediction.peak_bytes <= 4.5 * NBYTES
+
+
+def test_processes_that_share_the_memory_share_the_room() -> None:
+    made = Scheduler(MemoryConstraints(max_slowdown=1.02), machine_of(FAST), num_sharing=3)
+    cursor, _ = made.cursor("a", level_bytes=0, available_bytes=15 * NBYTES)
+    assert [cursor.place(NBYTES) for _ in range(3)] == [Placement.KEEP] * 2 + [Placement.SSD]
+
+
+@pytest.mark.parametrize("clock", [HostClock, LateClock])
+def test_a_memory_budget_makes_room_for_optimizer_states_that_come_with_the_first_step(clock: type[Clock]) -> None:
+    """They are not there while the first pass is traced."""
+    mib, states = 64 * NBYTES, 20 * 64 * NBYTES
+    with opened(memory_budget=40 * mib) as made:
+        for level, other in ((4 * mib, 6 * mib), (4 * mib + states, 6 * mib + states)):
+            for _ in range(4):
+                cursor, _ = run_pass(made, make_trace(other=other), level_bytes=level, clock=clock)
+                assert cursor.limit_bytes is not None
+                if level > states:
+                    assert cursor.limit_bytes <= 40 * mib - states - 6 * mib
+                made.wait()
+        assert cursor.limit_bytes == 40 * mib - states - 6 * mib
+        assert cursor.completed() is not None
+
+
+def test_growth_that_the_trace_has_seen_already_refuses_nothing() -> None:
+    """On CUDA a trace is read when the next pass has begun: its gradients may be in both numbers."""
+    mib = 64 * NBYTES
+    with opened(memory_budget=20 * mib) as made:
+        for level in (4 * mib, 16 * mib):  # the states and gradients of the first step
+            run_pass(made, make_trace(other=16 * mib), level_bytes=level, clock=LateClock)
+            made.wait()
+        for _ in range(3):
+            cursor, _ = run_pass(made, make_trace(other=16 * mib), level_bytes=16 * mib, clock=LateClock)
+            made.wait()
+        assert cursor.limit_bytes == 4 * mib
+        assert cursor.completed() is not None
+
+
+def test_saved_tensors_of_living_passes_are_not_taken_for_something_else() -> None:
+    with opened(memory_budget=2000 * NBYTES) as made:
+        run_pass(made, make_trace(other=900 * NBYTES), level_bytes=800 * NBYTES)
+        made.wait()
+        cursor, _ = made.cursor("a", level_bytes=800 * NBYTES, resident_bytes=700 * NBYTES, available_bytes=None)
+        assert cursor.limit_bytes == 1100 * NBYTES
+
+
+def test_two_passes_of_a_kind_in_one_backward_are_planned_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_calls = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return make(*args)
+
+    make = module.make_plan
+    monkeypatch.setattr(module, "make_plan", counted)
+    with opened() as made:
+        cursors = [made.cursor("a", level_bytes=0, available_bytes=None) for _ in range(2)]
+        for cursor, _ in cursors:
+            trace = make_trace()
+            made.observe(
+                FinishedPass(
+                    signature="a",
+                    sizes=(NBYTES,) * COUNT,
+                    cursor=cursor,
+                    recorder=FakeRecorder(trace),  # type: ignore[arg-type]
+                    clock=HostClock(),
+                    begin=0.0,
+                    end=1.0,
+                    level_bytes=0,
+                    stalls=(),
+                    peak_bytes=NBYTES,
+                    written_bytes=0,
+                    read_bytes=0,
+                )
+            )
+            made._kinds["a"].is_trace_asked_for = True
+        made.border()
+        made.wait()
+        assert num_calls == 1
+        assert made.num_plans == 1
+
+
+def test_a_small_batch_is_not_judged_by_what_a_large_one_needed() -> None:
+    with opened(memory_budget=100 * NBYTES) as made:
+        for signature, other in (("large", 95 * NBYTES), ("small", 5 * NBYTES)):
+            for _ in range(2):
+                cursor, _ = run_pass(made, make_trace(3, other=other), signature=signature)
+                made.wait()
+        assert cursor.limit_bytes == 95 * NBYTES

@@ -1,0 +1,105 @@
+"""Directories of ours stay while anybody needs them, and go with the last one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_ssd
+from lightning_ssd.storage.directories import HeldDirectory
+from tests.support.threads import at_once
+
+
+def test_goes_with_the_last_holder(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "rank"
+    first, second = HeldDirectory(path), HeldDirectory(path)
+    first.close()
+    first.close()
+    assert path.is_dir()
+    second.close()
+    assert not path.exists()
+    assert path.parent.is_dir(), "not ours"
+
+
+def test_stays_while_there_is_something_in_it(tmp_path: Path) -> None:
+    held = HeldDirectory(tmp_path / "rank")
+    (tmp_path / "rank" / "file").write_text("the user's")
+    held.close()
+    assert (tmp_path / "rank" / "file").read_text() == "the user's"
+
+
+def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
+    path = tmp_path / "rank"
+    script = (
+        "import fcntl, os, sys; f = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(f, fcntl.LOCK_SH); "
+        "print(1, flush=True); input()"
+    )
+    held = HeldDirectory(path)
+    other = subprocess.Popen(
+        [sys.executable, "-S", "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    held.close()
+    assert path.is_dir()
+    other.kill()
+    other.communicate()
+    HeldDirectory(path).close()
+    assert not path.exists()
+
+
+def test_many_that_open_and_close_never_lose_it(tmp_path: Path) -> None:
+    """Whoever holds it can make files in it, however the others come and go."""
+
+    def come_and_go() -> None:
+        for _ in range(200):
+            held = HeldDirectory(tmp_path / "rank")
+            os.close(os.open(tmp_path / "rank", os.O_RDONLY | os.O_DIRECTORY))
+            held.close()
+
+    at_once(*[come_and_go] * 4)
+    assert not (tmp_path / "rank").exists()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: int, operation: int) -> None:
+        raise OSError(95, "not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    held = HeldDirectory(tmp_path / "rank")
+    held.close()
+    assert not (tmp_path / "rank").exists()
+
+
+def test_closing_one_offloader_leaves_the_other_at_work(tmp_path: Path) -> None:
+    def opened() -> lightning_ssd.Offloader:
+        return lightning_ssd.Offloader(
+            policy=lightning_ssd.OffloadPolicy(activations="offload", min_tensor_bytes=0),
+            hardware=lightning_ssd.HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True),
+            subdirectory="rank",
+        )
+
+    first, second = opened(), opened()
+    first.open()
+    second.open()
+    first.close()
+    assert (tmp_path / "rank").is_dir()
+    x = torch.rand(256, 256, requires_grad=True)
+    with second.saved_tensors():
+        loss = x.sin().exp().sum()
+    second.flush()
+    loss.backward()
+    second.end_backward()
+    # A second set of files, as optimizer states have, is opened in the same directory.
+    third = opened()
+    third.open()
+    second.close()
+    assert (tmp_path / "rank").is_dir()
+    third.close()
+    assert list(tmp_path.iterdir()) == []

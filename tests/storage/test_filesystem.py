@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ssd.errors import UnsuitablePathError
+from lightning_ssd.storage import filesystem
+from lightning_ssd.storage.drive_probe import measure_rates, read_back_ok
+from lightning_ssd.storage.filesystem import DirectAlignment, check_directory, direct_alignment, inspect_directory
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.storage.spill_file import Arena
+from tests.support.faults import FaultyBackend, eio, on_calls
+
+SHM = Path("/dev/shm")
+
+
+class TestFacts:
+    def test_agree_with_the_system(self, tmp_path: Path) -> None:
+        facts = inspect_directory(tmp_path)
+        told = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True).stdout
+        assert facts.file_system[:3] in {told[:3], "btr", "ove", "fus"}
+        assert facts.path == tmp_path
+        assert 0 < facts.free_bytes <= facts.total_bytes
+        assert facts.total_bytes == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+
+    def test_of_a_file_system_mounted_in_between(self, small_disk: Callable[[int], Path]) -> None:
+        directory = small_disk(16)
+        below = directory / "a" / "b"
+        below.mkdir(parents=True)
+        facts = inspect_directory(below)
+        assert facts.file_system == "ext4"
+        assert facts.device.startswith("/dev/loop")
+        assert facts.total_bytes < 16 << 20
+        assert not facts.is_memory
+        assert not facts.is_network
+
+    @pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
+    def test_of_memory(self) -> None:
+        facts = inspect_directory(SHM)
+        assert (facts.file_system, facts.is_memory, facts.is_rotational) == ("tmpfs", True, None)
+
+    def test_without_proc(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(self: Path, *args: Any, **kwargs: Any) -> str:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))
+
+        monkeypatch.setattr(Path, "read_text", refuse)
+        facts = inspect_directory(tmp_path)
+        assert (facts.file_system, facts.device, facts.is_memory) == ("unknown", "unknown", False)
+        assert check_directory(tmp_path) == facts
+
+
+class TestCheckDirectory:
+    def test_makes_what_is_missing(self, tmp_path: Path) -> None:
+        facts = check_directory(tmp_path / "a" / "b", allow_unsuitable=True)
+        assert (tmp_path / "a" / "b").is_dir()
+        assert facts.path == tmp_path / "a" / "b"
+
+    def test_refuses_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(UnsuitablePathError, match="file exists and is no directory; name a directory"):
+            check_directory(tmp_path / "file")
+
+    def test_refuses_what_cannot_be_made(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(UnsuitablePathError, match=r"cannot be made \(Not a directory\)"):
+            check_directory(tmp_path / "file" / "below")
+
+    def test_refuses_a_read_only_file_system(self, small_disk: Callable[[int], Path]) -> None:
+        directory = small_disk(16)
+        subprocess.run(["mount", "-o", "remount,ro", directory], check=True)
+        with pytest.raises(UnsuitablePathError, match="is not writable for this user") as caught:
+            check_directory(directory)
+        assert caught.value.errno == errno.EACCES
+
+    @pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
+    def test_refuses_memory_unless_told(self) -> None:
+        with pytest.raises(UnsuitablePathError, match="tmpfs, which is memory: nothing would be saved") as caught:
+            check_directory(SHM)
+        assert "allow_unsuitable_paths=True" in str(caught.value)
+        assert check_directory(SHM, allow_unsuitable=True).is_memory
+
+    @pytest.mark.parametrize("kind", ["nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "ceph"])
+    def test_refuses_the_network_unless_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+        monkeypatch.setattr(filesystem, "_mount_of", lambda path: (kind, "server:/export"))
+        with pytest.raises(UnsuitablePathError, match=f"lies on {kind}, a network file system"):
+            check_directory(tmp_path)
+        assert check_directory(tmp_path, allow_unsuitable=True).is_network
+
+
+class TestDirectAlignment:
+    @pytest.fixture
+    def fd(self, tmp_path: Path) -> Any:
+        arena = Arena(tmp_path, block_bytes=4096, direct=False)
+        yield arena.fd
+        arena.close()
+
+    def test_are_powers_of_two(self, fd: int) -> None:
+        told = direct_alignment(fd)
+        if told is None:
+            pytest.skip("no direct I/O here")
+        for value in told:
+            assert value > 0
+            assert value & (value - 1) == 0
+
+    def test_from_the_queue_where_statx_does_not_know(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        limits = {"dma_alignment": 3, "logical_block_size": 4096}
+        monkeypatch.setattr(filesystem, "_statx", None)
+        monkeypatch.setattr(filesystem, "_read_queue", lambda device, name: limits[name])
+        assert direct_alignment(fd) == DirectAlignment(4, 4096)
+
+    def test_a_page_where_nobody_knows(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(filesystem, "_statx", lambda *_: -1)
+        monkeypatch.setattr(filesystem, "_read_queue", lambda device, name: None)
+        assert direct_alignment(fd) == DirectAlignment(4096, 4096)
+
+    def test_queue_and_statx_agree(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        told = direct_alignment(fd)
+        if filesystem._read_queue(os.fstat(fd).st_dev, "dma_alignment") is None:
+            pytest.skip("no block device below")
+        monkeypatch.setattr(filesystem, "_statx", None)
+        assert direct_alignment(fd) == told
+
+    def test_a_partition_asks_its_parent(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        disk, nodes = tmp_path / "devices" / "nvme0n1", tmp_path / "nodes"
+        (disk / "nvme0n1p2").mkdir(parents=True)
+        (disk / "queue").mkdir()
+        (disk / "queue" / "dma_alignment").write_text("3\n")
+        nodes.mkdir()
+        (nodes / "259:2").symlink_to(disk / "nvme0n1p2")
+        monkeypatch.setattr(filesystem, "_BLOCK_DEVICES", nodes)
+        assert filesystem._read_queue(os.makedev(259, 2), "dma_alignment") == 3
+        assert filesystem._read_queue(os.makedev(259, 2), "logical_block_size") is None
+        assert filesystem._read_queue(os.makedev(259, 3), "dma_alignment") is None
+
+
+class TestMeasuring:
+    def test_rates(self, tmp_path: Path) -> None:
+        backend = PosixBackend([tmp_path])
+        rates = measure_rates(backend, tmp_path, nbytes=8 << 20)
+        backend.close()
+        assert 1e6 < rates.write_per_s < 1e12
+        assert 1e6 < rates.read_per_s < 1e12
+        assert os.listdir(tmp_path) == []
+
+    def test_read_back_notices_one_bit(self, tmp_path: Path) -> None:
+        backend = FaultyBackend(PosixBackend([tmp_path]), corrupt_read=lambda index: index == 1)
+        assert [read_back_ok(backend, tmp_path) for _ in range(3)] == [True, False, True]
+        backend.close()
+
+    def test_failures_pass_through(self, tmp_path: Path) -> None:
+        backend = FaultyBackend(PosixBackend([tmp_path]), fail_write=on_calls({0}, eio))
+        with pytest.raises(OSError, match="injected"):
+            measure_rates(backend, tmp_path, nbytes=1 << 20)
+        backend.close()
+        assert os.listdir(tmp_path) == []

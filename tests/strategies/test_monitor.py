@@ -1,0 +1,343 @@
+import csv
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+
+from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd.common.formatting import pluralize
+from lightning_ssd.monitor import OffloadMonitor
+from lightning_ssd.scheduling.move_search import NUM_KEPT
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
+from lightning_ssd.telemetry.metrics import METRICS
+from tests.support.patience import PATIENCE_S
+from tests.support.trainers import LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, one_thread
+
+pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
+
+PLAN_KEYS = {metric.key for metric in METRICS if metric.key.startswith("plan/")}
+# What a run without a plan and without rated drives has to tell on a CPU.
+KEYS_ON_CPU = {metric.key for metric in METRICS} - PLAN_KEYS - {"memory/device_peak_gib", "wear/drive_life_days"}
+BAR = {"resident_gib", "ssd_gib", "stall_pct"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+class RecordingLogger(Logger):
+    """A real logger that keeps its rows, with another separator."""
+
+    group_separator = "."
+    name = version = "recording"
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def rows_of_ours(self):
+        return [(step, row) for step, row in self.rows if "wear.written_tb" in row]
+
+
+def strategy_for(directory, activations="offload", *, drive_endurance=None):
+    """Without a plan by default: from the first step on everything moves, and all numbers are there."""
+    return SSDOffloadStrategy(
+        # Whatever else the machine does meanwhile, moving is worth its time.
+        policy=OffloadPolicy(activations=activations, min_tensor_bytes=4096, max_slowdown=9.0),
+        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, drive_endurance=drive_endurance),
+    )
+
+
+class AllIsWritten(Callback):
+    """Before backward begins: what is wanted back sooner than a busy drive has taken it is not written at all."""
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        trainer.strategy.offloader.flush()
+
+
+def fit_monitored(directory, monitor=None, *, strategy=None, callbacks=(), **settings):
+    monitor = monitor or OffloadMonitor(verdict=False)
+    settings.setdefault("log_every_n_steps", 2)
+    if strategy is None:
+        strategy, callbacks = strategy_for(directory), [AllIsWritten(), *callbacks]
+    trainer, _ = fit(Net, strategy, directory, callbacks=[monitor, *callbacks], **settings)
+    return trainer, monitor
+
+
+# -- loggers ----------------------------------------------------------------------------------------------------------
+
+
+def read_csv(logger):
+    logger.save()
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_rows_reach_a_csv_file(tmp_path):
+    logger = CSVLogger(tmp_path / "csv")
+    trainer, _ = fit_monitored(tmp_path, logger=logger)
+    rows = read_csv(logger)
+    assert set(rows[0]) >= KEYS_ON_CPU
+    ours = [row for row in rows if row["wear/written_tb"]]
+    theirs = [row for row in rows if row["train/loss"]]
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == ["1", "3", "5"]
+    stats = trainer.strategy.stats
+    written = 2 * sum(float(row["io/write_gib"]) for row in ours) * 2**30  # mean per step, two steps in a row
+    # A write may end between the last row and close.
+    assert 0 < written <= stats.bytes_written
+    assert float(ours[-1]["wear/written_tb"]) * 1e12 == pytest.approx(written)
+    assert all(0 <= float(row["io/overlap_ratio"]) <= 1 for row in ours)
+    assert float(ours[-1]["memory/activations_saved_peak_gib"]) * 2**30 == stats.saved_peak_bytes
+
+
+def test_every_logger_gets_the_rows_with_its_own_separator(tmp_path):
+    first, second = RecordingLogger(), RecordingLogger()
+    fit_monitored(tmp_path, logger=[first, second])
+    assert [step for step, _ in first.rows_of_ours()] == [1, 3, 5]
+    assert first.rows_of_ours() == second.rows_of_ours()
+    assert set(first.rows_of_ours()[0][1]) == {key.replace("/", ".") for key in KEYS_ON_CPU}
+
+
+def test_a_row_is_for_optimizer_steps_not_for_micro_batches(tmp_path):
+    logger = RecordingLogger()
+    trainer, _ = fit_monitored(tmp_path, logger=logger, accumulate_grad_batches=3, log_every_n_steps=1)
+    rows = logger.rows_of_ours()
+    assert [step for step, _ in rows] == [0, 1]
+    written = sum(row["io.write_gib"] for _, row in rows) * 2**30
+    assert 0 < written <= trainer.strategy.stats.bytes_written
+
+
+def test_never_means_never(tmp_path):
+    logger = RecordingLogger()
+    _, monitor = fit_monitored(tmp_path, logger=logger, log_every_n_steps=0)
+    assert logger.rows_of_ours() == []
+    assert monitor.summary
+
+
+@pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
+@pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
+def test_barebones_is_left_alone(tmp_path):
+    unset = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary", "num_sanity_val_steps")
+    )
+    _, monitor = fit_monitored(tmp_path, barebones=True, log_every_n_steps=None, **unset)
+    assert monitor.summary is None
+
+
+def test_wandb_offline_has_rows_and_peaks_in_its_summary(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    quiet = wandb.Settings(x_disable_stats=True, console="off", silent=True)
+    logger = WandbLogger(save_dir=tmp_path, offline=True, project="test", settings=quiet)
+    try:
+        trainer, _ = fit_monitored(tmp_path, logger=logger)
+    finally:
+        wandb.finish()
+    directory = next((tmp_path / "wandb").glob("offline-run-*"))
+    done = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    defined = {r["metric"]["name"]: r["metric"] for r in records if r["type"] == "metric" and "name" in r["metric"]}
+    for metric in METRICS:
+        if metric.merge == "max":
+            assert defined[metric.key]["summary"] == {"max": True}
+            assert defined[metric.key]["step_metric"] == "trainer/global_step"
+    history = [r["history"]["item"] for r in records if r["type"] == "history"]
+    ours = [row for row in history if "wear/written_tb" in row]
+    assert [row["trainer/global_step"] for row in ours] == [1, 3, 5]
+    assert set(ours[0]) >= KEYS_ON_CPU
+    assert trainer.strategy.stats.bytes_saved > 0
+
+
+# -- plans and drives -------------------------------------------------------------------------------------------------
+
+
+class WaitForPlans(Callback):
+    """Plans are made in the background; here the next step follows the one that this step has asked for."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.strategy.offloader.wait_for_plan()
+
+
+def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
+    logger = RecordingLogger()
+    _, monitor = fit_monitored(
+        tmp_path,
+        strategy=strategy_for(tmp_path, "auto"),
+        callbacks=[WaitForPlans()],
+        logger=logger,
+        log_every_n_steps=1,
+    )
+    rows = [row for _, row in logger.rows_of_ours()]
+    keys = {key.replace("/", ".") for key in PLAN_KEYS}
+    assert len(rows) == NUM_BATCHES
+    assert not any(keys & set(row) for row in rows[:NUM_KEPT]), "these keep everything, and are profiled"
+    assert keys - {"plan.slowdown_ratio"} <= set(rows[NUM_KEPT]), "the first one times nothing yet"
+    assert all(keys <= set(row) for row in rows[NUM_KEPT + 1 :])
+    for row in rows[NUM_KEPT:]:
+        assert row["plan.num_plans"] >= 1
+        assert row["plan.predicted_step_s"] > 0
+        assert row["plan.measured_step_s"] > 0
+        assert row["plan.measured_peak_gib"] > 0
+    report = f"Plan: {rows[-1]['plan.predicted_step_s']:.3g} s per pass predicted"
+    assert monitor.summary.count("Plan: ") == 1
+    assert report in monitor.summary
+    plans = pluralize(int(rows[-1]["plan.num_plans"]), "plan", "plans")
+    told = f"{plans}. Passes that moved took {rows[-1]['plan.slowdown_ratio']:.2f} times as long"
+    assert told in monitor.summary
+
+
+def test_plan_keys_are_absent_where_nothing_is_planned(tmp_path):
+    logger = RecordingLogger()
+    _, monitor = fit_monitored(tmp_path, callbacks=[WaitForPlans()], logger=logger)
+    assert not any(key.startswith("plan.") for _, row in logger.rows_of_ours() for key in row)
+    assert "Plan: " not in monitor.summary
+
+
+@pytest.mark.filterwarnings("ignore:drive .* reaches its rated")
+def test_the_life_of_a_rated_drive_is_shown(tmp_path):
+    logger = RecordingLogger()
+    strategy = strategy_for(tmp_path, drive_endurance="100TB")
+    _, monitor = fit_monitored(
+        tmp_path, strategy=strategy, callbacks=[AllIsWritten()], logger=logger, log_every_n_steps=3
+    )
+    rows = [row for _, row in logger.rows_of_ours()]
+    assert rows[-1]["wear.drive_life_days"] > 0
+    assert "Written to like this day and night, a drive reaches its vendor's rating in " in monitor.summary
+
+
+# -- progress bar -----------------------------------------------------------------------------------------------------
+
+
+def test_progress_bar_shows_three_numbers(tmp_path):
+    trainer, _ = fit_monitored(tmp_path, enable_progress_bar=True)
+    shown = trainer.progress_bar_metrics
+    assert set(shown) == BAR
+    assert 0 < shown["resident_gib"] < 0.01
+    assert shown["ssd_gib"] >= 0
+    assert 0 <= shown["stall_pct"] <= 100
+
+
+def test_progress_bar_can_do_without_us(tmp_path):
+    trainer, _ = fit_monitored(tmp_path, OffloadMonitor(prog_bar=False, verdict=False), enable_progress_bar=True)
+    assert trainer.progress_bar_metrics == {}
+
+
+# -- verdict ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_is_printed_once_at_the_end(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        trainer, monitor = fit_monitored(tmp_path, OffloadMonitor())
+    lines = [record.getMessage() for record in caplog.records if "Saved activations" in record.getMessage()]
+    assert lines == [monitor.summary]
+    assert "resident of" in monitor.summary
+    assert "Backend: posix" in monitor.summary
+    assert str(tmp_path) in monitor.summary
+    assert f"{trainer.strategy.stats.saved_peak_bytes / 2**20:.1f} MiB that keeping would have held" in monitor.summary
+
+
+def test_the_verdict_can_be_silent(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        _, monitor = fit_monitored(tmp_path, OffloadMonitor(verdict=False))
+    assert "Saved activations" not in caplog.text
+    assert "Saved activations" in monitor.summary
+
+
+def test_keep_is_counted_and_said(tmp_path):
+    _, monitor = fit_monitored(tmp_path, strategy=strategy_for(tmp_path, "keep"))
+    assert monitor.summary.startswith("Saved activations: all kept in memory, as asked; at most ")
+
+
+def test_recomputed_blocks_are_said(tmp_path):
+    _, monitor = fit_monitored(tmp_path, strategy=strategy_for(tmp_path, "recompute"))
+    assert monitor.summary.startswith("Blocks were recomputed, as asked; what they leave was kept: at most ")
+
+
+def test_there_is_no_verdict_on_a_run_that_failed(tmp_path):
+    class Fails(Net):
+        def on_train_epoch_end(self):
+            raise ZeroDivisionError
+
+    monitor = OffloadMonitor()
+    with pytest.raises(ZeroDivisionError):
+        fit(Fails, strategy_for(tmp_path), tmp_path, callbacks=[monitor])
+    assert monitor.summary is None
+
+
+# -- another strategy -------------------------------------------------------------------------------------------------
+
+
+def test_another_strategy_gets_one_warning_and_memory_peaks(tmp_path):
+    logger, monitor = RecordingLogger(), OffloadMonitor(verdict=False)
+    with pytest.warns(UserWarning, match="OffloadMonitor found SingleDeviceStrategy, which does not offload") as seen:
+        trainer, _ = fit_monitored(tmp_path, monitor, strategy="auto", logger=logger, enable_progress_bar=True)
+    assert len([w for w in seen if "OffloadMonitor" in str(w.message)]) == 1
+    rows = [row for _, row in logger.rows if "memory.host_peak_gib" in row]
+    assert len(rows) == 3
+    assert all(set(row) == {"memory.host_peak_gib"} for row in rows)
+    assert monitor.summary.startswith("Nothing was offloaded: the Trainer's strategy does not.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.fit_loop.max_epochs += 1
+        for noise in LIGHTNING_NOISE:
+            warnings.filterwarnings("ignore", noise.split(":")[1])
+        trainer.fit(trainer.lightning_module)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_bytes_written_go_on_over_fits_and_checkpoints(tmp_path):
+    saving = {"enable_checkpointing": True, "logger": False, "log_every_n_steps": 1}
+    monitor, checkpoint = OffloadMonitor(verdict=False), ModelCheckpoint(tmp_path / "ckpt", save_last=True)
+    trainer, module = fit(Net, strategy_for(tmp_path), tmp_path, callbacks=[monitor, checkpoint], **saving)
+    first = monitor.state_dict()["written_bytes"]
+    assert 0 < first <= trainer.strategy.stats.bytes_written
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module)
+    second = monitor.state_dict()["written_bytes"]
+    assert second > first
+
+    logger, resumed = RecordingLogger(), OffloadMonitor(verdict=False)
+    trainer = make_trainer(
+        strategy_for(tmp_path), tmp_path, max_epochs=3, logger=logger, callbacks=[resumed], log_every_n_steps=1
+    )
+    trainer.fit(Net(), ckpt_path=checkpoint.last_model_path)
+    written = [row["wear.written_tb"] * 1e12 for _, row in logger.rows_of_ours()]
+    assert len(written) == NUM_BATCHES
+    assert written[0] > second * 0.9
+    assert written == sorted(written)
+
+
+def test_two_monitors_would_take_each_others_numbers(tmp_path):
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `OffloadMonitor`"):
+        fit(Net, strategy_for(tmp_path), tmp_path, callbacks=[OffloadMonitor(), OffloadMonitor()])
+
+
+def test_peaks_begin_anew_only_on_request(tmp_path):
+    trainer, _ = fit_monitored(tmp_path)
+    assert trainer.strategy.stats.saved_peak_bytes > 0
+    trainer, monitor = fit_monitored(tmp_path, OffloadMonitor(verdict=False, reset_peaks=True))
+    assert trainer.strategy.stats.saved_peak_bytes == 0, "the last batch ended with a row"
+    assert "resident of" in monitor.summary
+    assert "of 0.0 MiB" not in monitor.summary

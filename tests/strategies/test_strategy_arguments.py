@@ -1,0 +1,148 @@
+"""What a strategy takes and refuses, and the names that it is known by."""
+
+import sys
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy, register
+from tests.support.trainers import (
+    LIGHTNING_NOISE,
+    Net,
+    fit,
+    one_thread,
+)
+
+pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": "offload"}, r'policy=\'offload\' is a str; allowed: .*OffloadPolicy\(activations="offload"\)'),
+        ({"policy": {"activations": "offload"}}, r"is a dict; allowed: OffloadPolicy"),
+        ({"hardware": "/mnt/nvme"}, r"hardware='/mnt/nvme' is a str; allowed: HardwareProfile"),
+        ({"start_method": "thread"}, r"start_method='thread'; allowed: 'popen', 'spawn', 'fork', 'forkserver'"),
+        ({"model_averaging_period": 4}, r"model_averaging_period=4 with ddp_comm_state=None"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        SSDOffloadStrategy(**arguments)
+
+
+def test_a_mistyped_argument_is_named():
+    with pytest.raises(TypeError, match="polcy, did you mean policy"):
+        SSDOffloadStrategy(polcy=OffloadPolicy())
+    with pytest.raises(TypeError, match="takes its settings by name, and got OffloadPolicy"):
+        SSDOffloadStrategy(OffloadPolicy())
+
+
+def test_devices_that_we_do_not_serve_are_refused():
+    strategy = SSDOffloadStrategy(parallel_devices=[torch.device("mps")])
+    with pytest.raises(ConfigError, match="got a device of type 'mps'; allowed: 'cpu', 'cuda'"):
+        strategy._configure_launcher()
+
+
+def test_before_a_trainer_took_it():
+    strategy = SSDOffloadStrategy()
+    assert not strategy.is_distributed
+    assert strategy.launcher is None
+    with pytest.raises(RuntimeError, match="it gets one from the Trainer"):
+        _ = strategy.root_device
+    with pytest.raises(RuntimeError, match=r"call Trainer\.fit"):
+        strategy.training_step()
+
+
+def test_restore_happens_before_setup():
+    assert not SSDOffloadStrategy().restore_checkpoint_after_setup
+
+
+CLI_TRAINER = {"accelerator": "cpu", "devices": 1, "logger": False}
+
+
+@pytest.fixture
+def cli_strategy(monkeypatch):
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    def build(strategy):
+        arguments = {"trainer": {**CLI_TRAINER, "strategy": strategy}}
+        cli = LightningCLI(Net, run=False, save_config_callback=None, seed_everything_default=False, args=arguments)
+        return cli.trainer.strategy
+
+    monkeypatch.setattr(sys, "argv", sys.argv[:1])
+    return build
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lightning_cli_takes_names_and_plain_values(cli_strategy):
+    assert type(cli_strategy("ssd_offload")) is SSDOffloadStrategy
+    class_path = "lightning_ssd.strategies.ssd_offload.SSDOffloadStrategy"
+    settings = {
+        "policy": {"activations": "offload", "min_tensor_bytes": "2MiB"},
+        "hardware": {"paths": ["spill"]},
+        "static_graph": True,
+    }
+    strategy = cli_strategy({"class_path": class_path, "init_args": settings})
+    assert strategy.policy == OffloadPolicy(activations="offload", min_tensor_bytes="2MiB")
+    assert strategy.hardware.paths == ("spill",)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lightning_cli_names_a_mistyped_argument(cli_strategy, capsys):
+    with pytest.raises(SystemExit):
+        cli_strategy(
+            {"class_path": "lightning_ssd.strategies.ssd_offload.SSDOffloadStrategy", "init_args": {"polcy": 1}}
+        )
+    assert "'polcy' is not accepted" in capsys.readouterr().err
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+def test_registering_again_changes_nothing():
+    register()
+    register()
+    for name in ("ssd_offload", "ssd_offload_activations"):
+        assert isinstance(StrategyRegistry.get(name), SSDOffloadStrategy)
+    assert isinstance(StrategyRegistry.get("ssd_offload_fsdp"), SSDOffloadFSDPStrategy)
+
+
+def test_a_name_that_belongs_to_somebody_else_is_not_taken():
+    registry = type(StrategyRegistry)()
+    registry.register("ssd_offload", DDPStrategy)
+    with pytest.raises(ConfigError, match=r"'ssd_offload' belongs to lightning\.pytorch\.strategies\.ddp\.DDPStrategy"):
+        SSDOffloadStrategy.register_strategies(registry)
+
+
+def test_a_trainer_of_pytorch_lightning_gets_a_hint(tmp_path):
+    other = pytest.importorskip("pytorch_lightning")
+    register()
+    with pytest.raises(ConfigError, match="import lightning as L"):
+        other.Trainer(strategy="ssd_offload", accelerator="cpu", logger=False, default_root_dir=tmp_path)
+
+
+def test_subclasses_keep_their_overrides(tmp_path):
+    class Counting(SSDOffloadStrategy):
+        steps = 0
+
+        def training_step(self, *args, **kwargs):
+            self.steps += 1
+            return super().training_step(*args, **kwargs)
+
+    trainer, _ = fit(Net, Counting(hardware=HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)), tmp_path)
+    assert trainer.strategy.steps == 6

@@ -1,0 +1,213 @@
+"""The offloader of a strategy: when it opens and closes, and that nothing is left of it."""
+
+import pickle
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, OffloadPolicy, OffloadStats
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
+from tests.support.helpers import assert_identical
+from tests.support.leftovers import assert_nothing_left
+from tests.support.trainers import (
+    LIGHTNING_NOISE,
+    LBFGSNet,
+    ManualNet,
+    Net,
+    Unlogged,
+    fit,
+    make_trainer,
+    offload_strategy,
+    one_thread,
+    result,
+    step_after_fit,
+)
+
+pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+# -- the life of the offloader ----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_open_before_and_after_fit(tmp_path):
+    strategy = offload_strategy(tmp_path)
+    trainer = make_trainer(strategy, tmp_path)
+    assert strategy.offloader is None
+    assert strategy.stats == OffloadStats()
+    assert_nothing_left(tmp_path)
+    trainer.fit(Net())
+    assert not strategy.offloader.is_open
+    assert strategy.stats.bytes_saved > 0
+    assert_nothing_left(tmp_path)
+
+
+def test_validation_test_and_prediction_open_nothing(tmp_path):
+    strategy = offload_strategy(tmp_path / "spill")
+    trainer = make_trainer(strategy, tmp_path)
+    module = Net()
+    trainer.validate(module, verbose=False)
+    trainer.test(module, verbose=False)
+    assert len(trainer.predict(module)) == 6
+    assert strategy.offloader is None
+    assert not (tmp_path / "spill").exists()
+
+
+def test_weights_are_real_after_fit(tmp_path):
+    trainer, module = fit(Net, offload_strategy(tmp_path), tmp_path)
+    module.losses.clear()
+    trainer.validate(module, verbose=False)
+    assert torch.isfinite(torch.stack(module.losses)).all()
+    assert_identical(torch.cat(trainer.predict(module)), torch.cat(make_trainer("auto", tmp_path).predict(module)))
+
+
+def test_fit_twice(tmp_path):
+    def twice(strategy):
+        trainer, module = fit(Net, strategy, tmp_path)
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module)
+        return trainer, module
+
+    _, expected = twice("auto")
+    trainer, module = twice(offload_strategy(tmp_path, activations="offload"))
+    assert_identical(result(module), result(expected))
+    # Saved tensors of one epoch: counters begin anew with each fit.
+    once, _ = fit(Net, offload_strategy(tmp_path, activations="offload"), tmp_path)
+    assert trainer.strategy.stats.bytes_saved == once.strategy.stats.bytes_saved
+    assert_nothing_left(tmp_path)
+
+
+class UnloggedLBFGS(Unlogged, LBFGSNet):
+    pass
+
+
+def fit_and_a_step(make, strategy, directory):
+    trainer, module = fit(make, strategy, directory)
+    step_after_fit(trainer)
+    return trainer, result(module)
+
+
+@pytest.mark.parametrize(
+    ("make", "activations"),
+    [(Unlogged, "offload"), (Unlogged, "recompute"), (UnloggedLBFGS, "offload"), (ManualNet, "offload")],
+)
+def test_a_loop_that_is_called_again_after_fit_trains_without_us(tmp_path, make, activations):
+    """As some of Lightning's own tests do: its strategies take any step after ``teardown``."""
+    _, expected = fit_and_a_step(make, "auto", tmp_path)
+    strategy = offload_strategy(tmp_path, activations=activations)
+    trainer, found = fit_and_a_step(make, strategy, tmp_path)
+    assert_identical(found, expected)
+    trained, _ = fit(make, offload_strategy(tmp_path, activations=activations), tmp_path)
+    assert strategy.stats.num_saved == trained.strategy.stats.num_saved > 0  # the last step saved nothing through us
+    assert_nothing_left(tmp_path)
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(trainer.lightning_module)
+    assert strategy.stats.num_saved == trained.strategy.stats.num_saved  # those of the second fit
+
+
+def test_an_offloader_that_somebody_closes_in_fit_is_told_of(tmp_path):
+    """Only after ``teardown`` is a step without us what was asked for."""
+
+    class Closes(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.strategy.offloader.close()
+
+    with pytest.raises(OffloaderClosedError, match="not open"):
+        fit(Net, offload_strategy(tmp_path), tmp_path, callbacks=[Closes()])
+
+
+def test_a_step_after_fit_with_states_on_ssd_says_where_they_are(tmp_path):
+    policy = OffloadPolicy(activations="keep", optimizer_states="offload")
+    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
+    with pytest.raises(OffloaderClosedError, match=r"files are closed; load its state_dict\(\) into another one"):
+        fit_and_a_step(Unlogged, SSDOffloadStrategy(policy=policy, hardware=hardware), tmp_path)
+
+
+class Sabotage(L.Callback):
+    """Raises in one hook, in the third batch."""
+
+    def __init__(self, hook, error):
+        def fail(trainer, module, *args):
+            if module.trainer.global_step >= 2:
+                raise error
+
+        setattr(self, hook, fail)
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"]
+)
+def test_an_exception_in_a_callback_reaches_the_user_and_leaves_nothing(tmp_path, hook):
+    strategy = offload_strategy(tmp_path)
+    with pytest.raises(ZeroDivisionError, match="sabotage"):
+        fit(Net, strategy, tmp_path, callbacks=[Sabotage(hook, ZeroDivisionError("sabotage"))])
+    assert not strategy.offloader.is_open
+    assert_nothing_left(tmp_path)
+
+
+def test_an_exception_while_the_optimizers_are_built_leaves_nothing(tmp_path):
+    class Unbuildable(Net):
+        def configure_optimizers(self):
+            raise ZeroDivisionError("sabotage")
+
+    with pytest.raises(ZeroDivisionError, match="sabotage"):
+        fit(Unbuildable, offload_strategy(tmp_path), tmp_path)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_exception_in_a_step_reaches_the_user_and_the_next_fit_is_exact(tmp_path, phase):
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 2:
+                if phase == "forward":
+                    raise ZeroDivisionError("sabotage")
+                loss.register_hook(lambda grad: 1 / 0)
+            return loss
+
+    with pytest.raises(ZeroDivisionError):
+        fit(Fails, offload_strategy(tmp_path), tmp_path)
+    assert_nothing_left(tmp_path)
+    _, module = fit(Net, offload_strategy(tmp_path), tmp_path)
+    _, expected = fit(Net, "auto", tmp_path)
+    assert_identical(result(module), result(expected))
+
+
+def test_ctrl_c(tmp_path):
+    strategy = offload_strategy(tmp_path)
+    with pytest.raises(SystemExit):
+        fit(Net, strategy, tmp_path, callbacks=[Sabotage("on_before_backward", KeyboardInterrupt())])
+    assert_nothing_left(tmp_path)
+
+
+def test_a_directory_that_cannot_serve_is_refused_before_the_optimizers_are_built(tmp_path):
+    class Counts(Net):
+        built = 0
+
+        def configure_optimizers(self):
+            Counts.built += 1
+            return super().configure_optimizers()
+
+    (tmp_path / "file").touch()
+    strategy = SSDOffloadStrategy(hardware=HardwareProfile(paths=[tmp_path / "file"]))
+    with pytest.raises(StorageError, match="file"):
+        fit(Counts, strategy, tmp_path)
+    assert Counts.built == 0
+    assert_nothing_left(tmp_path)
+
+
+def test_the_strategy_can_be_pickled_at_any_time(tmp_path):
+    strategy = offload_strategy(tmp_path)
+    copied = pickle.loads(pickle.dumps(strategy))
+    assert copied.policy == strategy.policy
+    trainer, _ = fit(Net, strategy, tmp_path)
+    trainer.strategy._lightning_module = trainer.strategy.model = None
+    assert pickle.loads(pickle.dumps(strategy)).offloader is None

@@ -1,0 +1,97 @@
+"""Give PyTorch an accelerator that is written in Python, and look at what this package makes of it.
+
+It is known to ``torch.accelerator`` and has streams and events that nobody can wait for, but neither memory nor
+operators. A process has one such device for good, so that this runs in one of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.common.accelerators import (
+    CudaAccelerator,
+    GenericAccelerator,
+    accelerator_of,
+    current_device,
+    device_types,
+    has_streams,
+    is_capturing,
+    set_current_device,
+    what_is_missing,
+    with_index,
+)
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.memory.readings import available_bytes, level_bytes, read_memory, reset_device_peak
+from lightning_ssd.scheduling.clock import HostClock, clock_of
+from lightning_ssd.strategies.batch_signature import signature_of
+
+_setup_privateuseone_for_python_backend("bare")  # PyTorch parses the name from here on
+DEVICE = torch.device("bare", 0)
+
+
+def look(directory: str) -> None:
+    assert device_types() == ("cpu", "cuda", "bare")
+    assert isinstance(accelerator_of(DEVICE), GenericAccelerator)
+    assert isinstance(accelerator_of(torch.device("cuda", 0)), CudaAccelerator)
+    assert current_device() == DEVICE == with_index(torch.device("bare"))
+    set_current_device(DEVICE)
+    assert not is_capturing()
+    assert (level_bytes(DEVICE), available_bytes(DEVICE)) == (0, None)
+    assert (read_memory(DEVICE).device_bytes, read_memory(DEVICE).device_peak_bytes) == (None, None)
+    assert not reset_device_peak(DEVICE)
+    signature_of((), torch.nn.Linear(1, 1))
+    use_streams(GenericAccelerator(DEVICE))
+    be_refused(directory)
+    train_on_the_cpu(directory)
+
+
+def use_streams(accelerator: GenericAccelerator) -> None:
+    with accelerator.as_current():
+        stream = accelerator.new_stream()
+        assert type(stream) is type(accelerator.current_stream()) is torch.Stream
+        assert stream.device == DEVICE
+        with accelerator.using(stream):
+            event = accelerator.event()
+            event.record(stream)
+        accelerator.current_stream().wait_event(event)
+    accelerator.empty_cache()
+
+
+def be_refused(directory: str) -> None:
+    missing = what_is_missing(DEVICE)
+    assert missing is not None
+    assert missing.startswith("PyTorch lacks memory for it (Could not run 'aten::empty"), missing
+    assert not has_streams(DEVICE)
+    assert isinstance(clock_of(DEVICE), HostClock)
+    hardware, text = HardwareProfile(paths=directory), ""
+    try:
+        Offloader(device="bare", policy=OffloadPolicy(activations="offload"), hardware=hardware).open()
+    except ConfigError as error:
+        text = str(error)
+    said = f"device='bare:0': nothing would be moved from there, because {missing}; allowed: 'cpu', 'cuda', or "
+    assert text.startswith(said), text
+
+
+def train_on_the_cpu(directory: str) -> None:
+    """As if the accelerator were not there."""
+    model, batch = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))), torch.randn(32, 64)
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
+    model(batch).exp().sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=directory)) as offloader:
+        with offloader.saved_tensors():
+            loss = model(batch).exp().sum()
+        offloader.flush()
+        loss.backward()
+        offloader.end_backward()
+        assert offloader.stats.bytes_written > 0
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+
+
+if __name__ == "__main__":
+    look(sys.argv[1])

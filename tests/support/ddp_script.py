@@ -1,0 +1,242 @@
+"""Trains on two CPU processes, with Lightning's DDP strategy and with ours, and compares the bits. Run by test_ddp.py.
+
+    python -m tests.support.ddp_script <directory> <start method> <scenario> ...
+
+Several scenarios share the processes, since starting these takes longer than all the training.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+
+from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd.errors import BudgetError
+from lightning_ssd.monitor import OffloadMonitor
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
+from tests.support.helpers import assert_identical
+from tests.support.trainers import ManualNet, Net, fit, make_trainer, offload_strategy, result
+
+
+class HalfUnused(Net):
+    """Its second batch leaves the last block without gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = self.blocks if self.trainer.global_step % 2 == 0 else self.blocks[:-1]
+        for block in blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class StaticManual(ManualNet):
+    """A static graph: every step uses every parameter once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Gathers(Net):
+    """Every collective of a strategy, with what it must give."""
+
+    def on_train_start(self) -> None:
+        strategy, rank = self.trainer.strategy, self.global_rank
+        strategy.barrier()
+        assert strategy.broadcast(f"from {rank}", src=1) == "from 1"
+        assert self.all_gather(torch.tensor(float(rank))).tolist() == [0.0, 1.0]
+        assert strategy.reduce(torch.tensor(float(rank)), reduce_op="sum").item() == 1.0
+        assert strategy.reduce("not a tensor") == "not a tensor"
+        assert strategy.reduce_boolean_decision(rank == 0, all=False)
+        assert not strategy.reduce_boolean_decision(rank == 0, all=True)
+        if isinstance(strategy, SSDOffloadStrategy):
+            assert strategy.offloader.description.endswith(f"lightning_ssd-{os.geteuid()}-rank-{rank}")
+
+
+class LocalSGD(Net):
+    """Looks after each step whether both processes have the same parameters."""
+
+    def on_train_start(self) -> None:
+        self.equal: list[bool] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        first, second = self.all_gather(self.head.weight.detach())
+        self.equal.append(torch.equal(first, second))
+
+    def on_train_end(self) -> None:
+        assert self.equal == [True, True, True, False, True], self.equal
+
+
+def local_sgd() -> dict[str, Any]:
+    """All-reduce gradients for two steps, from then on average parameters after every second step."""
+    subgroup, _ = torch.distributed.new_subgroups(group_size=1)
+    state = PostLocalSGDState(process_group=None, subgroup=subgroup, start_localSGD_iter=2)
+    return {"ddp_comm_state": state, "ddp_comm_hook": post_localSGD_hook, "model_averaging_period": 2}
+
+
+def counting_hook(state: list[int], bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The usual all-reduce, counted."""
+    state.append(bucket.index())
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def counted() -> dict[str, Any]:
+    """A hook whose calls can be seen."""
+    return {"ddp_comm_state": [], "ddp_comm_hook": counting_hook, "bucket_cap_mb": 0.05}
+
+
+Scenario = tuple[Callable[[], Net], Callable[[], dict[str, Any]], dict[str, Any]]
+SCENARIOS: dict[str, Scenario] = {
+    "plain": (Net, dict, {"max_epochs": 2}),
+    "accumulate": (Net, dict, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "collectives": (Gathers, lambda: {"gradient_as_bucket_view": True}, {"max_steps": 1}),
+    "unused": (HalfUnused, lambda: {"find_unused_parameters": True}, {}),
+    "manual": (ManualNet, lambda: {"find_unused_parameters": True}, {}),
+    "static-manual": (StaticManual, lambda: {"static_graph": True}, {}),
+    "comm-hook": (Net, counted, {}),
+    "local-sgd": (LocalSGD, local_sgd, {"max_epochs": 2, "max_steps": 5}),
+}
+# Lightning's own strategy ignores these on CPU.
+HOOKED = ("comm-hook", "local-sgd")
+
+
+def compare(name: str, directory: Path, start_method: str) -> None:
+    """Train twice; the second time is ours."""
+    make, options, settings = SCENARIOS[name]
+    settings = {"devices": 2, **settings}
+    if name in HOOKED:
+        reference = SSDOffloadStrategy(policy=OffloadPolicy(activations="keep"), **options())
+    else:
+        # Forked processes need not import everything again; the results are those of spawned ones.
+        reference = DDPStrategy(start_method="popen" if start_method == "popen" else "fork", **options())
+    _, expected = fit(make, reference, directory, **settings)
+    ours = offload_strategy(directory / name, start_method=start_method, **options())
+    monitor = OffloadMonitor()
+    trainer, module = fit(make, ours, directory, callbacks=[monitor], **settings)
+    assert_identical(result(module), result(expected))
+    L.seed_everything(7, verbose=False)
+    assert not torch.equal(module.head.weight, make().head.weight), (
+        "nothing was trained, or the weights did not come back"
+    )
+    if start_method == "popen":
+        assert trainer.world_size == 2
+        assert ours.stats.bytes_saved > 0
+        assert not ours.offloader.is_open
+        assert monitor.summary.endswith("Numbers of the first of 2 processes.")
+        trainer.validate(module, verbose=False)
+    if name == "comm-hook":
+        assert len(ours._hook.state) > 3, "the hook was not called for every batch"
+    print(f"rank {trainer.global_rank}: {name} ok", flush=True)
+
+
+def forgotten(directory: Path) -> None:
+    """Parameters without gradients, and nobody said so: our message must name our strategy."""
+    with pytest.raises(RuntimeError, match=r"strategy=SSDOffloadStrategy\(find_unused_parameters=True\)"):
+        fit(HalfUnused, offload_strategy(directory), directory, devices=2)
+    print("forgotten ok", flush=True)
+
+
+BUDGET = 400_000
+
+
+def budgeted(directory: Path, budget: int) -> SSDOffloadStrategy:
+    return SSDOffloadStrategy(
+        policy=OffloadPolicy(min_tensor_bytes=0, activation_budget=budget),
+        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
+    )
+
+
+def rank_before_launch() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+class Agrees(Net):
+    """Remembers what its process plans with at the end."""
+
+    def on_train_end(self) -> None:
+        scheduler = self.trainer.strategy.offloader._parts.scheduler
+        rates = scheduler.machine.ssd
+        mine = [rates.write_bytes_per_s, rates.read_bytes_per_s, float(scheduler._limits.of(scheduler._others))]
+        self.mine, self.all = mine, self.all_gather(torch.tensor(mine, dtype=torch.float64)).tolist()
+
+
+def agreed(directory: Path) -> None:
+    """Each process has a budget of its own; the smaller one holds in both, as do the lower rates."""
+    _, expected = fit(Agrees.__base__, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
+    ours = budgeted(directory / "agreed", BUDGET + 50_000 * rank_before_launch())
+    trainer, module = fit(Agrees, ours, directory, devices=2, max_epochs=2)
+    assert_identical(result(module), result(expected))
+    assert module.all == [module.mine] * 2, module.all
+    assert module.mine[2] == BUDGET
+    assert ours.stats.saved_peak_bytes > BUDGET
+    print(f"rank {trainer.global_rank}: agreed ok", flush=True)
+
+
+def impossible(directory: Path) -> None:
+    """A budget that only the second process cannot keep is refused in both."""
+    strategy = budgeted(directory / "impossible", 20_000 if rank_before_launch() else BUDGET)
+    with pytest.raises(BudgetError, match="smallest possible"):
+        fit(Net, strategy, directory, devices=2)
+    print(f"rank {rank_before_launch()}: impossible ok", flush=True)
+
+
+def states(directory: Path) -> None:
+    """Optimizer states on SSD, in both processes: the same bits, also after a resume from what the first one saved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ssd.optimizer.step.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
+        plain, expected = fit(Net, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
+        policy = OffloadPolicy(optimizer_states="offload", min_tensor_bytes=4096)
+        hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
+        path = directory / "first.ckpt"
+        for epochs in (1, 2):
+            ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
+            trainer, module = fit(Net, ours, directory, devices=2, max_epochs=epochs)
+            if epochs == 1:
+                trainer.save_checkpoint(path)
+        assert_identical(result(module), result(expected))
+        assert_identical(trainer.optimizers[0].state_dict(), plain.optimizers[0].state_dict())
+        moved = trainer.optimizers[0].stats
+        assert moved.written_bytes > moved.state_bytes > 0
+        assert moved.read_bytes > 0
+        resumed = {}
+        for strategy in (DDPStrategy(start_method="popen"), SSDOffloadStrategy(policy=policy, hardware=hardware)):
+            L.seed_everything(8, verbose=False)
+            module = Net()
+            trainer = make_trainer(strategy, directory, devices=2, max_epochs=2)
+            trainer.fit(module, ckpt_path=path)
+            resumed[type(strategy)] = result(module), trainer.optimizers[0].state_dict()
+        assert_identical(resumed[SSDOffloadStrategy], resumed[DDPStrategy])
+    print(f"rank {trainer.global_rank}: states ok", flush=True)
+
+
+OTHERS = {"forgotten": forgotten, "agreed": agreed, "impossible": impossible, "states": states}
+
+
+def main(directory: Path, start_method: str, *names: str) -> None:
+    """Run the scenarios in order."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name in names:
+        if name in OTHERS:
+            OTHERS[name](directory)
+        else:
+            compare(name, directory, start_method)
+    assert isinstance(offload_strategy(directory), SSDOffloadStrategy)
+
+
+if __name__ == "__main__":
+    L.seed_everything(0, verbose=False)
+    main(Path(sys.argv[1]), *sys.argv[2:])

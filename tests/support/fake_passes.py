@@ -1,0 +1,129 @@
+"""Passes that never ran: traces, clocks and machines for the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_ssd.common.collectives import AllReduceMin
+from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
+from lightning_ssd.scheduling.clock import Clock, HostClock
+from lightning_ssd.scheduling.memory_limits import MemoryConstraints
+from lightning_ssd.scheduling.plan_cursor import PlanCursor
+from lightning_ssd.scheduling.scheduler import FinishedPass, Scheduler
+
+NBYTES = 1 << 20
+COUNT = 12
+FAST = Machine(ssd=TierRates(write_bytes_per_s=1e9, read_bytes_per_s=1e9))
+SLOW = Machine(ssd=TierRates(write_bytes_per_s=1e6, read_bytes_per_s=1e6))
+
+
+def make_trace(count: int = COUNT, *, step_s: float = 1.0, other: int = 0, blocks: bool = False) -> Trace:
+    """Storages packed one after the other, wanted back in reverse."""
+    unit = step_s / (2 * count)
+    storages = tuple(
+        TracedStorage(
+            nbytes=NBYTES,
+            packed_s=i * unit,
+            last_used_s=(i + 0.5) * unit,
+            wanted_s=(2 * count - 1 - i) * unit,
+            freed_s=(2 * count - 1 - i + 0.9) * unit,
+            block=i // 3 if blocks else -1,
+        )
+        for i in range(count)
+    )
+    calls = tuple(
+        TracedBlock(
+            name=f"block {b}",
+            forward_start_s=3 * b * unit,
+            forward_end_s=(3 * b + 3) * unit,
+            backward_start_s=(2 * count - 3 * b - 3) * unit,
+            backward_end_s=(2 * count - 3 * b) * unit,
+            input_nbytes=NBYTES // 8,
+        )
+        for b in range(count // 3 if blocks else 0)
+    )
+    return Trace(
+        storages=storages,
+        order=tuple(reversed(range(count))),
+        blocks=calls,
+        forward_end_s=step_s / 2,
+        end_s=step_s,
+        other_peak_bytes=other,
+    )
+
+
+class FakeRecorder:
+    """Gives a trace that the test made."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def trace(self, end: float, refused: frozenset[str] = frozenset()) -> Trace:
+        return self._trace
+
+
+class LateClock(HostClock):
+    """As on CUDA: a pass can only be read when the next one has been run."""
+
+    lag = 1
+
+
+def run_pass(
+    made: Scheduler,
+    trace: Trace,
+    *,
+    signature: str = "a",
+    step_s: float | None = None,
+    clock: type[Clock] = HostClock,
+    stall_s: float = 0.0,
+    available_bytes: int | None = None,
+    level_bytes: int = 0,
+    peak_bytes: int | None = None,
+) -> tuple[PlanCursor, bool]:
+    """One pass that saves what the trace says."""
+    cursor, wants_trace = made.cursor(signature, level_bytes=level_bytes, available_bytes=available_bytes)
+    sizes = tuple(storage.nbytes for storage in trace.storages)
+    for nbytes in sizes:
+        cursor.place(nbytes)
+    followed = cursor.followed
+    predicted = trace.end_s if followed is None else followed.plan.prediction.step_s
+    made.observe(
+        FinishedPass(
+            signature=signature,
+            sizes=sizes,
+            cursor=cursor,
+            recorder=FakeRecorder(trace) if wants_trace else None,  # type: ignore[arg-type]
+            clock=clock(),
+            begin=0.0,
+            end=predicted if step_s is None else step_s,
+            level_bytes=level_bytes,
+            stalls=((0.0, stall_s),),
+            peak_bytes=max(sizes, default=0) if peak_bytes is None else peak_bytes,
+            written_bytes=NBYTES,
+            read_bytes=NBYTES,
+        )
+    )
+    made.border()
+    return cursor, wants_trace
+
+
+def machine_of(machine: Machine) -> Callable[[], Machine]:
+    return lambda: machine
+
+
+@contextmanager
+def opened(
+    *,
+    machine: Callable[[], Machine] = lambda: FAST,
+    agree: AllReduceMin | None = None,
+    max_slowdown: float = 1.02,
+    **constraints: Any,
+) -> Iterator[Scheduler]:
+    made = Scheduler(MemoryConstraints(max_slowdown=max_slowdown, **constraints), machine, agree=agree)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,91 @@
+"""A real backend that fails on purpose. Any test that needs a failing drive puts one around its backend."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from lightning_ssd.common.tensors import Region
+from lightning_ssd.errors import OutOfSpaceError, ShortTransferError, StorageError
+from lightning_ssd.storage.backend import Backend, WrappedBackend
+from lightning_ssd.storage.spill_file import Arena
+
+Fail = Callable[[int], BaseException | None]
+"""Gets the number of the call (from 0, per direction); returns what to raise instead of moving, or nothing."""
+
+Corrupt = Callable[[int], bool]
+"""Gets the number of the read; says whether one bit of what it returns is flipped."""
+
+
+class FaultyBackend(WrappedBackend):
+    """Passes everything on to ``inner``, but for the calls that ``fail_*`` and ``corrupt_read`` pick."""
+
+    def __init__(
+        self,
+        inner: Backend,
+        *,
+        fail_write: Fail | None = None,
+        fail_read: Fail | None = None,
+        corrupt_read: Corrupt | None = None,
+        delay_s: float = 0.0,
+    ) -> None:
+        super().__init__(inner)
+        self.fail_write = fail_write
+        self.fail_read = fail_read
+        self.corrupt_read = corrupt_read
+        self.delay_s = delay_s
+        self._lock = threading.Lock()
+        self._counts = {"write": itertools.count(), "read": itertools.count()}
+        self.num_writes = 0
+        self.num_reads = 0
+
+    def write(self, arena: Arena, region: Region, offset: int) -> None:
+        with self._lock:
+            index = next(self._counts["write"])
+            self.num_writes = index + 1
+        self._stumble(self.fail_write, index)
+        self.inner.write(arena, region, offset)
+
+    def read(self, arena: Arena, region: Region, offset: int) -> None:
+        with self._lock:
+            index = next(self._counts["read"])
+            self.num_reads = index + 1
+        self._stumble(self.fail_read, index)
+        self.inner.read(arena, region, offset)
+        if self.corrupt_read is not None and self.corrupt_read(index) and region.nbytes:
+            ctypes.c_ubyte.from_address(region.address + region.nbytes // 2).value ^= 0x10
+
+    def _stumble(self, fail: Fail | None, index: int) -> None:
+        time.sleep(self.delay_s)
+        error = fail(index) if fail is not None else None
+        if error is not None:
+            raise error
+
+
+def on_calls(calls: Collection[int], error: Callable[[], BaseException]) -> Fail:
+    """Fail exactly on these calls; ``range(n, 10**9)`` means from the nth on."""
+    return lambda index: error() if index in calls else None
+
+
+def always(error: Callable[[], BaseException]) -> Fail:
+    """Fail on every call."""
+    return lambda index: error()
+
+
+def eio() -> StorageError:
+    """What a failing drive gives."""
+    return StorageError(errno.EIO, "injected: the drive failed")
+
+
+def enospc() -> OutOfSpaceError:
+    """What a full file system gives."""
+    return OutOfSpaceError(errno.ENOSPC, "injected: the file system is full")
+
+
+def short() -> ShortTransferError:
+    """What a transfer that ends early gives."""
+    return ShortTransferError(errno.EIO, "injected: fewer bytes moved")

@@ -1,0 +1,391 @@
+"""Trains sharded models on two CPU processes, with Lightning's strategy and with ours, and compares the bits.
+
+    python -m tests.support.fsdp_script <directory> <scenario> ...
+
+Run by test_fsdp.py. All scenarios share the processes, since starting these takes longer than all the training.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy
+from lightning_ssd.common.dtensor import as_piece
+from lightning_ssd.monitor import OffloadMonitor
+from tests.support.helpers import assert_identical
+from tests.support.trainers import BATCH_SIZE, Net, Unlogged, fit, make_trainer, step_after_fit
+
+HARDWARE: dict[str, Any] = {"allow_unsuitable_paths": True}
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+NUM_STEPS = 3  # of an epoch, with half of the batches in each process
+
+
+class Sharded(Net):
+    """FSDP2: each block is a group of its own, and the root has the rest. One shard of the head has no element."""
+
+    reshard = True
+
+    def configure_model(self) -> None:
+        if isinstance(self, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
+        fully_shard(self, mesh=mesh, reshard_after_forward=self.reshard)
+
+
+class Unsharded(Sharded):
+    """Parameters stay gathered from forward to backward."""
+
+    reshard = False
+
+
+class Wide(Sharded):
+    """Shards so large that their states move in slices."""
+
+    def __init__(self) -> None:
+        super().__init__(width=384)
+
+
+class Detached(Sharded):
+    """Autograd saves a view of a gathered parameter that does not look like one, before anybody has seen it."""
+
+    gathered: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = partial(frozen_down, block)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        if isinstance(self, FSDPModule):
+            groups = [block._get_fsdp_state()._fsdp_param_group for block in self.blocks]
+            buffers = [b for group in groups for p in group.fsdp_params for b in p.all_gather_outputs]
+            self.gathered = tuple(buffer.untyped_storage().nbytes() for buffer in buffers)
+        return self.head(self.norm(x))
+
+
+def frozen_down(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.nn.functional.linear(block.up(block.norm(x)), block.down.weight.detach())
+
+
+class TensorParallel(Net):
+    """Each block's two linear layers share their work, with what is between them spread over both processes."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.blocks[0].up.weight, DTensor):
+            return
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in self.blocks:
+            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+
+
+class TwoDimensional(TensorParallel):
+    """The same under FSDP2, whose parameters are then DTensors while they are gathered."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not isinstance(self, FSDPModule):
+            for block in (*self.blocks, self):
+                fully_shard(block, mesh=self.device_mesh["data_parallel"])
+
+
+class Normed(torch.optim.Optimizer):
+    """Scales each update by the norm of the whole gradient, for which processes have to meet."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.mul_(0.9).add_(parameter.grad / (parameter.grad.norm() + 1e-6))
+                parameter.add_(momentum, alpha=-group["lr"])
+        return loss
+
+
+def plain(sizes: tuple[int, int] = (2, 1), *, distributed: bool = True) -> ModelParallelStrategy:
+    return ModelParallelStrategy(*sizes, save_distributed_checkpoint=distributed)
+
+
+def ours(
+    directory: Path, sizes: tuple[int, int] = (2, 1), *, distributed: bool = True, **policy: Any
+) -> SSDOffloadFSDPStrategy:
+    settings = {"min_tensor_bytes": 4096, "activations": "offload", "optimizer_states": "offload"}
+    return SSDOffloadFSDPStrategy(
+        policy=OffloadPolicy(**(settings | policy)),
+        hardware=HardwareProfile(paths=[directory / "ssd"], **HARDWARE),
+        data_parallel_size=sizes[0],
+        tensor_parallel_size=sizes[1],
+        save_distributed_checkpoint=distributed,
+    )
+
+
+def parts(values: dict[Any, Any]) -> dict[Any, Any]:
+    """What this process has of each tensor."""
+    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in values.items()}
+
+
+def outcome(trainer: L.Trainer, module: Net) -> dict[str, Any]:
+    """Losses, weights and optimizer states of a training, as far as they are in this process."""
+    states = trainer.optimizers[0].state_dict()["state"]
+    return {
+        "losses": module.losses,
+        "weights": {name: part.clone() for name, part in parts(module.state_dict()).items()},
+        "states": {number: parts(state) for number, state in states.items()},
+    }
+
+
+@contextmanager
+def small_subgroups() -> Iterator[None]:
+    """So that states of such small models are in many subgroups, and have to leave memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ssd.optimizer.step.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
+        # Each training tries whether slices are exact, which with hundreds of DTensors takes longer than all else.
+        patch.setattr("lightning_ssd.optimizer.step.elementwise._NUM_TINY", 20)
+        yield
+
+
+def compare(
+    make: type[Net], directory: Path, optimizer: Any = None, sizes: tuple[int, int] = (2, 1), **settings: Any
+) -> SSDOffloadFSDPStrategy:
+    """Train with Lightning's strategy and with ours: the same losses, weights and states, and bytes took our way."""
+
+    def build() -> Net:
+        module = make()
+        if optimizer is not None:
+            module.configure_optimizers = lambda: optimizer(module.parameters())
+        return module
+
+    expected = outcome(*fit(build, plain(sizes), directory, devices=2, **settings))
+    strategy = ours(directory, sizes)
+    trainer, module = fit(build, strategy, directory, devices=2, **settings)
+    assert_identical(outcome(trainer, module), expected)
+    moved = trainer.optimizers[0].stats
+    assert moved.num_subgroups > 4
+    assert moved.written_bytes > moved.state_bytes > 0
+    assert moved.read_bytes > 0
+    assert strategy.stats.bytes_read + strategy.stats.bytes_forwarded > 0
+    assert strategy.stats.failures == 0
+    assert not strategy.offloader.is_open
+    return strategy
+
+
+def adamw(**options: Any) -> Any:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, **options)
+
+
+def training(directory: Path) -> None:
+    """FSDP2, resharded after forward or not, clipped by norm and accumulated."""
+    for make in (Sharded, Unsharded):
+        strategy = compare(make, directory, gradient_clip_val=0.1, accumulate_grad_batches=2, max_epochs=2)
+        assert len(strategy.rank_stalls_s) == 2
+
+
+def optimizers(directory: Path) -> None:
+    """Every implementation of AdamW that takes DTensors, slices of shards, and an optimizer that communicates."""
+    for options in ({"foreach": True}, {"fused": True}):  # a loop over the parameters is what training() has
+        compare(Sharded, directory, adamw(**options))
+    compare(Sharded, directory, lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1))
+    compare(Sharded, directory, Normed)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "lightning_ssd.optimizer.step.partition.as_piece",
+            lambda flat, whole: seen.append(1) or as_piece(flat, whole),
+        )
+        compare(Wide, directory, max_steps=2)
+    assert seen, "no shard was cut into slices"
+
+
+def saved_bytes(make: type[Net], directory: Path) -> int:
+    """What autograd saves in an epoch of one process when nothing is sharded."""
+    hardware = HardwareProfile(paths=[directory], **HARDWARE)
+    policy = OffloadPolicy(min_tensor_bytes=4096, activations="offload")
+    module = make()
+    with Offloader(policy=policy, hardware=hardware) as offloader:
+        offloader.register_module(module)
+        for _ in range(NUM_STEPS):
+            with offloader.saved_tensors():
+                loss = module(torch.randn(BATCH_SIZE, module.width)).sum()
+            loss.backward()
+            offloader.end_backward()
+        return offloader.stats.bytes_saved
+
+
+def activations(directory: Path) -> None:
+    """Exactly what is saved without sharding goes to SSD: nothing that was gathered, also not in the first forward."""
+    for make in (Sharded, Unsharded):
+        strategy, monitor = ours(directory), OffloadMonitor()
+        trainer, module = fit(make, strategy, directory, devices=2, callbacks=[monitor])
+        assert monitor.summary.endswith("Numbers of the first of 2 processes.")
+        trainer.validate(module, verbose=False)
+        assert strategy.stats.bytes_saved == saved_bytes(Net, directory / "unsharded"), strategy.stats
+        assert strategy.stats.num_kept_parameters > 0
+    expected = outcome(*fit(Detached, plain(), directory, devices=2))
+    strategy = ours(directory)
+    trainer, module = fit(Detached, strategy, directory, devices=2)
+    assert_identical(outcome(trainer, module), expected)
+    assert strategy.stats.bytes_saved == saved_bytes(Detached, directory / "unsharded"), strategy.stats
+    assert len(module.gathered) == 18
+    assert not any(module.gathered), "what was gathered for a block is still there after its forward"
+
+
+class ShardedAndUnlogged(Unlogged, Sharded):
+    pass
+
+
+def after_fit(directory: Path) -> None:
+    """A loop that is called again after ``teardown`` takes a step without us, as with Lightning's strategy."""
+    found = []
+    for strategy in (plain(), ours(directory, optimizer_states="keep")):
+        trainer, module = fit(ShardedAndUnlogged, strategy, directory, devices=2)
+        num_losses = len(module.losses)
+        step_after_fit(trainer)
+        assert len(module.losses) == num_losses + 1
+        found.append(outcome(trainer, module))
+    assert_identical(found[1], found[0])
+    assert not strategy.offloader.is_open
+
+
+def tensor_parallel(directory: Path) -> None:
+    """DTensors among the activations move like others, alone and under FSDP2."""
+    for make in (TensorParallel, TwoDimensional):
+        strategy = compare(make, directory, sizes=(1, 2))
+        # What stays besides parameters are norms' statistics and the like: all that is large has left.
+        assert strategy.stats.bytes_saved > 3_000_000, strategy.stats
+
+
+def planned(directory: Path) -> None:
+    """Plans, recomputed blocks, and a budget that only the second process has: both keep to it."""
+    _, expected = fit(Sharded, plain(), directory, devices=2, max_epochs=2)
+    budget = 500_000 - 100_000 * RANK
+    for policy in (
+        {"activations": "recompute_offload"},
+        {"activations": "auto", "min_tensor_bytes": 0, "activation_budget": budget, "recompute_modules": "blocks"},
+    ):
+        strategy = ours(directory, **policy)
+        _, module = fit(Planned, strategy, directory, devices=2, max_epochs=2)
+        assert_identical(module.losses, expected.losses)
+        assert_identical(parts(module.state_dict()), parts(expected.state_dict()))
+    assert module.limits == [400_000, 400_000]
+
+
+class Planned(Sharded):
+    """Remembers the budgets that both processes plan with at the end."""
+
+    def on_train_end(self) -> None:
+        scheduler = self.trainer.strategy.offloader._parts.scheduler
+        if scheduler is not None:
+            self.limits = self.all_gather(
+                torch.tensor(scheduler._limits.of(scheduler._others), dtype=torch.int64)
+            ).tolist()
+
+
+class Saves(L.Callback):
+    """Saves while everything is still open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class Collects(L.Callback):
+    """Full states are those that the base class collects in memory; ours come from the drive."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy = trainer.strategy
+        optimizer = strategy.optimizers[0]
+        expected = ModelParallelStrategy.optimizer_state(strategy, optimizer)
+        found = strategy.optimizer_state(optimizer)
+        if RANK == 0:
+            tensors = [value for state in found["state"].values() for value in state.values()]
+            assert not any(isinstance(tensor, DTensor) for tensor in tensors)
+            assert all(is_of_a_file(tensor) for tensor in tensors if tensor.nbytes >= 4096)
+        for name in ("state", "param_groups"):
+            assert_identical(sorted_states(found.get(name)), sorted_states(expected.get(name)))
+
+
+def is_of_a_file(tensor: torch.Tensor) -> bool:
+    """Whether its memory shows a file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, _, _, _, inode, *_ = line.split()
+        start, end = (int(bound, 16) for bound in bounds.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return inode != "0"
+    raise AssertionError("a tensor without memory")
+
+
+def sorted_states(states: Any) -> Any:
+    return dict(sorted(states.items())) if isinstance(states, dict) else states
+
+
+def resumed(
+    make: type[Net], directory: Path, sizes: tuple[int, int], savers: tuple[str, ...], *, distributed: bool
+) -> list[dict[str, Any]]:
+    """What comes of one epoch by each saver's strategy and a second one by either strategy."""
+    strategies: dict[str, Callable[..., Strategy]] = {"plain": plain, "ours": partial(ours, directory)}
+    found = []
+    for saver in savers:
+        path = directory / f"{make.__name__}-{saver}-{distributed}.ckpt"
+        strategy = strategies[saver](sizes, distributed=distributed)
+        callbacks = [Saves(path), *([Collects()] if saver == "ours" and not distributed else [])]
+        fit(make, strategy, directory, devices=2, max_epochs=1, callbacks=callbacks)
+        assert path.is_dir() == distributed
+        for load in strategies.values():
+            L.seed_everything(8, verbose=False)
+            module = make()
+            trainer = make_trainer(load(sizes, distributed=distributed), directory, devices=2, max_epochs=2)
+            trainer.fit(module, ckpt_path=path, weights_only=False)
+            found.append(outcome(trainer, module))
+    return found
+
+
+def checkpoints(directory: Path) -> None:
+    """Sharded and full ones, written and read by either strategy: whoever goes on gets the same bits."""
+    for make, distributed in ((Sharded, True), (Wide, False)):
+        for one in (found := resumed(make, directory, (2, 1), ("plain", "ours"), distributed=distributed)):
+            assert_identical(one, found[0])
+        assert {float(state["step"]) for state in one["states"].values()} == {2.0 * NUM_STEPS}
+    by_plain, by_ours = resumed(TwoDimensional, directory, (1, 2), ("ours",), distributed=False)
+    assert_identical(by_ours, by_plain)
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (training, optimizers, activations, after_fit, tensor_parallel, planned, checkpoints)
+}
+
+
+def main(directory: Path, *names: str) -> None:
+    """Run the scenarios in order."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with small_subgroups():
+        for name in names:
+            SCENARIOS[name](directory)
+            print(f"rank {RANK}: {name} ok", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,471 @@
+"""A child process in which Ctrl-C comes at chosen or random moments of a training. Prints one line of JSON.
+
+Run by ``tests/test_interrupts.py``: a hang or a crash is then seen from outside.
+
+Real signals: a timer's handler raises ``KeyboardInterrupt``, as Python's own handler of SIGINT does. Chosen moments:
+Python looks for signals where a function is entered and where a call into C returns (and where a loop jumps back, which
+is next to one of these in all of our loops). A profiler is called at these very points, and raises once at each point
+of the package's code. A tracer of lines would not do: it is called before the lock of a ``with`` block is given back,
+where Python looks for no signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import faulthandler
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.optimizer.step import paged_states
+from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
+from tests.support.optimizer_pairs import assert_same_states
+
+PACKAGE = str(Path(__file__).resolve().parents[2] / "lightning_ssd")
+HANG_S = 30.0
+GRACE_S = 5.0
+WIDTH = 64
+KINDS = {
+    "offload": {"activations": "offload"},
+    "budget": {"activations": "auto", "activation_budget": 160 << 10},
+    "states": {"activations": "offload", "optimizer_states": "offload"},
+    "recompute": {"activations": "recompute"},
+    "plan": {"activations": "auto", "activation_budget": 160 << 10, "recompute_modules": "blocks"},
+    "surgery": {"activations": "keep", "optimizer_states": "offload"},
+}
+REMEMBERING = ("recompute", "plan")
+
+
+class Remembering(torch.nn.Module):
+    """Draws, and changes a buffer and an attribute, in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH)
+        self.dropout = torch.nn.Dropout(0.1)
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        factor = (1 + random.random()) * self.num_calls
+        return torch.tanh(self.dropout(self.norm(self.linear(x))) * factor)
+
+
+AFTER_FORWARD: list[str] = []
+"""What :func:`state_of` gave there, while backward runs."""
+
+
+def state_of(model: torch.nn.Module) -> str:
+    """What blocks remember, where random numbers are, and modes."""
+    modes = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    remembered = [getattr(block, "num_calls", 0) for block in model.children()]
+    buffers = [buffer.tolist() for buffer in model.buffers()]
+    return repr((buffers, remembered, modes, zlib.crc32(repr(random.getstate()).encode())))
+
+
+def make_model(kind: str = "offload") -> torch.nn.Module:
+    torch.manual_seed(1)
+    if kind in REMEMBERING:
+        return torch.nn.Sequential(*(Remembering() for _ in range(3)))
+    layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(3)]
+    return torch.nn.Sequential(*layers)
+
+
+def batch() -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(128, WIDTH)
+
+
+def gradients(model: torch.nn.Module, offloader: Offloader | None) -> list[torch.Tensor]:
+    """One pass; its bits."""
+    model.zero_grad()
+    AFTER_FORWARD.clear()
+    random.seed(3)
+    if offloader is None:
+        model(batch()).square().mean().backward()
+    else:
+        with sdpa_kernel(SDPBackend.MATH), offloader.saved_tensors():
+            loss = model(batch()).square().mean()
+        AFTER_FORWARD.append(state_of(model))
+        loss.backward()
+        AFTER_FORWARD.clear()
+        offloader.end_backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+class Trial:
+    """One training that is interrupted, and what is left of it."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.directory = directory
+        self.kind = kind
+        AFTER_FORWARD.clear()
+        self.offloader: Offloader | None = None
+        self.model = make_model(kind)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters())
+
+    def run(self) -> None:
+        """Everything that a training does, from opening to closing."""
+        hardware = HardwareProfile(paths=[self.directory / "spill"], allow_unsuitable_paths=True, host_memory=0)
+        policy = OffloadPolicy(min_tensor_bytes=1024, **KINDS[self.kind])  # type: ignore[arg-type]
+        self.offloader = Offloader(policy=policy, hardware=hardware)
+        self.offloader.open(self.model)
+        self.optimizer = self.offloader.offload_optimizer(self.optimizer)
+        for _ in range(3):
+            gradients(self.model, self.offloader)
+            self.optimizer.step()
+            self.offloader.drain_metrics()
+        checkpoint = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        StreamedCheckpointIO().save_checkpoint(checkpoint, self.directory / "last.ckpt")
+        del checkpoint
+        self.offloader.close()
+
+    def go_on(self) -> str | None:
+        """After the interrupt: another pass has the bits of plain training, and closing works."""
+        offloader = self.offloader
+        if offloader is not None and offloader.is_open:
+            with offloader.saved_tensors():
+                pass  # whatever the interrupt has cut off is put back now
+            if AFTER_FORWARD and state_of(self.model) != AFTER_FORWARD[0]:
+                return f"backward has left {state_of(self.model)} instead of {AFTER_FORWARD[0]}"
+            buffers = [buffer.clone() for buffer in self.model.buffers()]
+            expected = gradients(self.model, None)
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            if self.kind in REMEMBERING:
+                for block in self.model.children():
+                    block.num_calls -= 1  # type: ignore[operator]
+            got = gradients(self.model, offloader)
+            if not all(map(torch.equal, expected, got)):
+                return "the next pass has other bits"
+            try:
+                # PyTorch's own, interrupted while it makes its states, has lost some of them.
+                if self.kind == "states":
+                    self.optimizer.step()
+            except RuntimeError as error:
+                if "an earlier step of this optimizer is incomplete" not in str(error):
+                    raise
+            offloader.close()
+        self.offloader = self.optimizer = None
+        return None
+
+
+class Surgery:
+    """What is done to one model and its optimizer, turn by turn: each one idempotent but for steps."""
+
+    def __init__(self) -> None:
+        self.parameters = list(make_model().parameters())
+        torch.manual_seed(5)
+        self.late = [torch.nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))]
+        self.optimizer: Any = torch.optim.AdamW(self.parameters)
+        self.held: Any = None
+        self.turns = [self.step, self.step, self.edit, self.step, self.hold, self.step, self.grow]
+        self.turns += [self.step, self.load, self.step, self.drop, self.step]
+
+    def step(self) -> None:
+        for number, p in enumerate(self.parameters + self.late):
+            p.grad = torch.sin(p.detach() * 3 + number)
+        self.optimizer.step()
+
+    def edit(self) -> None:
+        self.optimizer.state[self.parameters[0]]["exp_avg"].zero_()
+        self.optimizer.state[self.parameters[2]] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.ones(WIDTH, WIDTH),
+            "exp_avg_sq": torch.ones(WIDTH, WIDTH),
+        }
+
+    def hold(self) -> None:
+        self.held = self.optimizer.state[self.parameters[4]]["exp_avg"]
+        self.held.fill_(2.0)
+
+    def grow(self) -> None:
+        if len(self.optimizer.param_groups) == 1:
+            self.optimizer.add_param_group({"params": self.late, "lr": 1e-2})
+
+    def load(self) -> None:
+        num = len(self.parameters + self.late)
+        state = {n: {"step": torch.tensor(9.0)} for n in range(num)}
+        for n, p in enumerate(self.parameters + self.late):
+            state[n].update(exp_avg=torch.full_like(p, 0.1), exp_avg_sq=torch.full_like(p, 0.2))
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        numbers = [list(range(num - 1)), [num - 1]]
+        groups = [{**own, "lr": 0.5, "params": mine} for own, mine in zip(options, numbers, strict=True)]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def drop(self) -> None:
+        self.held = None
+        self.optimizer.state.pop(self.parameters[0], None)
+
+    def is_like(self, plain: Surgery) -> bool:
+        """Whether both have the same bits."""
+        if not all(map(torch.equal, self.parameters + self.late, plain.parameters + plain.late)):
+            return False
+        try:
+            assert_same_states(self.optimizer.state_dict(), plain.optimizer.state_dict())
+        except AssertionError:
+            return False
+        return True
+
+
+class SurgeryTrial(Trial):
+    """Compared with a plain twin, for which the interrupted turn has not begun, or is complete."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        super().__init__(directory, kind)
+        self.mine, self.turn = Surgery(), 0
+
+    def run(self) -> None:
+        hardware = HardwareProfile(paths=[self.directory / "spill"], allow_unsuitable_paths=True, host_memory=0)
+        self.offloader = Offloader(policy=OffloadPolicy(**KINDS[self.kind]), hardware=hardware)  # type: ignore[arg-type]
+        self.offloader.open()
+        self.mine.optimizer = self.offloader.offload_optimizer(self.mine.optimizer)
+        look = sys.getprofile()
+        sys.setprofile(None)  # each point once: not in the first steps, but where states go down before one
+        while self.turn < len(self.mine.turns):
+            if self.mine.turns[self.turn] == self.mine.edit:
+                sys.setprofile(look)
+            self.mine.turns[self.turn]()
+            self.turn += 1
+        self.offloader.close()
+
+    def go_on(self) -> str | None:
+        try:
+            return self._compared()
+        finally:
+            self.offloader = self.mine = self.optimizer = None  # type: ignore[assignment]
+
+    def _compared(self) -> str | None:
+        offloader, mine, plain = self.offloader, self.mine, Surgery()
+        if offloader is None or not offloader.is_open or type(mine.optimizer) is torch.optim.AdamW:
+            return None
+        for turn in plain.turns[: self.turn]:
+            turn()
+        if mine.optimizer._broken is None and self.turn < len(mine.turns):
+            if mine.turns[self.turn].__name__ != "step":
+                mine.turns[self.turn]()
+                plain.turns[self.turn]()
+            elif not mine.is_like(plain):
+                plain.turns[self.turn]()  # it was complete
+                self.turn += 1
+            for number in range(self.turn, len(mine.turns)):
+                if not mine.is_like(plain):
+                    return f"other bits before turn {number}, {mine.turns[number].__name__}"
+                mine.turns[number]()
+                plain.turns[number]()
+            if not mine.is_like(plain):
+                return "other bits at the end"
+        elif mine.optimizer._broken is not None:
+            try:
+                mine.step()
+            except RuntimeError as error:
+                if "an earlier step of this optimizer is incomplete" not in str(error):
+                    raise
+            else:
+                return "trains on after an incomplete step"
+        offloader.close()
+        return None
+
+
+def left(directory: Path, before: set[str]) -> list[str]:
+    """Threads, descriptors and files that are there still."""
+    found = [f"thread {t.name}" for t in threading.enumerate() if t is not threading.main_thread()]
+    for number in set(os.listdir("/proc/self/fd")) - before:
+        try:
+            found.append(f"descriptor of {os.readlink(f'/proc/self/fd/{number}')}")
+        except FileNotFoundError:  # that of the listing
+            continue
+    try:
+        names = [path.name for path in directory.rglob("*")]
+    except FileNotFoundError:  # a directory that goes just now
+        return left(directory, before)
+    return found + [f"file {name}" for name in names if name not in ("spill", "last.ckpt")]
+
+
+class Report:
+    def __init__(self) -> None:
+        self.counts = {"trials": 0, "interrupted": 0, "obeyed": 0, "slowest_s": 0.0}
+        self.faults: list[str] = []
+        self.run_s = 0.0
+        sys.unraisablehook = lambda told: self.faults.append(f"ignored: {told.exc_value!r} in {told.object!r}")
+
+    def fault(self, where: str, what: str) -> None:
+        self.faults.append(f"{where}: {what}")
+        print(self.faults[-1], file=sys.stderr, flush=True)  # should the next one hang
+
+    def trial(self, directory: Path, kind: str, arm: Callable[[], None], disarm: Callable[[], str | None]) -> bool:
+        """Returns whether the interrupt came."""
+        before = set(os.listdir("/proc/self/fd"))
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        made = (SurgeryTrial if kind == "surgery" else Trial)(directory, kind)
+        trial, caught, began_s, run_began_s = made, None, 0.0, time.perf_counter()
+        del made
+        try:
+            try:
+                arm()
+                trial.run()
+            finally:
+                where = disarm()
+                self.run_s = time.perf_counter() - run_began_s
+        except KeyboardInterrupt as error:
+            began_s = time.perf_counter() - error.args[0] if error.args else 0.0
+            caught = error
+        except BaseException as error:
+            caught = error
+        where = disarm() if where is None else where
+        self.counts["trials"] += 1
+        if where is not None:
+            where = f"[{kind}] {where}"
+            self.counts["interrupted"] += 1
+            if isinstance(caught, KeyboardInterrupt):
+                self.counts["obeyed"] += 1
+                self.counts["slowest_s"] = max(self.counts["slowest_s"], began_s)
+                if began_s > GRACE_S:
+                    self.fault(where, f"obeyed after {began_s:.1f} s")
+            else:
+                self.fault(where, "swallowed" if caught is None else f"became {caught!r}")
+        elif caught is not None:
+            self.fault("no interrupt", "".join(traceback.format_exception(caught)))
+        if caught is not None:
+            traceback.clear_frames(caught.__traceback__)
+        caught = None
+        if where is not None and "/torch/" in where:
+            torch.set_grad_enabled(True)  # PyTorch's own decorators, interrupted as they put it back, leave it off
+        try:
+            what = trial.go_on()
+            if what is not None:
+                self.fault(where or "no interrupt", what)
+        except BaseException as error:
+            self.fault(where or "no interrupt", "".join(traceback.format_exception(error)[-6:]))
+            traceback.clear_frames(error.__traceback__)
+        del trial
+        gc.collect()
+        deadline_s = time.monotonic() + GRACE_S
+        while (rest := left(directory, before)) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        if rest:
+            self.fault(where or "no interrupt", f"left {rest}")
+        faulthandler.cancel_dump_traceback_later()
+        return where is not None
+
+
+def by_timer(report: Report, directory: Path, kinds: list[str], num: int, seed: int) -> None:
+    """So many interrupts at random moments."""
+    draw = random.Random(seed)
+    duration_s = {}
+    for kind in kinds:
+        for _ in range(3):
+            report.trial(directory, kind, lambda: None, lambda: None)
+            duration_s[kind] = report.run_s
+    fired: list[str] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        code = None if frame is None else frame.f_code
+        fired.append("" if code is None else f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")  # type: ignore[union-attr]
+        raise KeyboardInterrupt(time.perf_counter())
+
+    signal.signal(signal.SIGALRM, handler)
+
+    def disarm() -> str | None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return fired[-1] if fired else None
+
+    while report.counts["interrupted"] < num and report.counts["trials"] < 3 * num:
+        kind = draw.choice(kinds)
+        fired.clear()
+        delay_s = draw.uniform(1e-5, duration_s[kind])
+        report.trial(directory, kind, lambda: signal.setitimer(signal.ITIMER_REAL, delay_s) and None, disarm)  # noqa: B023
+
+
+class Points:
+    """Raises once at each point of our code at which Python would look for signals, one per trial."""
+
+    def __init__(self, share: tuple[int, int]) -> None:
+        self.seen: set[tuple[Any, ...]] = set()
+        self.share = share
+        self.where: str | None = None
+
+    def start(self) -> None:
+        self.where = None
+        sys.setprofile(self.look)
+
+    def stop(self) -> str | None:
+        sys.setprofile(None)
+        return self.where
+
+    def look(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" or event in ("c_return",):
+            self.at(frame, event)
+
+    def at(self, frame: FrameType, event: str) -> None:
+        code = frame.f_code
+        if self.where is not None or not code.co_filename.startswith(PACKAGE) or may_be_closing(frame):
+            return
+        point = code.co_filename, code.co_qualname, frame.f_lasti, event
+        if point in self.seen:
+            return
+        self.seen.add(point)
+        if zlib.crc32(f"{code.co_qualname} {frame.f_lasti} {event}".encode()) % self.share[1] != self.share[0]:
+            return
+        self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname} {event}"
+        sys.setprofile(None)
+        raise KeyboardInterrupt(time.perf_counter())
+
+
+def may_be_closing(frame: FrameType) -> bool:
+    """Whether this is a generator expression that goes on after a value: so it looks while one is dropped halfway, too,
+    where Python looks for no signal. An interrupt there would come out of the call around it, as at its begin.
+    """
+    code = frame.f_code
+    return code.co_name == "<genexpr>" and code.co_code[frame.f_lasti] == dis.opmap["YIELD_VALUE"]
+
+
+def by_tracer(report: Report, directory: Path, kinds: list[str], share: tuple[int, int]) -> None:
+    """At every point once, for each kind of training."""
+    for kind in kinds:
+        report.trial(directory, kind, lambda: None, lambda: None)
+        points = Points(share)
+        while report.trial(directory, kind, points.start, points.stop):
+            pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("how", choices=["timer", "tracer"])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--num", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    report, kinds = Report(), args.kinds.split(",")
+    paged_states._MIN_SUBGROUP_BYTES = 32 << 10  # so that there are some
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        (Path(directory) / "spill").mkdir()
+        if args.how == "timer":
+            by_timer(report, Path(directory), kinds, args.num, args.seed)
+        else:
+            by_tracer(report, Path(directory), kinds, tuple(args.share))
+    print(json.dumps({**report.counts, "faults": report.faults}))
+
+
+if __name__ == "__main__":
+    main()

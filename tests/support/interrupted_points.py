@@ -1,0 +1,41 @@
+"""Ctrl-C at each point of some files, one at a time, in the process of the test itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tests.support.interrupt_script import PACKAGE, Points
+
+
+class PointsIn(Points):
+    """Those of files of the package, where Python would look for signals.
+
+    Args:
+        names: of the files, below the package.
+    """
+
+    def __init__(self, *names: str) -> None:
+        super().__init__((0, 1))
+        self._paths = {str(Path(PACKAGE, name)) for name in names}
+        assert all(Path(path).is_file() for path in self._paths)
+
+    def look(self, frame: FrameType, event: str, arg: Any) -> None:
+        """As a profiler is called."""
+        if frame.f_code.co_filename in self._paths:
+            super().look(frame, event, arg)
+
+    def interrupt(self, call: Callable[[], object]) -> str | None:
+        """Call it with an interrupt at a point that no call has met yet, and tell where that was; ``None``: there is
+        none.
+        """
+        self.start()
+        try:
+            call()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            where = self.stop()
+        return where

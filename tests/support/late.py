@@ -1,0 +1,264 @@
+"""Streams without a device: copies that end late, or when the test lets them."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tests.support.patience import PATIENCE_S
+
+
+class LateMark:
+    """Passed when the stream gets there; ``honest=False`` claims to have passed at once."""
+
+    def __init__(self, *, honest: bool, again: Callable[[], LateMark] | None = None) -> None:
+        self.passed = threading.Event()
+        self.again = again or (lambda: self)
+        self._honest = honest
+
+    def synchronize(self) -> None:
+        if self._honest:
+            self.passed.wait()
+
+    def query(self) -> bool:
+        return self.passed.is_set() or not self._honest
+
+
+class LateCopies:
+    """Each stream is a thread that sleeps before each copy. Compute is "queued" too: a mark passes late."""
+
+    def __init__(self, *, seed: int, max_delay_s: float, honest: bool = True) -> None:
+        self._random = random.Random(seed)
+        self._max_delay_s = max_delay_s
+        self._honest = honest
+        self._streams = {name: self._start(name) for name in ("compute", "out", "in")}
+        self.num_copies = 0
+        self.waited_on: list[LateMark] = []
+
+    def _start(self, name: str) -> queue.SimpleQueue[Callable[[], None] | None]:
+        work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            while (item := work.get()) is not None:
+                time.sleep(self._random.uniform(0, self._max_delay_s))
+                item()
+                del item  # it holds the tensors of the copy
+
+        threading.Thread(target=run, name=f"late-{name}", daemon=True).start()
+        return work
+
+    def close(self) -> None:
+        for work in self._streams.values():
+            work.put(None)
+
+    def _queue(self, stream: str, action: Callable[[], None]) -> LateMark:
+        mark = LateMark(honest=self._honest, again=lambda: self._queue(stream, lambda: None))
+
+        def run() -> None:
+            action()
+            mark.passed.set()
+
+        self._streams[stream].put(run)
+        return mark
+
+    def mark(self) -> LateMark:
+        return self._queue("compute", lambda: None)
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: LateMark) -> LateMark:
+        return self._copy("out", host, device, after)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: LateMark) -> LateMark:
+        return self._copy("in", device, host, after)
+
+    def _copy(self, stream: str, target: torch.Tensor, source: torch.Tensor, after: LateMark) -> LateMark:
+        self.num_copies += 1
+
+        def copy() -> None:
+            after.passed.wait()
+            target.copy_(source)
+
+        return self._queue(stream, copy)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        assert tensor.device.type == "cpu"
+
+    def wait_on_current_stream(self, mark: LateMark) -> None:
+        self.waited_on.append(mark)
+        mark.synchronize()  # the CPU is its own stream
+
+
+@contextmanager
+def late_copies(*, max_delay_s: float = 0.004, honest: bool = True) -> Iterator[LateCopies]:
+    copies = LateCopies(seed=0, max_delay_s=max_delay_s, honest=honest)
+    try:
+        yield copies
+    finally:
+        copies.close()
+
+
+class HeldMark:
+    """Passed when its copy was let through."""
+
+    def __init__(self) -> None:
+        self.passed, self.asked = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+
+    def synchronize(self) -> None:
+        self.asked.set()
+        assert self.passed.wait(PATIENCE_S), "nobody let this copy through"
+        if self.error is not None:
+            raise self.error
+
+    def query(self) -> bool:
+        return self.passed.is_set()
+
+    def again(self) -> HeldMark:
+        return self
+
+
+class HeldCopies:
+    """Copies that run, in the order of queuing, when the test says so. Work on the compute stream is done at once.
+
+    ``queued`` counts copies; ``fail`` maps the number of a copy to what its queuing raises, ``fail_late`` to what
+    waiting for it raises.
+    """
+
+    def __init__(self, *, held: bool = True) -> None:
+        self.held = held
+        self.fail: dict[int, Exception] = {}
+        self.fail_late: dict[int, Exception] = {}
+        self.copied: list[tuple[str, int]] = []
+        self.num_queued = 0
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[str, torch.Tensor, torch.Tensor, HeldMark]] = deque()
+
+    def mark(self) -> HeldMark:
+        mark = HeldMark()
+        mark.passed.set()
+        return mark
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: HeldMark) -> HeldMark:
+        return self._copy("out", host, device)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: HeldMark) -> HeldMark:
+        return self._copy("in", device, host)
+
+    def _copy(self, direction: str, target: torch.Tensor, source: torch.Tensor) -> HeldMark:
+        mark = HeldMark()
+        with self._changed:
+            number = self.num_queued
+            if number in self.fail:
+                self.num_queued += 1
+                raise self.fail[number]
+            mark.error = self.fail_late.get(number)
+            self._waiting.append((direction, target, source, mark))
+            self.num_queued += 1
+            self._changed.notify_all()
+        if not self.held:
+            self.let_through(1)
+        return mark
+
+    def wait_queued(self, number: int) -> None:
+        """Until so many copies have been queued in all."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_queued >= number, 10), f"only {self.num_queued} queued"
+
+    def let_through(self, number: int) -> None:
+        for _ in range(number):
+            direction, target, source, mark = self._waiting.popleft()
+            target.copy_(source)
+            self.copied.append((direction, target.numel()))
+            del target, source
+            mark.passed.set()
+
+    def free_run(self) -> None:
+        """Everything that is held, and from now on each copy at once."""
+        self.held = False
+        self.let_through(len(self._waiting))
+
+    def wait_on_current_stream(self, mark: HeldMark) -> None:
+        mark.synchronize()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        assert tensor.device.type == "cpu"
+
+
+class SeveralStreams:
+    """Streams that the test switches between by name: each is a thread that does its work in order.
+
+    ``protected`` has every tensor that somebody said to use, with the stream that it was said on. ``work`` queues what
+    a kernel would do.
+    """
+
+    def __init__(self) -> None:
+        self.current = "main"
+        self.is_recording = False
+        self.protected: list[tuple[str, int]] = []
+        self._streams: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+
+    def work(self, action: Callable[[], None], stream: str | None = None) -> LateMark:
+        name = stream or self.current
+        mark = LateMark(honest=True, again=lambda: self.work(lambda: None, name))
+
+        def run() -> None:
+            action()
+            mark.passed.set()
+
+        if name not in self._streams:
+            self._streams[name] = _stream(name)
+        self._streams[name].put(run)
+        return mark
+
+    def close(self) -> None:
+        for work in self._streams.values():
+            work.put(None)
+
+    def mark(self) -> LateMark:
+        return self.work(lambda: None)
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: LateMark) -> LateMark:
+        return self._copy("out", host, device, after)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: LateMark) -> LateMark:
+        return self._copy("in", device, host, after)
+
+    def _copy(self, stream: str, target: torch.Tensor, source: torch.Tensor, after: LateMark) -> LateMark:
+        def copy() -> None:
+            after.passed.wait()
+            target.copy_(source)
+
+        return self.work(copy, stream)
+
+    def wait_on_current_stream(self, mark: LateMark) -> None:
+        mark.synchronize()
+
+    def is_capturing(self) -> bool:
+        return self.is_recording
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        self.protected.append((self.current, tensor.untyped_storage().data_ptr()))
+
+
+def _stream(name: str) -> queue.SimpleQueue[Callable[[], None] | None]:
+    work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        while (item := work.get()) is not None:
+            item()
+            del item  # it holds the tensors of the copy
+
+    threading.Thread(target=run, name=f"stream-{name}", daemon=True).start()
+    return work

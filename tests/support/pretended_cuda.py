@@ -1,0 +1,116 @@
+"""``torch.cuda`` with two devices that are not there: who asks one of them while another is current has made a fault.
+
+Work is done at once, in host memory. A thread's device is 0 until it says otherwise, as CUDA's is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd.tiers import streams
+
+
+@dataclass
+class PretendedCuda:
+    """What was asked of the devices."""
+
+    faults: list[str] = field(default_factory=list)
+    threads: dict[str, set[int]] = field(default_factory=dict)
+    """Threads, with the devices that they have used."""
+    local: threading.local = field(default_factory=threading.local)
+
+    @property
+    def current(self) -> int:
+        """This thread's device."""
+        found: int = getattr(self.local, "device", 0)
+        return found
+
+    def used(self, device: int, what: str) -> None:
+        """CUDA sets up a context on the device that is current, and fails on another one's streams or marks."""
+        thread = threading.current_thread().name
+        self.threads.setdefault(thread, set()).add(device)
+        if self.current != device:
+            self.faults.append(f"{what} of device {device} while {self.current} was current (in {thread})")
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """In the place of ``torch.cuda.device``."""
+        before, self.local.device = self.current, device.index
+        try:
+            yield
+        finally:
+            self.local.device = before
+
+    @contextmanager
+    def streaming(self, stream: Stream) -> Iterator[None]:
+        """In the place of ``torch.cuda.stream``: it goes to the stream's device, and back to the one before."""
+        self.used(stream.device, "a stream was made current")
+        yield
+        self.used(stream.device, "a stream was left")
+
+
+class Stream:
+    def __init__(self, cuda: PretendedCuda, device: int) -> None:
+        self._cuda, self.device = cuda, device
+
+    def wait_event(self, event: Event) -> None:
+        assert event.device is not None, "nobody has recorded this event"
+
+
+class Event:
+    def __init__(self, cuda: PretendedCuda) -> None:
+        self._cuda = cuda
+        self.device: int | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.device = stream.device
+        # Recording on a stream is allowed anywhere.
+
+    def synchronize(self) -> None:
+        self._ask("an event was waited for")
+
+    def query(self) -> bool:
+        self._ask("an event was asked for")
+        return True
+
+    def _ask(self, what: str) -> None:
+        assert self.device is not None, "nobody has recorded this event"
+        self._cuda.used(self.device, what)
+
+
+@contextmanager
+def pretended_cuda() -> Iterator[PretendedCuda]:
+    """While it is entered, ``torch.cuda`` has streams and events of devices that are not there."""
+    cuda = PretendedCuda()
+
+    def make_stream(device: torch.device) -> Stream:
+        return Stream(cuda, device.index)
+
+    def make_event(**_: Any) -> Event:
+        return Event(cuda)
+
+    def is_capturing() -> bool:
+        cuda.threads.setdefault(threading.current_thread().name, set()).add(cuda.current)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "Stream": make_stream,
+            "Event": make_event,
+            "device": cuda.entered,
+            "stream": cuda.streaming,
+            "current_stream": make_stream,
+            "is_current_stream_capturing": is_capturing,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(streams, "_STREAM", make_stream, raising=False)
+        patch.setattr(streams, "_EVENT", make_event, raising=False)
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: cuda.used(stream.device, "memory"))
+        yield cuda

@@ -1,0 +1,60 @@
+"""A clock that is set by hand, and what passes under a recorder save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ssd.common.tensors import StorageKey
+from lightning_ssd.scheduling.recorder import Recorder
+
+NBYTES = 4096
+
+
+@dataclass
+class FakeClock:
+    """A device that is as far as it is told; reading a stamp that it has not passed is an error."""
+
+    lag: int = 0
+    now_s: float = 0.0
+    passed_s: float = float("inf")
+
+    def stamp(self) -> float:
+        return self.now_s
+
+    def seconds(self, start: float, end: float) -> float:
+        assert max(start, end) <= self.passed_s, "the host would wait for the device"
+        return end - start
+
+    def at(self, now_s: float) -> float:
+        self.now_s = now_s
+        return now_s
+
+
+@dataclass
+class Saved:
+    """One storage as autograd and we hold it: ``ours`` is the one reference that the cache has."""
+
+    variable: torch.Tensor | None
+    ours: torch.UntypedStorage | None
+    key: StorageKey
+
+
+def saved(nbytes: int = NBYTES) -> Saved:
+    variable = torch.zeros(nbytes, dtype=torch.uint8)
+    storage = variable.untyped_storage()
+    return Saved(variable, storage, StorageKey(storage))
+
+
+def pack(recorder: Recorder, clock: FakeClock, now_s: float, *, held: bool = False) -> Saved:
+    one = saved()
+    clock.at(now_s)
+    recorder.packed(NBYTES, one.key)
+    if not held:
+        one.variable = None
+    return one
+
+
+def begun(clock: FakeClock) -> Recorder:
+    return Recorder(clock, lambda: 0)

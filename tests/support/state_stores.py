@@ -1,0 +1,103 @@
+"""A store of optimizer states by itself, on drives that stop, fail and lie when the test says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from lightning_ssd.memory.pools import ReloadPool
+from lightning_ssd.optimizer.store.buffers import SlotMover
+from lightning_ssd.optimizer.store.store import StateStore
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import HostMover
+from lightning_ssd.tiers.ssd import SsdTier
+from tests.support.faults import FaultyBackend
+from tests.support.helpers import within
+from tests.support.patience import PATIENCE_S
+
+CPU = torch.device("cpu")
+NBYTES = 16 << 10
+
+
+class Drive(FaultyBackend):
+    """A directory whose moves wait while the test wants it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(PosixBackend([directory], direct=False))
+        self.may_move = threading.Event()
+        self.may_move.set()
+
+    def _stumble(self, fail: Callable[[int], BaseException | None] | None, index: int) -> None:
+        assert self.may_move.wait(PATIENCE_S)
+        super()._stumble(fail, index)
+
+
+@contextmanager
+def store_on(*drives: tuple[Drive, Path], num_slots: int = 2, num: int = 6) -> Iterator[StateStore]:
+    """A store of ``num`` subgroups, turn by turn on each of the drives."""
+    with ExitStack() as stack:
+        tiers, mover = [], None
+        for drive, directory in drives:
+            mover = SlotMover(HostMover(drive, ReloadPool(0)))
+            tiers.append(
+                SsdTier(drive, mover, [directory], events=EventLog(), sampler=Sampler("full"), chunk_bytes=4096)
+            )
+            stack.callback(tiers[-1].close)
+            stack.callback(drive.may_move.set)
+        assert mover is not None
+        store = StateStore(tiers, mover, device=CPU, num_slots=num_slots)
+        store.add(index % len(drives) for index in range(num))
+        yield store
+        store.close()
+
+
+def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def put(store: StateStore, index: int, value: int, *, keep: bool = False) -> None:
+    store.take(index)
+    storage = store.allocate(NBYTES)
+    whole(storage).fill_(value)
+    store.give(index, storage, is_dirty=True, keep=keep)
+
+
+def assert_holds(store: StateStore, index: int, value: int) -> None:
+    """Looks at it and gives it back unchanged."""
+    storage = store.take(index)
+    assert storage is not None
+    assert bool((whole(storage) == value).all()), f"subgroup {index}"
+    store.give(index, storage, is_dirty=False, keep=False)
+
+
+def put_all(store: StateStore, indices: Iterable[int], value: int | None = None) -> None:
+    """The same value, or their own numbers."""
+    for index in indices:
+        put(store, index, index if value is None else value)
+
+
+def assert_all_hold(store: StateStore, indices: Iterable[int], value: int | None = None) -> None:
+    """The same value, or their own numbers."""
+    for index in indices:
+        assert_holds(store, index, index if value is None else value)
+
+
+def used_bytes(store: StateStore) -> int:
+    store.settle()
+    return sum(arena.used_bytes for tier in store.tiers for arena in tier._arenas)
+
+
+def mapped_bytes(store: StateStore) -> int:
+    """Memory of the slots, lent or spare."""
+    return sum(map(len, (*store.slots._spare, *store.slots._lent.values())))
+
+
+def within_patience(what: Callable[[], object]) -> None:
+    """A hang is a failure of this test alone."""
+    within(PATIENCE_S, what)

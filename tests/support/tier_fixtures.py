@@ -1,0 +1,63 @@
+"""Tiers of host memory, closed after the test; copies that wait until they are let through; turns on a drive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_ssd.storage.drive_lock import DriveLock
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers import transfer_queue
+from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.streams import CopyEngine
+from tests.support.host_traffic import MIB, MakeTier
+from tests.support.late import HeldCopies
+
+
+@pytest.fixture
+def make_tier() -> Iterator[MakeTier]:
+    tiers: list[HostTier] = []
+
+    def make(
+        copies: CopyEngine | None = None, *, capacity: int = 8 * MIB, events: EventLog | None = None, **extra: int
+    ) -> HostTier:
+        tier = HostTier(capacity, copies, pin=False, events=events or EventLog(), **extra)
+        tiers.append(tier)
+        return tier
+
+    yield make
+    for tier in tiers:
+        if isinstance(tier.copies, HeldCopies):
+            tier.copies.free_run()
+        tier.close()
+
+
+@pytest.fixture
+def held() -> HeldCopies:
+    return HeldCopies()
+
+
+@pytest.fixture
+def worker_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of all transfers, as a list of one number: it stands still, however busy the machine is."""
+    now_s = [0.0]
+    monkeypatch.setattr(transfer_queue, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    return now_s
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the locks that turns are taken by, not that of the user."""
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    return tmp_path / "runtime" / "lightning_ssd"
+
+
+@pytest.fixture
+def arbiter(runtime: Path, tmp_path: Path) -> Iterator[DriveLock]:
+    one = DriveLock(tmp_path)
+    yield one
+    one.close()

@@ -1,0 +1,145 @@
+"""Passes and machines for the tests of planning: a regular network, what hypothesis thinks of, a plan played."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import Machine, Plan, TierRates
+from lightning_ssd.planning.recompute_trace import input_of, recomputed
+from lightning_ssd.planning.simulator import Timeline, simulate
+from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
+
+KEEP, SSD, HOST = Placement.KEEP, Placement.SSD, Placement.HOST
+
+
+def rates(write: float, read: float | None = None, capacity: int | None = None) -> TierRates:
+    read = write if read is None else read
+    return TierRates(write_bytes_per_s=write, read_bytes_per_s=read, capacity_bytes=capacity)
+
+
+def ssd(write: float, read: float | None = None) -> Machine:
+    return Machine(ssd=rates(write, read))
+
+
+def storage(
+    nbytes: int, packed: float, wanted: float | None, freed: float, *, last_used: float | None = None, **more: int
+) -> TracedStorage:
+    last_used = packed if last_used is None else last_used
+    return TracedStorage(nbytes=nbytes, packed_s=packed, last_used_s=last_used, wanted_s=wanted, freed_s=freed, **more)
+
+
+def trace(
+    storages: list[TracedStorage], *, forward_end: float = 0.0, end: float = 0.0, blocks: tuple[TracedBlock, ...] = ()
+) -> Trace:
+    wants = sorted((s.wanted_s, -i) for i, s in enumerate(storages) if s.wanted_s is not None)
+    order = tuple(-i for _, i in wants)
+    return Trace(storages=tuple(storages), order=order, blocks=blocks, forward_end_s=forward_end, end_s=end)
+
+
+def network(
+    num_blocks: int = 10,
+    per_block: int = 10,
+    *,
+    nbytes: int = 100,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    input_nbytes: int = 100,
+) -> Trace:
+    """Equal blocks; backward wants the storages in reverse, each right after the one before it is freed."""
+    turn = num_blocks * forward_s
+    storages, blocks = [], []
+    for b in range(num_blocks):
+        start, back = b * forward_s, turn + (num_blocks - 1 - b) * backward_s
+        blocks.append(
+            TracedBlock(
+                name=f"blocks.{b}",
+                forward_start_s=start,
+                forward_end_s=start + forward_s,
+                backward_start_s=back,
+                backward_end_s=back + backward_s,
+                input_nbytes=input_nbytes,
+            )
+        )
+        for i in range(per_block):
+            wanted = back + backward_s * (per_block - 1 - i) / per_block
+            packed = start + forward_s * i / per_block
+            freed = back + backward_s * (per_block - i) / per_block
+            storages.append(storage(nbytes, packed, wanted, freed, block=b))
+    end = turn + num_blocks * backward_s
+    return trace(storages, forward_end=turn, end=end, blocks=tuple(blocks))
+
+
+@st.composite
+def _storages(draw: st.DrawFn, packed: float, back: float, block: int) -> TracedStorage:
+    """One that is wanted, if at all, within three seconds from ``back`` on, and freed within three more."""
+    quarters = st.integers(0, 12).map(lambda n: n / 4)
+    want = draw(st.one_of(st.none(), quarters))
+    freed = (packed if want is None else back + want) + draw(quarters)
+    return TracedStorage(
+        nbytes=draw(st.integers(0, 100)),
+        packed_s=packed,
+        last_used_s=min(packed + draw(quarters) / 3, freed),
+        wanted_s=None if want is None else back + want,
+        freed_s=freed,
+        block=block,
+        movable=draw(st.integers(0, 5)) > 0,
+    )
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> Trace:
+    """Up to 18 storages in up to 3 blocks (or none), with ties, gaps, zero lengths and things never wanted back."""
+    quarters = st.integers(0, 12).map(lambda n: n / 4)
+    num_blocks = draw(st.integers(0, 3))
+    slots = max(num_blocks, 1)
+    turn, storages, blocks = 3.0 * slots, [], []
+    for slot in range(slots):
+        start, back = 3.0 * slot, turn + 6.0 * (slots - 1 - slot)
+        if num_blocks:
+            inputs = draw(st.integers(0, 40))
+            blocks.append(
+                TracedBlock(
+                    name=str(slot),
+                    forward_start_s=start,
+                    forward_end_s=start + 3,
+                    backward_start_s=back,
+                    backward_end_s=back + 6,
+                    input_nbytes=inputs,
+                )
+            )
+        storages += [draw(_storages(start + packed, back, slot)) for packed in draw(st.lists(quarters, max_size=4))]
+        # Saved by backward itself, as for a second derivative or by another forward in the same pass.
+        if draw(st.integers(0, 3)) == 0:
+            storages += [
+                draw(_storages(back + packed, back + 3, slot)) for packed in draw(st.lists(quarters, max_size=2))
+            ]
+    storages.sort(key=lambda s: s.packed_s)
+    if not num_blocks:
+        storages = [replace(s, block=-1) for s in storages]
+    return trace(storages, forward_end=turn, end=turn + 6.0 * slots + 3, blocks=tuple(blocks))
+
+
+def tier_rates() -> st.SearchStrategy[TierRates]:
+    speed = st.integers(1, 300)
+    return st.builds(rates, speed, speed, st.one_of(st.none(), st.integers(0, 600)))
+
+
+def machines() -> st.SearchStrategy[Machine]:
+    return st.builds(lambda s, h: Machine(ssd=s, host=h), tier_rates(), st.one_of(st.none(), tier_rates()))
+
+
+def placements(case: Trace, machine: Machine) -> st.SearchStrategy[tuple[Placement, ...]]:
+    tiers = [KEEP, SSD] if machine.host is None else [KEEP, SSD, HOST]
+    return st.tuples(*(st.sampled_from(tiers) for _ in case.storages))
+
+
+def play(case: Trace, machine: Machine, plan: Plan) -> Timeline:
+    """Play a plan that was made from this trace in full detail; its prediction is the plan's."""
+    other, old = recomputed(case, plan.recompute - case.recomputed)
+    inputs = dict(plan.inputs)
+    places = [plan.placements[i] if i >= 0 else inputs[input_of(i)] for i in old]
+    kept = [KEEP if place is Placement.RECOMPUTE else place for place in places]
+    return simulate(other, kept, machine, limit_bytes=plan.limit_bytes, ahead_bytes=plan.ahead_bytes)

@@ -1,0 +1,234 @@
+"""Small LightningModules and Trainers that the Lightning tests share. Importable by spawned processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy, register
+from tests.support.helpers import assert_identical
+
+register()
+
+WIDTH = 128
+BATCH_SIZE = 64  # 32 KiB per activation
+NUM_BATCHES = 6
+
+# Warnings of Lightning on what these tests do on purpose (tiny data, no workers), and on its own use of PyTorch.
+LIGHTNING_NOISE = (
+    "ignore:The '.*_dataloader' does not have many workers",
+    "ignore:The number of training batches .* is smaller than the logging interval",
+    "ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning",
+    "ignore:.*isinstance.treespec, LeafSpec.*:DeprecationWarning",
+    "ignore:GPU available but not used",
+    "ignore:Checkpoint directory .* exists and is not empty",
+)
+
+# A Trainer without anything it can do without. What make_trainer() says of these Lightning does not allow then.
+BAREBONES: dict[str, Any] = {
+    "barebones": True,
+    "enable_progress_bar": None,
+    "logger": None,
+    "enable_checkpointing": None,
+    "enable_model_summary": None,
+    "num_sanity_val_steps": None,
+}
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 2 * width)
+        self.down = torch.nn.Linear(2 * width, width)
+        self.dropout = torch.nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(L.LightningModule):
+    """Three blocks and a batch norm, automatic optimization; remembers its losses."""
+
+    def __init__(self, width: int = WIDTH, *, checkpointed: bool = False, batch_size: int = BATCH_SIZE) -> None:
+        super().__init__()
+        self.width, self.batch_size, self.checkpointed = width, batch_size, checkpointed
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(3))
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.head = torch.nn.Linear(width, 1)
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self(x).float(), y.float())
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch), sync_dist=self.trainer.world_size > 1)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def dataset(self) -> TensorDataset:
+        generator = torch.Generator().manual_seed(5)
+        rows = NUM_BATCHES * BATCH_SIZE
+        x = torch.randn(rows, self.width, generator=generator)
+        return TensorDataset(x, x.square().mean(1, keepdim=True))
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.dataset(), batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.dataset(), batch_size=self.batch_size)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class Unlogged(Net):
+    """For :func:`step_after_fit`: Lightning has nowhere to log to then."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class ManualNet(Net):
+    """Two optimizers in turn, as a GAN has them; ``through_lightning=False`` calls ``loss.backward()`` itself."""
+
+    def __init__(self, *, through_lightning: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.through_lightning = through_lightning
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = self.loss(batch)
+            if self.through_lightning:
+                self.manual_backward(loss)
+            else:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.AdamW(self.blocks.parameters(), lr=1e-2)
+        return first, torch.optim.SGD([*self.norm.parameters(), *self.head.parameters()], lr=1e-2)
+
+
+class LBFGSNet(Net):
+    """One optimizer step runs the closure, so forward and backward, several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Models as small as these run many times faster so, above all where the machine is shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def offload_strategy(
+    directory: Path, *, min_tensor_bytes: int | str = 4096, activations: str = "auto", **more: Any
+) -> SSDOffloadStrategy:
+    """Ours, with a policy for small models; works where the temporary directory is in memory, too."""
+    return SSDOffloadStrategy(
+        policy=OffloadPolicy(min_tensor_bytes=min_tensor_bytes, activations=activations),  # type: ignore[arg-type]
+        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
+        **more,
+    )
+
+
+def make_trainer(strategy: Strategy | str, directory: Path, **more: Any) -> L.Trainer:
+    """A quiet Trainer on one CPU device."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": directory,
+    }
+    return L.Trainer(strategy=strategy, **(settings | more))
+
+
+def fit(make: Callable[[], Net], strategy: Strategy | str, directory: Path, **more: Any) -> tuple[L.Trainer, Net]:
+    """Train from a fixed seed."""
+    L.seed_everything(7, verbose=False)
+    module = make()
+    trainer = make_trainer(strategy, directory, **more)
+    with warnings.catch_warnings():
+        for noise in LIGHTNING_NOISE:
+            _, message, *category = noise.split(":")
+            kind = {"FutureWarning": FutureWarning, "DeprecationWarning": DeprecationWarning}.get("".join(category))
+            warnings.filterwarnings("ignore", message, category=kind or Warning)
+        trainer.fit(module)
+    return trainer, module
+
+
+def step_after_fit(trainer: L.Trainer) -> None:
+    """Call the loop once more when everything has been torn down, as some of Lightning's own tests do."""
+    module = trainer.lightning_module
+    kwargs = OrderedDict(batch=list(module.dataset()[:BATCH_SIZE]), batch_idx=0)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if module.automatic_optimization:
+        epoch_loop.automatic_optimization.run(trainer.optimizers[0], 0, kwargs)
+    else:
+        epoch_loop.manual_optimization.run(kwargs)
+
+
+def result(module: Net) -> dict[str, Any]:
+    """What two equal trainings have in common."""
+    return {"losses": module.losses, "state": {name: value.clone() for name, value in module.state_dict().items()}}
+
+
+def assert_same_training(make: Callable[[], Net], directory: Path, **more: Any) -> L.Trainer:
+    """Bitwise the same losses and weights as with Lightning's own strategy; and bytes took our way."""
+    _, expected = fit(make, "auto", directory / "plain", **more)
+    for activations in ("auto", "offload"):  # a plan may keep everything, so that bytes need move in the second only
+        strategy = offload_strategy(directory, activations=activations)
+        trainer, module = fit(make, strategy, directory / "ours", **more)
+        assert module.losses
+        assert_identical(result(module), result(expected))
+        stats = strategy.stats
+        assert stats.bytes_saved > 0
+        assert stats.failures == 0
+    assert stats.bytes_read + stats.bytes_forwarded > 0
+    return trainer

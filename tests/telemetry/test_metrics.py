@@ -1,0 +1,222 @@
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ssd.memory.readings import MemoryReadings
+from lightning_ssd.telemetry.events import StallEvent, TransferEvent
+from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, PlanReadings, compute, overlap_ratio, union_s
+from lightning_ssd.telemetry.stats import OffloadStats
+
+GIB = 1 << 30
+
+# Quarters are exact in binary floating point, so that sums can be compared without a tolerance.
+instants = st.integers(0, 80).map(lambda quarter: quarter / 4)
+intervals = st.tuples(instants, instants)
+interval_lists = st.lists(intervals, max_size=12)
+
+
+def covered_quarters(pairs):
+    """A toy model: which quarters of a second are covered."""
+    return {quarter for start, end in pairs for quarter in range(int(start * 4), int(end * 4))}
+
+
+@given(interval_lists)
+def test_union_equals_counting_quarters(pairs):
+    assert union_s(pairs) == len(covered_quarters(pairs)) / 4
+
+
+@given(interval_lists, st.randoms(use_true_random=False), st.integers(-100, 100))
+def test_union_ignores_order_repetition_and_origin(pairs, rng: random.Random, shift):
+    shuffled = [*pairs, *pairs]
+    rng.shuffle(shuffled)
+    assert union_s((start + shift, end + shift) for start, end in shuffled) == union_s(pairs)
+
+
+@given(interval_lists, interval_lists)
+def test_union_is_subadditive_and_grows(first, second):
+    assert max(union_s(first), union_s(second)) <= union_s(first + second) <= union_s(first) + union_s(second)
+
+
+@given(interval_lists, interval_lists)
+def test_overlap_ratio_is_a_ratio(stalls, transfers):
+    ratio = overlap_ratio(stalls, transfers)
+    if not covered_quarters(transfers):
+        assert ratio is None
+    else:
+        assert 0 <= ratio <= 1
+        assert overlap_ratio([], transfers) == 1
+        assert overlap_ratio(transfers, transfers) == 0
+
+
+def test_overlap_ratio_counts_parallel_transfers_once():
+    assert overlap_ratio([(3, 4)], [(0, 2), (1, 4), (1, 3)]) == 0.75
+
+
+def transfer(direction, nbytes, start, end, **more):
+    return TransferEvent(direction, nbytes, queued_s=start, start_s=start, end_s=end, **more)
+
+
+EVENTS = (
+    transfer("write", GIB, 0.0, 1.0),
+    transfer("write", GIB, 0.5, 2.0),
+    transfer("write", 99 * GIB, 0.0, 9.0, failed=True),
+    transfer("write", 7 * GIB, 2.0, 2.5, tier="host"),
+    transfer("read", 3 * GIB, 4.0, 5.0, urgent=True),
+    StallEvent(3 * GIB, 4.5, 5.0),
+)
+BEFORE = OffloadStats(bytes_written=GIB, bytes_read=GIB, stall_s=1.0)
+NOW = OffloadStats(
+    bytes_written=3 * GIB,
+    bytes_read=4 * GIB,
+    bytes_host=7 * GIB,
+    bytes_forwarded=GIB // 2,
+    stall_s=1.5,
+    resident_peak_bytes=GIB,
+    saved_peak_bytes=5 * GIB,
+)
+READINGS = MemoryReadings(host_bytes=GIB, host_peak_bytes=2 * GIB, device_bytes=0, device_peak_bytes=3 * GIB)
+
+
+PLAN = PlanReadings(
+    predicted_step_s=4.0,
+    measured_step_s=5.0,
+    predicted_peak_bytes=GIB,
+    measured_peak_bytes=2 * GIB,
+    predicted_stall_s=0.25,
+    num_plans=3,
+    slowdown=1.25,
+    moving_cost_s_per_byte=0.5 / GIB,
+)
+
+
+def sample(events=EVENTS, before=BEFORE, now=NOW, readings=READINGS, plan=PLAN, drive_life_days=500.0):
+    return compute(
+        events, stats_before=before, stats_now=now, readings=readings, plan=plan, drive_life_days=drive_life_days
+    )
+
+
+def test_the_numbers_of_one_sample():
+    assert sample() == pytest.approx(
+        {
+            "memory/device_peak_gib": 3,
+            "memory/host_peak_gib": 2,
+            "memory/activations_resident_peak_gib": 1,
+            "memory/activations_saved_peak_gib": 5,
+            "io/write_gib": 2,
+            "io/read_gib": 3,
+            "io/host_gib": 7,
+            "io/forwarded_gib": 0.5,
+            "io/stall_s": 0.5,
+            "io/overlap_ratio": 1 - 0.5 / 3.5,
+            "io/write_gib_per_s": 1,
+            "io/read_gib_per_s": 3,
+            "wear/written_tb": 3 * GIB / 1e12,
+            "wear/drive_life_days": 500,
+            "plan/predicted_step_s": 4,
+            "plan/measured_step_s": 5,
+            "plan/predicted_peak_gib": 1,
+            "plan/measured_peak_gib": 2,
+            "plan/predicted_stall_s": 0.25,
+            "plan/num_plans": 3,
+            "plan/slowdown_ratio": 1.25,
+            "plan/moving_cost_s_per_gib": 0.5,
+        }
+    )
+
+
+def test_keys_and_table_are_the_same():
+    assert list(sample()) == [metric.key for metric in METRICS]
+
+
+def test_keys_follow_the_naming_law():
+    keys = [metric.key for metric in METRICS]
+    assert len(set(keys)) == len(keys)
+    for key in keys:
+        group, name = key.split("/")
+        assert group in {"memory", "io", "wear", "plan"}
+        assert name != "step"
+        assert key.replace("/", "_").isidentifier()
+        assert name.endswith(("_gib", "_s", "_ratio", "_tb", "_days")) or name.startswith("num_")
+
+
+def test_what_has_no_number_has_no_key():
+    nothing = OffloadStats()
+    row = compute((), stats_before=nothing, stats_now=nothing, readings=MemoryReadings())
+    plan = {metric.key for metric in METRICS if metric.key.startswith("plan/")}
+    assert set(row) == {metric.key for metric in METRICS} - plan - {
+        "wear/drive_life_days",
+        "memory/device_peak_gib",
+        "memory/host_peak_gib",
+        "io/overlap_ratio",
+        "io/write_gib_per_s",
+        "io/read_gib_per_s",
+    }
+    assert set(row.values()) == {0}
+
+
+def test_only_what_a_plan_knows_has_a_key():
+    row = sample(plan=PlanReadings(measured_step_s=0.0, num_plans=0))
+    assert {key: value for key, value in row.items() if key.startswith("plan/")} == {
+        "plan/measured_step_s": 0,
+        "plan/num_plans": 0,
+    }
+
+
+@pytest.mark.parametrize(("days", "told"), [(None, None), (math.inf, None), (0.0, 0.0), (4.6, 4.6)])
+def test_a_drive_life_is_a_number_or_absent(days, told):
+    row = sample(drive_life_days=days)
+    assert row.get("wear/drive_life_days") == told
+    json.dumps(row, allow_nan=False)
+
+
+def test_a_window_of_one_step_changes_nothing():
+    window = MetricWindow()
+    assert window.result() == {}
+    window.add(sample())
+    assert window.num_steps == 1
+    assert window.result() == pytest.approx(sample())
+
+
+def test_a_window_merges_by_the_rule_of_the_table():
+    slow = (transfer("write", 2 * GIB, 10.0, 18.0), StallEvent(1, 16.0, 18.0))
+    later = replace(NOW, bytes_written=5 * GIB, resident_peak_bytes=GIB // 2)
+    window = MetricWindow()
+    window.add(sample())
+    later_plan = replace(PLAN, predicted_step_s=6.0, predicted_peak_bytes=GIB // 2, num_plans=4)
+    window.add(sample(slow, before=NOW, now=later, plan=later_plan, drive_life_days=400.0))
+    row = window.result()
+    assert row["io/write_gib"] == 2
+    assert row["io/read_gib"] == 1.5
+    assert row["io/write_gib_per_s"] == pytest.approx(4 / (2 + 8)), "all bytes over all busy time"
+    assert row["io/read_gib_per_s"] == pytest.approx(3), "a step without reads has no say in their rate"
+    ratio = (19 * (1 - 0.5 / 3.5) + 2 * 0.75) / 21
+    assert row["io/overlap_ratio"] == pytest.approx(ratio), "weighted by bytes moved; host bytes go down and come back"
+    assert row["memory/activations_resident_peak_gib"] == 1
+    assert row["wear/written_tb"] == pytest.approx(5 * GIB / 1e12)
+    assert row["io/host_gib"] == 3.5
+    assert row["wear/drive_life_days"] == 400
+    assert row["plan/predicted_step_s"] == 5
+    assert row["plan/predicted_peak_gib"] == 1
+    assert row["plan/num_plans"] == 4
+
+
+def test_a_step_that_moved_to_host_memory_only_has_a_say():
+    copies = (transfer("write", GIB, 0.0, 1.0, tier="host"), StallEvent(GIB, 0.5, 1.0))
+    window = MetricWindow()
+    window.add(sample(copies, before=replace(NOW, bytes_host=6 * GIB)))
+    assert window.result()["io/overlap_ratio"] == 0.5
+    assert "io/write_gib_per_s" not in window.result()
+
+
+def test_a_window_of_idle_steps_has_no_rates():
+    idle = sample(events=(), before=NOW)
+    window = MetricWindow()
+    window.add(idle)
+    window.add(idle)
+    assert window.result() == pytest.approx(idle)
+    assert "io/overlap_ratio" not in window.result()

@@ -1,0 +1,251 @@
+"""Rates: from the probe while nothing is known, then from what the tiers have done."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from lightning_ssd.planning.plan import TierRates
+from lightning_ssd.storage.drive_probe import Rates
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers import bandwidth_meter
+from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping
+from lightning_ssd.tiers.base import Progress
+from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.ssd import SsdTier
+
+MIB = 1 << 20
+
+
+class FakeTier:
+    """Counters that a test moves on."""
+
+    capacity_bytes = 77
+
+    def __init__(self) -> None:
+        self.done = Progress(0, 0.0, 0, 0.0)
+        self.num_asked = 0
+
+    def progress(self) -> Progress:
+        self.num_asked += 1
+        return self.done
+
+    def move(self, *, written: int = 0, write_s: float = 0.0, read: int = 0, read_s: float = 0.0) -> None:
+        before = self.done
+        self.done = Progress(
+            before.written_bytes + written,
+            before.write_busy_s + write_s,
+            before.read_bytes + read,
+            before.read_busy_s + read_s,
+        )
+
+    @property
+    def as_ssd(self) -> SsdTier:
+        return cast(SsdTier, self)
+
+    @property
+    def as_host(self) -> HostTier:
+        return cast(HostTier, self)
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    now = [1000.0]
+    monkeypatch.setattr(bandwidth_meter, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    return sleep
+
+
+class Probe:
+    def __init__(self, write: float = 1e9, read: float = 2e9) -> None:
+        self.num_calls = 0
+        self._rates = Rates(write, read)
+
+    def __call__(self) -> Rates:
+        self.num_calls += 1
+        return self._rates
+
+
+def ssd_rates(meter: BandwidthMeter) -> tuple[float, float]:
+    ssd = meter.machine().ssd
+    assert ssd is not None
+    assert ssd.capacity_bytes is None
+    return ssd.write_bytes_per_s, ssd.read_bytes_per_s
+
+
+def test_the_probe_is_asked_once_and_not_before_a_plan_needs_it(wait: Callable[[float], None]) -> None:
+    probe = Probe()
+    meter = BandwidthMeter(FakeTier().as_ssd, probe)
+    assert probe.num_calls == 0
+    for _ in range(3):
+        assert ssd_rates(meter) == (1e9, 2e9)
+        wait(1)
+    assert probe.num_calls == 1
+
+
+def test_a_probe_that_tells_nothing_is_not_asked_again(wait: Callable[[float], None]) -> None:
+    probe = Probe(0.0, 0.0)
+    meter = BandwidthMeter(FakeTier().as_ssd, probe)
+    assert ssd_rates(meter) == ssd_rates(meter) == (0, 0)
+    assert probe.num_calls == 1
+
+
+def test_without_a_probe_only_the_run_tells(wait: Callable[[float], None]) -> None:
+    tier = FakeTier()
+    meter = BandwidthMeter(tier.as_ssd)
+    assert ssd_rates(meter) == (0, 0)
+    wait(1)
+    tier.move(written=100 * MIB, write_s=1.0)
+    assert ssd_rates(meter) == (100 * MIB, 0)
+
+
+def test_what_the_run_has_told_needs_no_probe(wait: Callable[[float], None]) -> None:
+    tier, probe = FakeTier(), Probe()
+    tier.move(written=100 * MIB, write_s=1.0, read=50 * MIB, read_s=0.25)
+    assert ssd_rates(BandwidthMeter(tier.as_ssd, probe)) == (100 * MIB, 200 * MIB)
+    assert probe.num_calls == 0
+
+
+def test_the_probe_fills_in_the_direction_that_is_unknown(wait: Callable[[float], None]) -> None:
+    tier, probe = FakeTier(), Probe()
+    tier.move(written=100 * MIB, write_s=1.0)
+    meter = BandwidthMeter(tier.as_ssd, probe)
+    assert ssd_rates(meter) == (100 * MIB, 2e9)
+    assert probe.num_calls == 1
+
+
+def test_a_drop_is_seen_within_two_samples(wait: Callable[[float], None]) -> None:
+    tier = FakeTier()
+    meter = BandwidthMeter(tier.as_ssd, Probe())
+    ssd_rates(meter)
+    for expected in (1e9, 5e7):
+        wait(0.2)
+        tier.move(written=50_000_000, write_s=1.0)
+        assert ssd_rates(meter) == (expected, 2e9)
+    for expected in (2e9, 1e8):
+        wait(0.2)
+        tier.move(read=100_000_000, read_s=1.0)
+        assert ssd_rates(meter) == (5e7, expected)
+
+
+def test_only_what_was_done_since_the_last_sample_counts(wait: Callable[[float], None]) -> None:
+    tier = FakeTier()
+    meter = BandwidthMeter(tier.as_ssd, Probe())
+    tier.move(written=1000 * MIB, write_s=1.0, read=1000 * MIB, read_s=1.0)
+    fast = ssd_rates(meter)
+    assert fast == (1000 * MIB, 1000 * MIB)
+    for _ in range(2):
+        wait(1)
+        tier.move(written=100 * MIB, write_s=1.0, read=100 * MIB, read_s=1.0)
+        slow = ssd_rates(meter)
+    assert slow == (100 * MIB, 100 * MIB), "not the mean of all of it"
+
+
+def test_questions_in_quick_succession_are_one_sample(wait: Callable[[float], None]) -> None:
+    tier = FakeTier()
+    meter = BandwidthMeter(tier.as_ssd, Probe())
+    ssd_rates(meter)
+    asked = tier.num_asked
+    for _ in range(4):
+        wait(0.01)
+        tier.move(written=20 * MIB, write_s=1.0)
+        assert ssd_rates(meter) == (1e9, 2e9)
+    assert tier.num_asked == asked
+    wait(0.02)
+    assert ssd_rates(meter) == (1e9, 2e9), "one slow sample may be a hiccup"
+    assert tier.num_asked == asked + 1
+
+
+def test_the_host_tier_has_a_probe_and_a_capacity_of_its_own(wait: Callable[[float], None]) -> None:
+    host, probe, probe_host = FakeTier(), Probe(), Probe(5e9, 6e9)
+    meter = BandwidthMeter(FakeTier().as_ssd, probe, host=host.as_host, probe_host=probe_host)
+    assert meter.machine().host == TierRates(write_bytes_per_s=5e9, read_bytes_per_s=6e9, capacity_bytes=77)
+    host.capacity_bytes = 55
+    machine = meter.machine()
+    assert machine.host is not None
+    assert machine.host.capacity_bytes == 55, "the system gave no more"
+    assert (probe.num_calls, probe_host.num_calls) == (1, 1)
+    assert BandwidthMeter(FakeTier().as_ssd, probe).machine().host is None
+
+
+def test_a_real_host_tier_can_be_read() -> None:
+    host = HostTier(MIB, None, pin=False, events=EventLog())
+    try:
+        machine = BandwidthMeter(FakeTier().as_ssd, Probe(), host=host, probe_host=Probe(3e9, 4e9)).machine()
+        assert machine.host == TierRates(write_bytes_per_s=3e9, read_bytes_per_s=4e9, capacity_bytes=MIB)
+    finally:
+        host.close()
+
+
+def check_copies(device: torch.device, **more: Any) -> None:
+    rates = measure_copies(device, **more)
+    assert 1e7 < rates.write_per_s < 1e13
+    assert 1e7 < rates.read_per_s < 1e13
+
+
+def test_the_cost_of_moving_is_guessed_once(wait: Callable[[float], None]) -> None:
+    guesses = iter((0.25, 0.5))
+    meter = BandwidthMeter(FakeTier().as_ssd, probe_cost=lambda: next(guesses))
+    for _ in range(2):
+        assert meter.machine().cost_s_per_byte == 0.25
+        wait(1.0)
+    assert BandwidthMeter(FakeTier().as_ssd).machine().cost_s_per_byte == 0.0
+
+
+def test_mapping_is_measured() -> None:
+    """From a page each tenth of a microsecond to one in a millisecond."""
+    assert 1e-7 < measure_mapping() * 4096 < 1e-3
+
+
+def test_copies_are_measured() -> None:
+    check_copies(torch.device("cpu"), nbytes=8 * MIB)
+
+
+@pytest.mark.gpu
+def test_copies_of_a_device_are_measured() -> None:
+    check_copies(torch.device("cuda"))
+
+
+def test_the_first_copy_is_not_part_of_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets things up, and on a device it waits for all the work that was queued before."""
+    ticks = iter([0.0, 10.0, 10.0, 10.5, 11.0, 11.25])
+    monkeypatch.setattr(bandwidth_meter, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    assert measure_copies(torch.device("cpu"), nbytes=1000) == Rates(2000.0, 4000.0)
+
+
+def test_a_probe_that_fails_costs_no_step() -> None:
+    def full() -> Rates:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    meter = BandwidthMeter(FakeTier().as_ssd, full, place="the directory /spill")
+    reason = "the directory /spill could not be measured (No space left on device)"
+    with pytest.warns(UserWarning, match=rf"^{re.escape(reason)}; nothing will be moved there$"):
+        machine = meter.machine()
+    assert machine.ssd is not None
+    assert machine.ssd.unusable == reason
+    assert machine.ssd == TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
+    assert meter.machine() == machine
+
+
+def test_a_tier_that_works_after_all_is_not_called_unusable(wait: Callable[[float], None]) -> None:
+    def full() -> Rates:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tier = FakeTier()
+    meter = BandwidthMeter(tier.as_ssd, full)
+    with pytest.warns(UserWarning, match="could not be measured"):
+        meter.machine()
+    wait(1)
+    tier.move(written=100 * MIB, write_s=1.0, read=50 * MIB, read_s=0.25)
+    ssd = meter.machine().ssd
+    assert ssd is not None
+    assert ssd.unusable is None

@@ -1,0 +1,219 @@
+"""Bounded host memory in extents: room, growth, slabs, locking."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.memory import mmap
+from lightning_ssd.memory.host_budget import HostMemoryBudget
+from lightning_ssd.memory.mmap import MappedBlock
+from lightning_ssd.storage.extents import Extent
+from lightning_ssd.tiers.host_arena import HostArena
+from tests.support.process_memory import resident_bytes
+
+KIB, MIB = 1 << 10, 1 << 20
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    arena = HostArena(32 * MIB, pin=False, growth_bytes=2 * MIB)
+    yield arena
+    arena.close()
+
+
+def address(arena: HostArena, extent: Extent) -> int:
+    return next(arena.pieces(extent, extent.nbytes, extent.nbytes))[1]
+
+
+def must(extent: Extent | None) -> Extent:
+    assert extent is not None
+    return extent
+
+
+class TestRoom:
+    def test_no_size_is_rounded_up_to_more_than_a_page(self, arena: HostArena) -> None:
+        for _ in range(6):
+            assert arena.allocate(5 * MIB + 300 * KIB + 1) is not None
+        assert arena.used_bytes == 6 * (5 * MIB + 304 * KIB)
+        rest = arena.capacity_bytes - arena.used_bytes
+        assert arena.allocate(rest + 1) is None
+        assert arena.allocate(rest) is not None
+        assert arena.allocate(1) is None
+        assert arena.size_bytes == arena.used_bytes == arena.capacity_bytes == 32 * MIB
+
+    def test_grows_only_as_needed(self, arena: HostArena) -> None:
+        assert arena.size_bytes == 0
+        first = must(arena.allocate(MIB))
+        assert arena.size_bytes == 2 * MIB
+        arena.allocate(9 * MIB)
+        assert arena.size_bytes == 10 * MIB
+        arena.free(first)
+        assert must(arena.allocate(MIB)).offset == first.offset, "the lowest place is used again"
+        assert arena.size_bytes == 10 * MIB
+
+    def test_the_capacity_costs_nothing(self) -> None:
+        before = resident_bytes()
+        arena = HostArena(1 << 40, pin=False)
+        assert resident_bytes() - before < 16 * MIB
+        assert arena.size_bytes == 0
+        arena.close()
+
+    def test_several_have_no_more_than_their_budget_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        host_budget = HostMemoryBudget(32 * MIB)
+        one, other = (HostArena(host_budget, pin=False, growth_bytes=2 * MIB) for _ in range(2))
+        assert one.capacity_bytes == other.capacity_bytes == 32 * MIB
+        assert one.allocate(20 * MIB) is not None
+        assert (one.capacity_bytes, other.capacity_bytes) == (32 * MIB, 12 * MIB)
+        assert other.allocate(13 * MIB) is None
+        assert other.size_bytes == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(MappedBlock, "make_usable", lambda *_: False)
+            assert one.allocate(4 * MIB) is None
+        assert host_budget.left_bytes == 12 * MIB, "what the system refused is taken"
+        assert other.allocate(12 * MIB) is not None
+        assert host_budget.left_bytes == 0
+        for _ in range(2):
+            one.close()
+        assert host_budget.left_bytes == 20 * MIB
+        assert other.allocate(20 * MIB) is not None
+        other.close()
+        assert host_budget.left_bytes == 32 * MIB
+
+    def test_capacities_are_whole_pages(self) -> None:
+        arena = HostArena(2 * MIB + 4095, pin=False)
+        assert arena.capacity_bytes == 2 * MIB
+        assert arena.allocate(2 * MIB + 1) is None
+        arena.close()
+
+    def test_the_system_may_refuse(
+        self, arena: HostArena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first = must(arena.allocate(MIB))
+        monkeypatch.setattr(MappedBlock, "make_usable", lambda *_: False)
+        for _ in range(3):
+            assert arena.allocate(4 * MIB) is None
+        assert arena.allocate(MIB) is not None
+        assert arena.capacity_bytes == arena.size_bytes == 2 * MIB
+        assert [record.message for record in caplog.records] == [
+            "the system gives no more than 2,097,152 bytes to the host tier; it stays at that"
+        ]
+        arena.free(first)
+
+    def test_refused_for_real(self) -> None:
+        block = MappedBlock(4 * MIB, usable=False)
+        assert block.make_usable(0, 2 * MIB)
+        ctypes.memset(block.address, 1, 2 * MIB)
+        assert not block.make_usable(1 << 50, 2 * MIB)
+
+    def test_no_addresses_is_said_so(self) -> None:
+        with pytest.raises(MemoryError, match=r"lower HardwareProfile\.host_memory"):
+            HostArena(1 << 60, pin=False)
+
+    def test_extents_never_overlap(self, arena: HostArena) -> None:
+        choose, lent = random.Random(0), list[tuple[Extent, int]]()
+        for turn in range(400):
+            extent = arena.allocate(choose.randrange(1, 4 * MIB))
+            if extent is not None:
+                value = turn % 251
+                for _, at, nbytes in arena.pieces(extent, extent.nbytes, 1 << 40):
+                    ctypes.memset(at, value, nbytes)
+                lent.append((extent, value))
+            while lent and (extent is None or len(lent) > 12):
+                old, value = lent.pop(choose.randrange(len(lent)))
+                content = ctypes.string_at(address(arena, old), old.nbytes)
+                assert content == bytes([value]) * old.nbytes
+                arena.free(old)
+                extent = old
+        assert arena.used_bytes == sum(extent.nbytes for extent, _ in lent)
+
+    def test_close(self, arena: HostArena) -> None:
+        extent = must(arena.allocate(16 * MIB))
+        before = resident_bytes()
+        ctypes.memset(address(arena, extent), 1, 2 * MIB)
+        arena.close()
+        arena.close()
+        assert resident_bytes() - before < MIB
+        arena.free(extent)
+        with pytest.raises(OffloaderClosedError, match="host tier is closed"):
+            arena.allocate(1)
+
+
+class TestPieces:
+    def test_cover_an_extent_and_stay_within_slabs(self, arena: HostArena) -> None:
+        sizes = [3 * MIB + 100 * KIB, 3 * MIB, 5 * MIB, 7 * MIB]
+        extents = [must(arena.allocate(nbytes)) for nbytes in sizes]
+        base, ends = address(arena, extents[0]), arena._slab_ends
+        assert len(ends) > 2
+        crossed = 0
+        for extent, size in zip(extents, sizes, strict=True):
+            pieces = list(arena.pieces(extent, size - 5, MIB))
+            assert [start for start, _, _ in pieces] == [sum(n for _, _, n in pieces[:i]) for i in range(len(pieces))]
+            assert sum(nbytes for _, _, nbytes in pieces) == size - 5
+            for start, at, nbytes in pieces:
+                assert 0 < nbytes <= MIB
+                assert at == base + extent.offset + start
+                offset = at - base
+                assert not any(offset < end < offset + nbytes for end in ends)
+            crossed += any(extent.offset < end < extent.offset + size for end in ends)
+        assert crossed, "no extent lies across slabs; nothing was tested"
+
+
+class TestLocking:
+    def pinning(self, monkeypatch: pytest.MonkeyPatch, *codes: int) -> list[tuple[str, int, int]]:
+        calls: list[tuple[str, int, int]] = []
+        answers = iter(codes)
+
+        def register(address: int, nbytes: int, flags: int) -> int:
+            calls.append(("lock", address, nbytes))
+            return next(answers, 0)
+
+        def unregister(address: int) -> int:
+            calls.append(("unlock", address, 0))
+            return 0
+
+        cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+        monkeypatch.setattr(mmap.torch.cuda, "cudart", lambda: cudart)
+        return calls
+
+    def test_each_slab_once_when_it_is_wanted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = self.pinning(monkeypatch)
+        arena = HostArena(64 * MIB, pin=True, growth_bytes=4 * MIB)
+        low, high = must(arena.allocate(3 * MIB)), must(arena.allocate(20 * MIB))
+        assert calls == []
+        base = address(arena, low)
+        for _ in range(2):
+            arena.prepare(low, CPU)
+        assert calls == [("lock", base, 4 * MIB)]
+        for _ in range(2):
+            arena.prepare(high, CPU)
+        assert calls == [("lock", base, 4 * MIB), ("lock", base + 4 * MIB, 20 * MIB)]
+        arena.close()
+        arena.close()
+        assert calls[2:] == [("unlock", base, 0), ("unlock", base + 4 * MIB, 0)]
+
+    def test_goes_on_unlocked_with_one_warning(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        calls = self.pinning(monkeypatch, 0, 2)
+        arena = HostArena(64 * MIB, pin=True, growth_bytes=2 * MIB)
+        for _ in range(4):
+            arena.prepare(must(arena.allocate(2 * MIB)), CPU)
+        arena.close()
+        assert [kind for kind, _, _ in calls] == ["lock", "lock", "unlock"]
+        assert [record.message for record in caplog.records] == [
+            "CUDA could not lock more memory of the host tier (error 2); copies there are slower"
+        ]
+
+    def test_plain_memory_is_never_locked(self, monkeypatch: pytest.MonkeyPatch, arena: HostArena) -> None:
+        calls = self.pinning(monkeypatch)
+        arena.prepare(must(arena.allocate(3 * MIB)), CPU)
+        arena.close()
+        assert calls == []

@@ -1,0 +1,127 @@
+"""What is brought up ahead takes a share of what is free, and when memory runs out, all that can be given back is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.activations import fetcher, tensor_cache
+from lightning_ssd.activations.prefetcher import Prefetcher
+from lightning_ssd.activations.saved_storage import SavedStorage, State
+from lightning_ssd.scheduling.pass_profile import PrefetchBudget
+from tests.activations.test_saved_storage import LEASES, record_of
+
+NBYTES = 256 * 1024
+
+
+def offloader(directory: Path) -> Offloader:
+    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
+    return Offloader(policy=OffloadPolicy(activations="offload", min_tensor_bytes=0), hardware=hardware)
+
+
+def loss_of(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    for _ in range(32):
+        y = y.sin()
+    return y.sum()
+
+
+def leaf() -> torch.Tensor:
+    return torch.rand(NBYTES // 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def expected() -> torch.Tensor:
+    x = leaf()
+    loss_of(x).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def assert_trains_exactly(directory: Path) -> None:
+    """All is written before backward begins."""
+    x = leaf()
+    with offloader(directory) as opened:
+        with opened.saved_tensors():
+            loss = loss_of(x)
+        opened.flush()
+        loss.backward()
+        opened.end_backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected())
+
+
+@pytest.mark.parametrize(("available", "most"), [(16 * NBYTES, 4 * NBYTES), (8 * NBYTES, 2 * NBYTES), (None, None)])
+def test_looking_ahead_takes_a_quarter_of_what_is_free(
+    available: int | None, most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: available)
+    seen: list[int] = []
+    hold = SavedStorage.hold_ahead
+
+    def counted(record: SavedStorage) -> None:
+        hold(record)
+        seen.append(record.accounting.ahead_bytes)
+
+    monkeypatch.setattr(SavedStorage, "hold_ahead", counted)
+    monkeypatch.setattr(PrefetchBudget, "nbytes", 16 * NBYTES)
+    assert_trains_exactly(tmp_path)
+    assert max(seen) == (16 * NBYTES if most is None else most)
+
+
+class LateMark:
+    """A copy that gets to its end when somebody waits for it; a worker holds its memory until then."""
+
+    def __init__(self, held: list[Any]) -> None:
+        self._held = held
+
+    def query(self) -> bool:
+        return not self._held
+
+    def synchronize(self) -> None:
+        self._held.clear()
+
+
+class OnePass:
+    def __init__(self, record: SavedStorage) -> None:
+        self.records = [record]
+
+    def step_back(self, record: SavedStorage) -> None:
+        """Nobody looks ahead here."""
+
+
+def test_what_is_given_up_has_gone_before_memory_is_asked_for_again() -> None:
+    record = record_of(torch.arange(16.0))
+    LEASES.clear()  # as if it had been written
+    reloaded = [torch.arange(16.0).untyped_storage()]
+    record.storage, record.stored, record.state = reloaded[0], object(), State.READY  # type: ignore[assignment]
+    record.key = type(record.key)(reloaded[0])
+    record.mark = LateMark(reloaded)  # type: ignore[assignment]
+    record.hold_ahead()
+    passes: Any = [OnePass(record)]
+    has_dropped, reads = Prefetcher(record.accounting, passes, torch.device("cpu")).give_up()
+    assert (has_dropped, reads) == (True, [])
+    assert not record.key.alive()
+
+
+def test_the_last_that_is_tried_is_pytorchs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Accelerator:
+        is_empty = False
+
+        def empty_cache(self) -> None:
+            self.is_empty = True
+
+    accelerator, start = Accelerator(), SavedStorage.start_read
+
+    def full(record: SavedStorage, device: torch.device, *, urgent: bool) -> None:
+        if not accelerator.is_empty:
+            raise torch.OutOfMemoryError("injected")
+        start(record, device, urgent=urgent)
+
+    monkeypatch.setattr(fetcher, "accelerator_of", lambda device: accelerator)
+    monkeypatch.setattr(SavedStorage, "start_read", full)
+    assert_trains_exactly(tmp_path)
+    assert accelerator.is_empty

@@ -1,0 +1,363 @@
+"""The SSD tier: who goes first on the drives, what it counts. Its exactness is tested through the offloader."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd.common.tensors import StorageKey
+from lightning_ssd.memory.pools import ReloadPool, StagingPool
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.telemetry.events import EventLog, TransferEvent
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import HostMover, StagedMover
+from lightning_ssd.tiers.read_priority import patience_s
+from lightning_ssd.tiers.ssd import SsdTier
+from tests.support.faults import FaultyBackend, eio
+from tests.support.host_traffic import wait_until
+from tests.support.late import HeldCopies, HeldMark
+from tests.support.owners import Owner, random_storage
+from tests.support.patience import PATIENCE_S
+
+KIB, MIB = 1 << 10, 1 << 20
+CPU = torch.device("cpu")
+CHUNK = 64 * KIB
+LONG_S = 60.0
+"""As patience: nothing that is late, only what has waited for it takes as long."""
+
+
+class Drive(FaultyBackend):
+    """Blocks calls while the test wants it; knows their order."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(PosixBackend([directory], direct=False), fail_write=self._write, fail_read=self._read)
+        self.order: list[str] = []
+        self.may_write, self.may_read = threading.Event(), threading.Event()
+        self.may_write.set()
+        self.may_read.set()
+        self.fails = False
+
+    def _write(self, index: int) -> BaseException | None:
+        self.order.append("write")
+        assert self.may_write.wait(PATIENCE_S)
+        return None
+
+    def _read(self, index: int) -> BaseException | None:
+        self.order.append("read")
+        assert self.may_read.wait(PATIENCE_S)
+        return eio() if self.fails else None
+
+    def wait_calls(self, number: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self.order) < number:
+            assert time.monotonic() < deadline, self.order
+            time.sleep(0.001)
+
+
+@contextmanager
+def tier_on(
+    drive: Drive, directory: Path, *, num_workers: int = 1, events: EventLog | None = None
+) -> Iterator[SsdTier]:
+    tier = SsdTier(
+        drive,
+        HostMover(drive, ReloadPool(0)),
+        [directory],
+        events=events or EventLog(),
+        sampler=Sampler("off"),
+        chunk_bytes=CHUNK,
+        num_workers=num_workers,
+    )
+    try:
+        yield tier
+    finally:
+        drive.may_write.set()
+        drive.may_read.set()
+        tier.close()
+        drive.close()
+
+
+def stored(tier: SsdTier, nbytes: int, seed: int = 0) -> Owner:
+    owner = Owner(random_storage(nbytes + 4096, seed))  # an unaligned edge stays in memory
+    assert tier.write(owner, nbytes + 4096, None, label="")
+    owner.wait()
+    tier.flush()
+    return owner
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Drive:
+    return Drive(tmp_path)
+
+
+class TestWritesGiveWay:
+    @pytest.mark.parametrize("promoted", [False, True])
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_no_write_begins_while_an_urgent_read_runs(
+        self, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promoted: bool, fails: bool
+    ) -> None:
+        monkeypatch.setattr("lightning_ssd.tiers.transfer_queue.patience_s", lambda chunk_s: PATIENCE_S)
+        with tier_on(drive, tmp_path) as tier:
+            owner = stored(tier, CHUNK)
+            drive.order.clear()
+            drive.may_write.clear()
+            drive.may_read.clear()
+            drive.fails = fails
+            late = Owner(random_storage(5 * CHUNK, 1))
+            tier.write(late, 5 * CHUNK, None, label="")
+            drive.wait_calls(1)
+            read = tier.read(owner, owner.place, CPU, urgent=not promoted)
+            drive.wait_calls(2)
+            if promoted:
+                tier.promote(read)
+            drive.may_write.set()  # the chunk under way ends; no further one may begin
+            other = Owner(random_storage(CHUNK, 2))
+            tier.write(other, CHUNK, None, label="")
+            time.sleep(0.15)
+            assert drive.order == ["write", "read"]
+            drive.may_read.set()
+            read.wait()
+            assert (owner.error is not None) == fails
+            tier.flush()
+            assert drive.order.count("write") >= 6
+            for each in (late, other):
+                drive.fails = False
+                tier.read(each, each.place, CPU, urgent=False).wait()
+                assert each.is_right()
+
+    def test_speculative_reads_delay_no_write(
+        self, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lightning_ssd.tiers.transfer_queue.patience_s", lambda chunk_s: LONG_S)
+        with tier_on(drive, tmp_path) as tier:
+            owner = stored(tier, CHUNK)
+            drive.order.clear()
+            drive.may_read.clear()
+            tier.read(owner, owner.place, CPU, urgent=False)
+            drive.wait_calls(1)
+            start = time.perf_counter()
+            stored(tier, 10 * CHUNK, 1)
+            assert time.perf_counter() - start < LONG_S, "a chunk waited"
+
+    def test_writes_cannot_starve(self, drive: Drive, tmp_path: Path) -> None:
+        """The urgent read never ends, and all is written and flushed the same."""
+        with tier_on(drive, tmp_path) as tier:
+            owner = stored(tier, CHUNK)
+            drive.order.clear()
+            drive.may_read.clear()
+            read = tier.read(owner, owner.place, CPU, urgent=True)
+            drive.wait_calls(1)
+            start = time.perf_counter()
+            late = stored(tier, 3 * CHUNK, 1)
+            assert time.perf_counter() - start >= 3 * patience_s(0)
+            assert not read.ended
+            assert late.place.body_nbytes > 0
+
+    def test_close_does_not_wait_for_the_gate(
+        self, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Chunks of a write that has begun are finished at once, though the urgent read goes on."""
+        monkeypatch.setattr("lightning_ssd.tiers.transfer_queue.patience_s", lambda chunk_s: LONG_S)
+        with tier_on(drive, tmp_path) as tier:
+            owner = stored(tier, CHUNK)
+            drive.order.clear()
+            drive.may_write.clear()
+            drive.may_read.clear()
+            late = Owner(random_storage(30 * CHUNK, 1))
+            tier.write(late, 30 * CHUNK, None, label="")
+            drive.wait_calls(1)
+            read = tier.read(owner, owner.place, CPU, urgent=True)
+            drive.wait_calls(2)
+            closing = threading.Thread(target=tier.close)
+            closing.start()
+            start = time.perf_counter()
+            drive.may_write.set()
+            late.wait()
+            assert time.perf_counter() - start < LONG_S, "a chunk waited"
+            drive.may_read.set()
+            closing.join()
+            assert read.ended
+            assert late.error is None
+
+    def test_discarded_urgent_reads_leave_the_gate(self, drive: Drive, tmp_path: Path) -> None:
+        with tier_on(drive, tmp_path) as tier:
+            owner = stored(tier, CHUNK)
+            drive.order.clear()
+            drive.may_read.clear()
+            reads = [tier.read(owner, owner.place, CPU, urgent=urgent) for urgent in (True, True, False)]
+            tier.promote(reads[2])
+            drive.wait_calls(1)
+            gate = tier._reads._announces
+            assert gate is not None
+            assert gate.num_urgent == 3
+            threading.Timer(0.05, drive.may_read.set).start()
+            tier.close()
+            assert gate.num_urgent == 0
+            tier.promote(reads[0])
+            assert gate.num_urgent == 0
+
+
+def test_urgent_reads_overtake_at_chunk_borders(drive: Drive, tmp_path: Path) -> None:
+    ended: list[str] = []
+    with tier_on(drive, tmp_path) as tier:
+        large, small = stored(tier, 8 * CHUNK), stored(tier, CHUNK, 1)
+        drive.order.clear()
+        drive.may_read.clear()
+        slow = tier.read(large, large.place, CPU, urgent=False)
+        drive.wait_calls(1)
+        queued = tier.read(small, small.place, CPU, urgent=True)
+        threads = [
+            threading.Thread(target=lambda name=name, move=move: (move.wait(), ended.append(name)))
+            for name, move in (("slow", slow), ("urgent", queued))
+        ]
+        for thread in threads:
+            thread.start()
+        drive.may_read.set()
+        for thread in threads:
+            thread.join()
+        assert queued._seq > slow._seq
+        assert ended == ["urgent", "slow"]
+        assert large.is_right()
+        assert small.is_right()
+
+
+def test_progress_and_events(drive: Drive, tmp_path: Path) -> None:
+    events = EventLog()
+    with tier_on(drive, tmp_path, events=events) as tier:
+        assert tier.name == "ssd"
+        assert tier.progress() == (0, 0.0, 0, 0.0)
+        owner = stored(tier, 8 * CHUNK)
+        read = tier.read(owner, owner.place, CPU, urgent=False)
+        read.wait()
+        tier.close()
+        body = owner.place.body_nbytes
+        progress = tier.progress()
+        assert (progress.written_bytes, progress.read_bytes) == (body, body)
+        assert (progress.write_busy_s, progress.read_busy_s) == tier.busy_s
+        assert min(tier.busy_s) > 0
+        assert owner.is_right()
+        assert {event.tier for event in events.drain() if isinstance(event, TransferEvent)} == {"ssd"}
+
+
+class LateEnd(HeldMark):
+    """Passes so many seconds after somebody has begun to wait."""
+
+    def __init__(self, late_s: float, now_s: list[float]) -> None:
+        super().__init__()
+        self._late_s, self._now_s = late_s, now_s
+
+    def synchronize(self) -> None:
+        self._now_s[0] += self._late_s
+
+
+class Behind(HeldCopies):
+    """Of a device that gets to its present end after so many seconds."""
+
+    def __init__(self, late_s: float, now_s: list[float]) -> None:
+        super().__init__(held=False)
+        self._late_s, self._now_s = late_s, now_s
+
+    def mark(self) -> HeldMark:
+        return LateEnd(self._late_s, self._now_s)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 100.0])
+def test_what_the_device_has_left_to_do_says_nothing_of_the_drive(
+    drive: Drive, tmp_path: Path, late_s: float, worker_clock: list[float]
+) -> None:
+    """A read into memory that the device still uses waits for the device after it has read."""
+    copies, events, staging = Behind(late_s, worker_clock), EventLog(), StagingPool(4 * CHUNK, pin=False, device=CPU)
+    mover = StagedMover(drive, staging, copies)
+    tier = SsdTier(drive, mover, [tmp_path], events=events, sampler=Sampler("off"), chunk_bytes=CHUNK, num_workers=1)
+    try:
+        owner = Owner(random_storage(CHUNK))
+        assert tier.write(owner, CHUNK, None, label="")
+        owner.wait()
+        tier.read(owner, owner.place, CPU, urgent=False).wait()
+        assert owner.is_right()
+        assert tier.progress().read_busy_s == 0
+    finally:
+        tier.close()
+        staging.close()
+        drive.close()
+    (read,) = [event for event in events.drain() if isinstance(event, TransferEvent) and event.direction == "read"]
+    assert read.end_s - read.start_s == 0, "nor is it part of the move"
+
+
+@contextmanager
+def staged(drive: Drive, directory: Path, copies: HeldCopies) -> Iterator[tuple[SsdTier, StagingPool]]:
+    staging = StagingPool(4 * CHUNK, pin=False, device=CPU)
+    mover = StagedMover(drive, staging, copies)
+    tier = SsdTier(drive, mover, [directory], events=EventLog(), sampler=Sampler("off"), chunk_bytes=CHUNK)
+    try:
+        yield tier, staging
+    finally:
+        copies.free_run()
+        tier.close()
+        staging.close()
+        drive.close()
+
+
+class TestStagedReads:
+    def test_one_is_handed_over_when_its_last_copy_is_queued(self, drive: Drive, tmp_path: Path) -> None:
+        copies = HeldCopies(held=False)
+        with staged(drive, tmp_path, copies) as (tier, staging):
+            owner = stored(tier, CHUNK - 4096)
+            copies.held = True
+            tier.read(owner, owner.place, CPU, urgent=True).wait()
+            assert owner.reloaded is not None
+            assert owner.mark is not None
+            assert not owner.mark.query()
+            assert staging.lent_bytes > 0, "the copy has yet to leave the buffer"
+            key = StorageKey(owner.reloaded)
+            owner.reloaded = None
+            time.sleep(0.02)
+            assert key.alive(), "the copy has yet to run"
+            copies.free_run()
+            wait_until(lambda: not key.alive() and not staging.lent_bytes)
+
+    def test_its_mark_is_that_of_the_copy_queued_last(self, drive: Drive, tmp_path: Path) -> None:
+        copies = HeldCopies(held=False)
+        with staged(drive, tmp_path, copies) as (tier, _):
+            owner = stored(tier, CHUNK)
+            copies.held = True
+            tier.read(owner, owner.place, CPU, urgent=True).wait()  # two pieces, two workers
+            assert owner.mark is not None
+            copies.let_through(1)
+            assert not owner.mark.query()
+            copies.let_through(1)
+            assert owner.mark.query()
+            assert owner.is_right()
+
+    def test_a_copy_that_fails_late_is_told_at_close(self, drive: Drive, tmp_path: Path) -> None:
+        copies = HeldCopies(held=False)
+        with staged(drive, tmp_path, copies) as (tier, staging):
+            owner = stored(tier, CHUNK - 4096)
+            copies.fail_late[copies.num_queued] = RuntimeError("the device is lost")
+            tier.read(owner, owner.place, CPU, urgent=True).wait()
+            assert owner.error is None
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                tier.close()
+            assert staging.lent_bytes > 0, "the copy may still use the buffer"
+
+
+def test_writes_wait_for_the_producer_without_being_busy(
+    drive: Drive, tmp_path: Path, worker_clock: list[float]
+) -> None:
+    produced = HeldCopies().mark()
+    produced.passed.clear()
+    with tier_on(drive, tmp_path) as tier:
+        owner = Owner(random_storage(CHUNK))
+        assert tier.write(owner, CHUNK, produced, label="")
+        assert produced.asked.wait(PATIENCE_S)
+        worker_clock[0] += 100
+        assert owner.calls == drive.order == []
+        assert tier.progress().write_busy_s == 0
+        produced.passed.set()
+        tier.flush()
+        assert owner.calls == ["begins", "written"]
