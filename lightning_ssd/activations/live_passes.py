@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections import deque
@@ -85,6 +86,8 @@ class LivePasses:
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
         # The oldest go, where nobody ends a backward.
         self._finished: deque[FinishedPass | PlainPass] = deque(maxlen=_MAX_PASSES)
+        # Taken before the accounting lock, never under it. Where threads train side by side, each ends its backwards.
+        self._learning = threading.Lock()
         self._may_be_forgotten = scheduler is not None
         self._kept_anyway = keeps_all
         self._seen: dict[Hashable, _Seen] = {}
@@ -294,17 +297,19 @@ class LivePasses:
         )
 
     def learn(self) -> None:
-        """Hand finished passes to the scheduler. Not under the lock: other processes may have to be waited for.
+        """Hand finished passes to the scheduler, one thread at a time.
+
+        Not under the accounting lock: other processes may have to be waited for.
 
         Raises:
             BudgetError: the budget cannot be kept by any plan.
         """
         self._may_be_forgotten = False
-        if self._scheduler is not None:
-            finished = list(self._finished)
-            self._finished.clear()
-            for done in finished:
-                self._scheduler.observe(done)
+        if self._scheduler is None:
+            return
+        with self._learning:
+            while self._finished:
+                self._scheduler.observe(self._finished.popleft())
             self._scheduler.border()
 
     def warn_of_forgotten_ends(self) -> None:

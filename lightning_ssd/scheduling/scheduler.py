@@ -2,7 +2,7 @@
 
 A *kind* is all passes of one signature. Its first pass runs without a plan and is traced; the plan is made in a
 thread and put in force at the border of a later pass. From then on predictions are held against measurements, and
-a kind whose promises break is traced and planned again. All methods are called from the training thread.
+a kind whose promises break is traced and planned again. Passes are observed by one thread at a time.
 """
 
 from __future__ import annotations

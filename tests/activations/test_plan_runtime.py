@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,26 +64,33 @@ def test_ten_steps_are_exact(setup: Setup, tmp_path: Path) -> None:
 
 
 def test_the_drive_changes_in_mid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast, slow, fast: plans are made anew, and every step is exact."""
-    plans: list[int] = []
+    """Fast, slow until a plan has been made anew, fast again: every step is exact."""
+    num_fast, most = 8, 300
+    num_steps, num_before = most, 0
 
-    def run(backend: FaultyBackend | None) -> Callable[[Session], Any]:
-        def change(step: int, session: Session) -> None:
-            if backend is not None and session.offloader is not None:
-                backend.delay_s = 0.01 if 8 <= step < 24 else 0.0
-                report = session.offloader.plan_report
-                plans.append(0 if report is None else report.num_plans)
-
-        return trains(34, change)
+    def drive_changes(step: int, session: Session) -> bool:
+        """Return whether that was the last step."""
+        nonlocal num_steps, num_before
+        assert session.offloader is not None
+        report = session.offloader.plan_report
+        num_plans = 0 if report is None else report.num_plans
+        if step < num_fast:
+            num_before = num_plans
+        is_slow = step >= num_fast and num_plans == num_before
+        backend.delay_s = 0.01 if is_slow else 0.0
+        if step >= num_fast and not is_slow and num_steps == most:
+            num_steps = step + num_fast
+        return step + 1 >= num_steps
 
     monkeypatch.setattr(bandwidth, "MIN_SAMPLE_BYTES", 1 << 20)  # so little moves here
     setup = Setup(activations="auto", max_slowdown=1.5, settled=True)
-    expected = outcome(run(None), Session())
     with faulty(tmp_path, setup) as (offloader, backend):
-        assert_identical(outcome(run(backend), Session.of(offloader, setup)), expected)
+        offloaded = outcome(trains(most, drive_changes), Session.of(offloader, setup))
         assert_released(offloader)
         assert offloader.stats.bytes_written > 0
-    assert plans[-1] > plans[7] >= 1, "no plan was made anew"
+    assert num_before >= 1
+    assert num_steps < most, f"no plan was made anew in {most} steps"
+    assert_identical(offloaded, outcome(trains(num_steps), Session()))
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=IDS)

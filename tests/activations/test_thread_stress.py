@@ -22,6 +22,7 @@ import lightning_ssd
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
+from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import Backend, WrappedBackend
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
@@ -140,6 +141,33 @@ def test_packs_and_unpacks_of_many_threads(activations: str, encrypt: bool, spil
         assert stats.failures == 0
         assert stats.bytes_written > 0
         assert stats.bytes_read + stats.bytes_forwarded > 0
+
+
+def test_threads_that_end_backwards_at_once_learn_one_after_the_other(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaf, num_inside, met = torch.ones(64, 64), 0, []
+    border = Scheduler.border
+
+    def slow_border(scheduler: Scheduler) -> None:
+        nonlocal num_inside
+        num_inside += 1
+        met.append(num_inside)
+        time.sleep(0.02)  # lets the other threads come this far
+        border(scheduler)
+        num_inside -= 1
+
+    monkeypatch.setattr(Scheduler, "border", slow_border)
+    with Offloader(policy=OffloadPolicy(activations="auto"), hardware=HardwareProfile(paths=spill_dir)) as offloader:
+
+        def train_once() -> None:
+            with offloader.saved_tensors():
+                loss = (leaf.clone().requires_grad_() ** 2).sum()
+            loss.backward()
+            offloader.end_backward()
+
+        at_once(*[train_once] * 3)
+    assert met == [1, 1, 1]
 
 
 def test_extents_of_many_threads_never_overlap(tmp_path: Path) -> None:

@@ -37,11 +37,11 @@ def gradients(*modules: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for module in modules for p in module.parameters()]
 
 
-Between = Callable[[int, Session], None]
+Between = Callable[[int, Session], bool | None]
 
 
 def trains(steps: int, between: Between = lambda step, session: None) -> Callable[[Session], Any]:
-    """A plain training; ``between`` is called after each step."""
+    """A plain training; ``between`` is called after each step, and ends it by returning true."""
 
     def program(session: Session) -> Any:
         model = make_model()
@@ -57,7 +57,8 @@ def trains(steps: int, between: Between = lambda step, session: None) -> Callabl
             losses.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
-            between(step, session)
+            if between(step, session):
+                break
         return losses, [p.detach().clone() for p in model.parameters()]
 
     return program
