@@ -1,8 +1,12 @@
-"""``OffloadMonitor``: numbers to loggers and progress bar, and a verdict at the end. Wiring only."""
+"""``OffloadMonitor``: numbers and pictures to loggers, a report, and a verdict at the end. Wiring only."""
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +19,11 @@ from typing_extensions import override
 from lightning_ssd.config import names_mistakes
 from lightning_ssd.memory.readings import read_memory, reset_device_peak, reset_host_peak
 from lightning_ssd.offloader import Offloader
+from lightning_ssd.reports.charts import step_charts
+from lightning_ssd.reports.files import write_report
+from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
+from lightning_ssd.reports.run_log import RunLog
+from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, compute
 from lightning_ssd.telemetry.run_summary import RunFacts, summarize_run
 from lightning_ssd.telemetry.stats import OffloadStats
@@ -23,6 +32,7 @@ __all__ = ["OffloadMonitor"]
 
 _TB = 10**12
 _WITHOUT_OFFLOADER = ("memory/device_peak_gib", "memory/host_peak_gib")
+_LIBRARIES = ("lightning_ssd", "torch", "lightning")
 
 
 @names_mistakes
@@ -35,15 +45,30 @@ class OffloadMonitor(Callback):
     are shown. Where the strategy does not offload, it says so once and records the memory peaks alone, so that runs
     with and without us can be compared with one callback.
 
+    Optimizer steps 2, 4, 8, 16 ... are recorded where somebody looks: memory over the step, transfers beside what the
+    model does, and the lives of the largest saved tensors. W&B and TensorBoard get them as pictures (``offload/...``),
+    W&B the settings as well; ``report_dir`` gets a page. Of several processes, the first one is recorded.
+
     Args:
         prog_bar: show resident GiB, GiB written to SSD per step and the share of stalls on the progress bar.
         verdict: print one paragraph at the end of ``fit``; it is in :attr:`summary` in any case.
         reset_peaks: let all peaks begin anew after each row, so that a row holds the peak since the row before. Off by
             default, because PyTorch's and the system's peaks belong to every reader in the process.
+        report_dir: a directory for ``report.html``, ``report.json``, still pictures and traces, written at the end of
+            ``fit``; made if it is missing. ``None``: none are. The page and the pictures need Plotly and Matplotlib
+            (``pip install '.[report]'`` in the checkout).
     """
 
-    def __init__(self, *, prog_bar: bool = True, verdict: bool = True, reset_peaks: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        prog_bar: bool = True,
+        verdict: bool = True,
+        reset_peaks: bool = False,
+        report_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.prog_bar = prog_bar
+        self.report_dir = report_dir
         self.verdict = verdict
         self.reset_peaks = reset_peaks
         self.summary: str | None = None
@@ -53,6 +78,8 @@ class OffloadMonitor(Callback):
         self._batch_started_s = self._step_s = self._run_s = 0.0
         self._written_before = self._written_now = 0
         self._warned = False
+        self._log_of_run = RunLog()
+        self._wants_records = self._is_recording = False
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -68,6 +95,8 @@ class OffloadMonitor(Callback):
         self._step_s = self._run_s = 0.0
         self._written_before, self._written_now = self._written_before + self._written_now, 0
         self.summary = None
+        self._log_of_run, self._is_recording = RunLog(), False
+        self._wants_records = False
         if trainer.barebones:
             return
         if _offloader_of(trainer) is None and not self._warned:
@@ -80,11 +109,14 @@ class OffloadMonitor(Callback):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 _define_peaks(logger)
+            self._publish_settings(trainer)
+            self._wants_records = self.report_dir is not None or any(map(takes_charts, _experiments(trainer)))
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._begin_record(trainer)
         self._batch_started_s = time.perf_counter()
 
     @override
@@ -97,6 +129,7 @@ class OffloadMonitor(Callback):
         sample = self._sample(trainer)
         self._window.add(sample)
         self._run.add(sample)
+        self._end_record(trainer)
         if self.prog_bar and trainer.progress_bar_callback is not None:
             self._show(pl_module, sample)
         self._run_s, self._step_s = self._run_s + self._step_s, 0.0
@@ -115,6 +148,26 @@ class OffloadMonitor(Callback):
         sample["wear/written_tb"] = (self._written_before + self._written_now) / _TB
         return sample
 
+    def _begin_record(self, trainer: pl.Trainer) -> None:
+        offloader, step = _offloader_of(trainer), self._run.num_steps + 1
+        if not self._wants_records or self._is_recording or offloader is None or not RunLog.wants_record(step):
+            return
+        expected_s = self._run_s / self._run.num_steps if self._run.num_steps else 1.0
+        offloader.begin_record(step, expected_s=expected_s, optimizers=trainer.optimizers)
+        self._is_recording = True
+
+    def _end_record(self, trainer: pl.Trainer) -> None:
+        offloader = _offloader_of(trainer)
+        if not self._is_recording or offloader is None:
+            return
+        self._is_recording = False
+        record = offloader.end_record()
+        if record is None:
+            return
+        self._log_of_run.add_record(record)
+        for experiment in _experiments(trainer):
+            publish_charts(step_charts(record), experiment, trainer.fit_loop.epoch_loop._batches_that_stepped)
+
     def _show(self, pl_module: pl.LightningModule, sample: dict[str, float]) -> None:
         if "io/stall_s" not in sample:
             return
@@ -128,6 +181,7 @@ class OffloadMonitor(Callback):
     def _log(self, trainer: pl.Trainer) -> None:
         row, self._window = self._window.result(), MetricWindow()
         if trainer.is_global_zero:
+            self._log_of_run.add_row(trainer.fit_loop.epoch_loop._batches_that_stepped, row)
             for logger in trainer.loggers:
                 named = {key.replace("/", logger.group_separator): value for key, value in row.items()}
                 # Not global_step, which is one ahead here and would shift the curves against those of self.log.
@@ -149,7 +203,7 @@ class OffloadMonitor(Callback):
         optimizers = () if offloader is None else offloader.optimizer_stats
         if stats is not None:
             self._written_now = stats.with_optimizers(optimizers).bytes_written
-        report = None if offloader is None else offloader.plan_report
+        plan = None if offloader is None else offloader.plan_report
         metrics = self._run.result()
         self.summary = summarize_run(
             RunFacts(
@@ -161,9 +215,66 @@ class OffloadMonitor(Callback):
                 step_s=self._run_s + self._step_s,
                 num_processes=trainer.world_size,
                 unusable=None if offloader is None else offloader.unusable,
-                plan=None if report is None else report.text(),
+                plan=None if plan is None else plan.text(),
                 drive_life_days=metrics.get("wear/drive_life_days"),
             )
+        )
+        if trainer.is_global_zero:
+            self._publish_verdict(trainer)
+            self._write_report(trainer, metrics)
+
+    def _publish_settings(self, trainer: pl.Trainer) -> None:
+        config = {**_settings(_offloader_of(trainer)), "versions": _versions()}
+        for experiment in _experiments(trainer):
+            publish_facts(experiment, config=config, summary={})
+
+    def _publish_verdict(self, trainer: pl.Trainer) -> None:
+        offloader = _offloader_of(trainer)
+        plan = None if offloader is None else offloader.plan_report
+        config = {} if plan is None else {"plan": asdict(plan)}
+        for experiment in _experiments(trainer):
+            publish_facts(experiment, config=config, summary={"offload/verdict": self.summary})
+
+    def _write_report(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+        if self.report_dir is None:
+            return
+        try:
+            written = write_report(self._report(trainer, metrics), self.report_dir)
+        except OSError as error:  # a run that has trained well is not lost for its report
+            rank_zero_warn(
+                f"OffloadMonitor could not write its report to {os.fspath(self.report_dir)} ({error}); nothing else is "
+                "affected. Name a directory with room in report_dir",
+                category=UserWarning,
+            )
+        else:
+            rank_zero_info(f"Report: {written[0]}")
+
+    def _report(self, trainer: pl.Trainer, metrics: dict[str, float]) -> RunReport:
+        offloader, num_steps = _offloader_of(trainer), self._run.num_steps
+        plan = None if offloader is None else offloader.plan_report
+        # Where nothing was planned the drives may never have been measured, and asking would do it now.
+        machine = None if offloader is None or plan is None else offloader.machine
+        ssd = None if machine is None else machine.ssd
+        return RunReport(
+            title=type(trainer.lightning_module).__name__,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            summary=self.summary or "",
+            num_steps=num_steps,
+            step_s=(self._run_s + self._step_s) / num_steps if num_steps else 0.0,
+            num_processes=trainer.world_size,
+            backend="" if offloader is None else offloader.description,
+            unusable=None if offloader is None else offloader.unusable,
+            **_settings(offloader),
+            versions=_versions(),
+            stats={} if offloader is None else asdict(offloader.stats),
+            optimizers=() if offloader is None else tuple(asdict(one) for one in offloader.optimizer_stats),
+            plan=None if plan is None else asdict(plan),
+            rates={}
+            if ssd is None
+            else {"write_bytes_per_s": ssd.write_bytes_per_s, "read_bytes_per_s": ssd.read_bytes_per_s},
+            metrics=metrics,
+            rows=self._log_of_run.rows,
+            records=self._log_of_run.records,
         )
 
     @override
@@ -176,6 +287,28 @@ class OffloadMonitor(Callback):
 def _offloader_of(trainer: pl.Trainer) -> Offloader | None:
     offloader = getattr(trainer.strategy, "offloader", None)
     return offloader if isinstance(offloader, Offloader) and offloader.is_open else None
+
+
+def _experiments(trainer: pl.Trainer) -> list[Any]:
+    """What the loggers of rank zero log to; loggers without an experiment (CSV files) have nothing to show pictures."""
+    return [logger.experiment for logger in trainer.loggers if hasattr(logger, "experiment")]
+
+
+def _settings(offloader: Offloader | None) -> dict[str, Any]:
+    if offloader is None:
+        return {}
+    hardware = asdict(offloader.hardware)
+    return {"policy": asdict(offloader.policy), "hardware": {**hardware, "paths": [str(p) for p in hardware["paths"]]}}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for library in _LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:  # run from a checkout that was never installed
+            continue
+    return found
 
 
 def _define_peaks(logger: Logger) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import TracebackType
@@ -36,6 +36,7 @@ from lightning_ssd.storage.backend import Backend
 from lightning_ssd.telemetry import metrics
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
+from lightning_ssd.telemetry.step_record import StepRecord, StepRecorder
 from lightning_ssd.tiers.streams import CopyEngine, StreamCopies
 from lightning_ssd.wear.meter import WearMeter
 
@@ -110,6 +111,7 @@ class Offloader:
         self._optimizers: list[OffloadedOptimizer] = []
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
         self._last_stats = self._sampled = OffloadStats()
+        self._recorder: StepRecorder | None = None
         self.expects_optimizer = self.policy.optimizer_states == "offload"  # else nobody forgets offload_optimizer
         self._has_trained = self._has_failed = False
         self.description = "closed"
@@ -213,6 +215,7 @@ class Offloader:
         """Returns a read's failure, and whether an optimizer was bypassed."""
         is_bypassed = any(optimizer.is_bypassed for optimizer in self._optimizers)  # closing writes lent states back
         try:
+            self.end_record()
             failure = cache.close()
         finally:
             try:
@@ -331,6 +334,8 @@ class Offloader:
         put_back_all()
         cache, wear = self._opened(), self._wear
         self._has_trained = True
+        if self._recorder is not None:
+            self._recorder.sized(gradient_bytes=cache.parameters.gradient_bytes)
         cache.end_backward()
         if self._parts.reload is not None:
             self._parts.reload.release()
@@ -388,6 +393,35 @@ class Offloader:
             return self._cache.snapshot(disk_bytes=0, busy_s=(0.0, 0.0), num_retries=0)
         return self._cache.snapshot(disk_bytes=ssd.disk_bytes, busy_s=ssd.busy_s, num_retries=ssd.num_retries)
 
+    def begin_record(self, step: int = 0, *, expected_s: float = 1.0, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Record from now on what is in memory, what moves and who waits, until :meth:`end_record`. At most one step.
+
+        A thread reads the memory in use some hundred times; each saved storage costs a few microseconds more.
+
+        Args:
+            step: its number, for the record.
+            expected_s: about how long the step will take (seconds).
+            optimizers: whose states are counted, besides those that are offloaded.
+        """
+        cache = self._opened()
+        self.end_record()
+        self._recorder = recorder = cache.begin_record(step, expected_s=expected_s)
+        recorder.sized(
+            weight_bytes=cache.parameters.weight_bytes,
+            gradient_bytes=cache.parameters.gradient_bytes,
+            state_bytes=sum(states.resident_bytes for states in self.optimizer_stats) + _state_bytes(optimizers),
+        )
+
+    def end_record(self) -> StepRecord | None:
+        """The step that began with :meth:`begin_record` is over. ``None``: none had begun."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return None
+        if self._cache is not None and not self._is_foreign:
+            self._cache.end_record()
+        recorder.happened(self._events.peek())
+        return recorder.finish()
+
     def reset_peaks(self) -> None:
         """Start the peaks anew at what is in memory now."""
         self._opened().reset_peaks()
@@ -418,11 +452,23 @@ class Offloader:
         """What happened since the last call, under the keys of :data:`lightning_ssd.telemetry.metrics.METRICS`."""
         before, self._sampled = self._sampled, self._moved()
         scheduler, wear = self._parts.scheduler, self._wear
+        events = self._events.drain()
+        if self._recorder is not None:
+            self._recorder.happened(events)
         return metrics.compute(
-            self._events.drain(),
+            events,
             stats_before=before,
             stats_now=self._sampled,
             readings=read_memory(self._device if self._cache is None else self._cache.device),
             plan=None if scheduler is None else scheduler.readings(),
             drive_life_days=None if wear is None else wear.life_days(self._sampled.bytes_written),
         )
+
+
+def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Of states that stay in memory. An offloaded optimizer counts its own: looking would bring them back."""
+    states = [o.state for o in optimizers if not isinstance(o, OffloadedOptimizer)]
+    values = [value for state in states for held in state.values() if isinstance(held, dict) for value in held.values()]
+    dense = [value for value in values if type(value) is torch.Tensor and value.layout is torch.strided]
+    storages = {value.untyped_storage()._cdata: value.untyped_storage() for value in dense}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -42,7 +42,8 @@ IMPORTS: dict[str, set[str]] = {
         *("errors", "common", "planning", "config", "memory", "telemetry", "storage", "wear", "tiers", "scheduling"),
         *("recompute", "activations", "optimizer", "_environment", "_assembly"),
     },
-    "monitor": {"config", "memory", "telemetry", "offloader"},
+    "reports": {"errors", "common", "telemetry"},
+    "monitor": {"config", "memory", "telemetry", "offloader", "reports"},
     "strategies": {
         *("errors", "common", "config", "telemetry", "activations", "optimizer", "optimizer.checkpoint"),
         *("_environment", "offloader"),
@@ -57,9 +58,10 @@ RESERVED: dict[str, set[str]] = {
     "cryptography": {"storage.encrypted"},
     "hydra": set(),
     "omegaconf": set(),
-    "wandb": set(),
+    "wandb": {"reports.publish"},
     "transformers": set(),
-    "matplotlib": set(),
+    "matplotlib": {"reports.png_charts"},
+    "plotly": {"reports.plotly_charts", "reports.page"},
 }
 
 
@@ -180,7 +182,7 @@ def run_python(source: str) -> str:
 # that what counts is what we add to it.
 LIGHTNING_FIRST = """
 import sys
-unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "xxhash", "cryptography")
+unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "plotly", "xxhash", "cryptography")
 def loaded(): return {name for name in unwanted if name in sys.modules}
 import lightning.pytorch
 before = loaded()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ssd.common.waiting import Changes, Latch
 from lightning_ssd.telemetry.stats import Counters
+from lightning_ssd.telemetry.step_record import StepRecorder
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_storage import Lease, SavedStorage
@@ -40,6 +41,7 @@ class MemoryAccounting:
         self.num_live = 0
         self.writes: set[SavedStorage] = set()  # queued or under way
         self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
+        self.recorder: StepRecorder | None = None  # of the step under way; none: nobody looks
         self._leaving: deque[SavedStorage] = deque()
         self._watched: dict[int, _Death] = {}
         self._deaths: deque[_Death] = deque()
@@ -83,18 +85,28 @@ class MemoryAccounting:
         self.num_live += 1
         self.saved_bytes += record.nbytes
         counters.saved_peak_bytes = max(counters.saved_peak_bytes, self.saved_bytes)
-        self.occupy(record.nbytes)
+        if self.recorder is not None:
+            self.recorder.saved(id(record), record.nbytes)
+        self.occupy(record)
 
-    def occupy(self, nbytes: int) -> None:
+    def occupy(self, record: SavedStorage) -> None:
         """Memory was taken for a saved storage."""
         counters = self.counters
-        counters.resident_bytes += nbytes
+        counters.resident_bytes += record.nbytes
+        if self.recorder is not None:
+            self.recorder.entered(id(record), record.nbytes)
         if counters.resident_bytes > counters.resident_peak_bytes:
             self.sweep_all()
             counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
         if counters.resident_bytes > self.window_peak_bytes:
             self.sweep_all()
             self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
+
+    def vacate(self, record: SavedStorage) -> None:
+        """Memory of a saved storage has gone."""
+        self.counters.resident_bytes -= record.nbytes
+        if self.recorder is not None:
+            self.recorder.left(id(record), record.nbytes)
 
     def leave(self, record: SavedStorage) -> None:
         """We let go of the memory. It counts until nobody else holds it either."""
@@ -111,7 +123,7 @@ class MemoryAccounting:
                 self._leaving.append(record)
             else:
                 record.leaving = False
-                self.counters.resident_bytes -= record.nbytes
+                self.vacate(record)
 
     def sweep_all(self) -> None:
         """Look at all that are leaving."""
@@ -122,6 +134,8 @@ class MemoryAccounting:
         while self._deaths:
             death = self._deaths[0]
             record = death.record
+            if self.recorder is not None and id(death) in self._watched:  # first: that its memory goes is no journey
+                self.recorder.freed(id(record), record.nbytes, None if record.tier is None else record.tier.name)
             record.free()
             if self._watched.pop(id(death), None) is not None:
                 self.num_live -= 1

@@ -46,6 +46,20 @@ class ParameterStorages:
         self._modules[id(module)] = weakref.ref(module)
         self._take(module)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters and buffers, each storage once."""
+        held = [key.resolve() for key in list(self.keys.values())]
+        return sum(storage.nbytes() for storage in held if storage is not None)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that there are now. Only where no backward runs: it is autograd that sets them."""
+        modules = [module for reference in list(self._modules.values()) if (module := reference()) is not None]
+        parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+        gradients = [local_of(p.grad) for p in parameters.values() if p.grad is not None]
+        return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+
     def refresh(self) -> None:
         """Ask the modules again, since they change, and forget storages that are gone."""
         for cdata, key in list(self.keys.items()):  # a copy: other threads may be packing

@@ -215,7 +215,7 @@ class SavedStorage:
             if self.leaving:
                 self.leaving = False  # still counted
             else:
-                self.accounting.occupy(self.nbytes)
+                self.accounting.occupy(self)
         else:
             return self.state is State.READY
         self.state = State.READY
@@ -236,8 +236,8 @@ class SavedStorage:
             raise
         if self.leaving:  # its former memory has gone, only nobody had looked yet
             self.leaving = False
-            self.accounting.counters.resident_bytes -= self.nbytes
-        self.accounting.occupy(self.nbytes)
+            self.accounting.vacate(self)
+        self.accounting.occupy(self)
 
     def drop_copy(self) -> None:
         """READY -> ON_DISK for a reloaded storage: its bytes are still in the file."""
@@ -273,7 +273,7 @@ class SavedStorage:
         self.mark = self.produced = self.home = None
         if (state is not State.ON_DISK and state is not State.FREED) or self.leaving:
             self.leaving = False
-            self.accounting.counters.resident_bytes -= self.nbytes
+            self.accounting.vacate(self)
         self.state = State.FREED
         if state is not State.READING:
             self._free_extent()
@@ -353,7 +353,7 @@ class SavedStorage:
                 pass  # an interrupt came while it was asked for, and whoever asked knows of no read
             elif storage is None:
                 self.state = State.ON_DISK
-                counters.resident_bytes -= self.nbytes
+                self.accounting.vacate(self)
                 self.asked_for()
             else:
                 self.storage, self.mark = storage, mark

@@ -40,6 +40,7 @@ from lightning_ssd.scheduling.clock import clock_of
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats
+from lightning_ssd.telemetry.step_record import StepRecorder
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
 from lightning_ssd.tiers.base import Tier
 from lightning_ssd.tiers.ssd import SsdTier
@@ -155,6 +156,8 @@ class TensorCache:
         with self.accounting.lock:
             if self._passes.goes_on_plain(current):
                 return
+            if self.accounting.recorder is not None:
+                self.accounting.recorder.mark("forward")
             self.accounting.settle()
             self.accounting.recount()
             self._prune()
@@ -167,6 +170,8 @@ class TensorCache:
         if not self.is_foreign:
             with self.accounting.lock:
                 self._deferred.send_all()
+                if self.accounting.recorder is not None:
+                    self.accounting.recorder.mark("backward")
 
     def end_backward(self) -> None:
         """A backward is over: learn from it, plan, tell of failed writes. A missed call costs time only.
@@ -180,6 +185,8 @@ class TensorCache:
             if not are_plain:
                 self.accounting.settle()
                 self._settle_stalls()
+            if self.accounting.recorder is not None:
+                self.accounting.recorder.mark("update")
             rates = None if are_plain or self._meter is None else self._meter.machine().ssd
             if rates is None:
                 self._passes.finish(all_freed=False)
@@ -256,6 +263,29 @@ class TensorCache:
             failures=stats.failures + num_retries,
             fallbacks=stats.fallbacks + num_retries,
         )
+
+    def begin_record(self, step: int, *, expected_s: float) -> StepRecorder:
+        """Have what happens to saved storages recorded. The passes of the step have hooks, whatever they move."""
+        with self.accounting.lock:
+            self.accounting.settle()
+            self.accounting.sweep_all()
+            self._passes.count_again()
+            self.accounting.recorder = recorder = StepRecorder(
+                step,
+                partial(level_bytes, self._device),
+                expected_s=expected_s,
+                resident_bytes=self.accounting.counters.resident_bytes,
+                saved_bytes=self.accounting.saved_bytes,
+            )
+        return recorder
+
+    def end_record(self) -> None:
+        """Nobody looks any more. What is dead by now has been told."""
+        with self.accounting.lock:
+            self.accounting.settle()
+            self.accounting.sweep_all()
+            self._settle_stalls()
+            self.accounting.recorder = None
 
     def reset_peaks(self) -> None:
         """Start the peaks anew at what is in memory now."""

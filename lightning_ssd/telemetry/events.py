@@ -27,6 +27,8 @@ class TransferEvent:
     tier: str = "ssd"
     urgent: bool = False
     failed: bool = False
+    drive: int | None = None
+    """Number of the directory among those of its tier; ``None``: it has but one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ class EventLog:
     def append(self, event: Event) -> None:
         """Add one event; the oldest goes when the log is full."""
         self._events.append(event)
+
+    def peek(self) -> list[Event]:
+        """Return what :meth:`drain` would, and keep it."""
+        return list(self._events)
 
     def drain(self) -> list[Event]:
         """Return what came since the last call, oldest first, and forget it."""

@@ -189,6 +189,10 @@ class SsdTier:
                 error = full
         raise error or StorageError("this tier has no directory; give at least one in HardwareProfile.paths")
 
+    def drive_of(self, arena: Arena) -> int | None:
+        """Number of the directory of an arena, for events; ``None``: there is but one."""
+        return self._arenas.index(arena) if len(self._arenas) > 1 else None
+
     def wants_check(self) -> bool:
         """Whether the next storage gets checksums."""
         return self._sampler.wants()
@@ -233,6 +237,7 @@ class _Write(Transfer):
         self.nbytes = body
         arena, extent = self._tier.allocate(body)
         self._stored = _SsdBytes(self._tier, arena, extent, storage.nbytes(), edges, (), self._label)
+        self.drive = self._tier.drive_of(arena)
         pieces = list(self._tier.pieces(arena, extent, len(edges.head), body))
         self._checksums = [None] * len(pieces)
         check = self._tier.wants_check()
@@ -273,6 +278,7 @@ class _Read(Transfer):
         urgent: bool,
     ) -> None:
         super().__init__("read", stored.body_nbytes, urgent=urgent)
+        self.drive = tier.drive_of(stored.arena)
         self._tier = tier
         self._owner = owner
         self._stored = stored

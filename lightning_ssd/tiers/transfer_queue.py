@@ -46,6 +46,7 @@ class Transfer(ABC):
         self.direction: Direction = direction
         self.nbytes = nbytes
         self.urgent = urgent
+        self.drive: int | None = None
         self.queued_s = time.perf_counter()
         self.start_s = 0.0
         self.error: BaseException | None = None
@@ -415,6 +416,7 @@ class TransferQueue:
                 tier=self._tier,
                 urgent=transfer.urgent,
                 failed=error is not None,
+                drive=transfer.drive,
             )
         )
 

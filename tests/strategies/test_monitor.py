@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.common.formatting import pluralize
 from lightning_ssd.monitor import OffloadMonitor
+from lightning_ssd.reports.run_report import load_report
 from lightning_ssd.scheduling.move_search import NUM_KEPT
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from lightning_ssd.telemetry.metrics import METRICS
@@ -341,3 +342,50 @@ def test_peaks_begin_anew_only_on_request(tmp_path):
     assert trainer.strategy.stats.saved_peak_bytes == 0, "the last batch ended with a row"
     assert "resident of" in monitor.summary
     assert "of 0.0 MiB" not in monitor.summary
+
+
+# -- pictures and the report ------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_written_and_told_of(tmp_path, caplog):
+    pytest.importorskip("plotly", reason="needs the extra `report`")
+    _, monitor = fit_monitored(tmp_path, OffloadMonitor(report_dir=tmp_path / "report"), log_every_n_steps=1)
+    report = load_report(tmp_path / "report")
+    assert report.summary == monitor.summary
+    assert report.num_steps == NUM_BATCHES
+    assert [row["step"] for row in report.rows] == list(range(NUM_BATCHES))
+    assert [record.step for record in report.records] == [2, 4]
+    for record in report.records:
+        assert {phase.name for phase in record.phases} >= {"forward", "backward", "update"}
+        assert record.moves
+        assert record.weight_bytes > 0
+    assert (tmp_path / "report" / "report.html").stat().st_size > 1 << 20
+
+
+def test_micro_batches_of_a_step_are_one_record(tmp_path):
+    monitor = OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
+    fit_monitored(tmp_path, monitor, accumulate_grad_batches=3)
+    (record,) = load_report(tmp_path / "report").records
+    assert [phase.name for phase in record.phases].count("forward") == 3
+
+
+def test_a_report_that_cannot_be_written_costs_no_run(tmp_path):
+    (tmp_path / "file").touch()
+    monitor = OffloadMonitor(report_dir=tmp_path / "file" / "below", verdict=False)
+    with pytest.warns(UserWarning, match="could not write its report"):
+        fit_monitored(tmp_path, monitor)
+    assert monitor.summary
+
+
+def test_without_a_strategy_of_ours_there_is_a_report_that_says_so(tmp_path):
+    monitor = OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
+    with pytest.warns(UserWarning, match="does not offload"):
+        fit_monitored(tmp_path, monitor, strategy="auto")
+    report = load_report(tmp_path / "report")
+    assert report.policy is None
+    assert not report.records
+
+
+@pytest.mark.parametrize("settings", [{"logger": False}, {"fast_dev_run": 2}])
+def test_with_fewer_things_in_the_trainer(settings, tmp_path):
+    fit_monitored(tmp_path, OffloadMonitor(report_dir=tmp_path / "report", verdict=False), **settings)

@@ -1,0 +1,193 @@
+"""What to change, in plain words. Each rule looks at one report and has one sentence to say, or none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from lightning_ssd.common.formatting import format_sizes, pluralize
+from lightning_ssd.reports.run_report import RunReport
+from lightning_ssd.telemetry.step_record import PhaseName, StepRecord
+
+__all__ = ["advise"]
+
+_WORTH_TELLING = 0.02
+"""Share of the step."""
+_BUSY = 0.7
+"""Share of a wait in which the drives read, for them to be what was waited for."""
+_YEAR_DAYS = 365
+_OFF = 0.15
+_MIB = 1 << 20
+
+
+def advise(report: RunReport) -> list[str]:
+    """Return one sentence or two for each thing worth changing, the most urgent first; never nothing."""
+    found = [sentence for rule in _RULES if (sentence := rule(report)) is not None]
+    return found or ["Nothing needs to change: no wait, no failure and no wear is worth a setting."]
+
+
+def _failures(report: RunReport) -> str | None:
+    num = int(report.stat("failures"))
+    if not num:
+        return None
+    return (
+        f"{pluralize(num, 'transfer', 'transfers')} failed, and training went on with the tensors in memory or a "
+        "second try. Look at the drive (dmesg, smartctl), or name another directory in HardwareProfile.paths."
+    )
+
+
+def _unusable(report: RunReport) -> str | None:
+    if report.unusable is None or report.stat("bytes_written"):
+        return None
+    return (
+        f"Nothing was moved to a drive, because {report.unusable}. Name a directory on a local drive in "
+        "HardwareProfile.paths."
+    )
+
+
+def _reads_limit(report: RunReport) -> str | None:
+    """The drives could not bring back in time what backward asked for."""
+    record = _last(report)
+    if record is None or not _is_long(record, "backward"):
+        return None
+    waited_s = record.waited_s("backward")
+    reads = [move for move in record.moves if move.direction == "read" and not move.lane.startswith("host")]
+    phases = [phase for phase in record.phases if phase.name == "backward"]
+    read_s = sum(move.end_s - move.start_s for move in reads)
+    inside_s = sum(
+        max(min(wait.end_s, move.end_s, phase.end_s) - max(wait.start_s, move.start_s, phase.start_s), 0.0)
+        for wait in record.waits
+        for move in reads
+        for phase in phases
+    )
+    if inside_s < _BUSY * waited_s or read_s <= 0:
+        return None
+    rate = report.rates.get("read_bytes_per_s") or sum(move.nbytes for move in reads) / read_s
+    return (
+        f"Backward waited {waited_s:.2g} s of a step of {record.length_s:.2g} s for reads: the drives give "
+        f"{rate / 1e9:.2g} GB/s and are the limit. {_keep_more(report, waited_s * rate)}"
+    )
+
+
+def _writes_limit(report: RunReport) -> str | None:
+    """Forward waited until the drives had taken something, so that there was room."""
+    record = _last(report)
+    if record is None or not _is_long(record, "forward"):
+        return None
+    waited_s, rate = record.waited_s("forward"), report.rates.get("write_bytes_per_s")
+    told = f", which take {rate / 1e9:.2g} GB/s" if rate else ""
+    more = f" {_keep_more(report, waited_s * rate)}" if rate else ""
+    return (
+        f"Forward waited {waited_s:.2g} s of a step of {record.length_s:.2g} s for room, that is, for the drives{told}."
+        f"{more}"
+    )
+
+
+def _update_waits(report: RunReport) -> str | None:
+    record = _last(report)
+    if record is None or not _is_long(record, "update"):
+        return None
+    return (
+        f"The optimizer's step waited {record.waited_s('update'):.2g} s of a step of {record.length_s:.2g} s for its "
+        "states. A second drive in HardwareProfile.paths, more host_memory, or fewer steps per batch "
+        "(accumulate_grad_batches) make that less."
+    )
+
+
+def _states_stay(report: RunReport) -> str | None:
+    record = _last(report)
+    policy = report.policy
+    if record is None or policy is None or policy.get("optimizer_states") != "keep":
+        return None
+    most = max((point.resident_bytes for point in record.activations), default=0)
+    if record.state_bytes < 64 * _MIB or record.state_bytes <= most:
+        return None
+    states, activations = format_sizes(record.state_bytes, most)
+    return (
+        f"Optimizer states take {states} all the time, more than saved activations at their peak ({activations}): "
+        'optimizer_states="offload" lets them wait on the SSD.'
+    )
+
+
+def _nothing_offloads(report: RunReport) -> str | None:
+    policy = report.policy
+    if policy is None:
+        return 'This run kept everything, because its strategy does not offload: Trainer(strategy="ssd_offload") does.'
+    saved = report.stat("saved_peak_bytes")
+    if policy.get("activations") != "keep" or not saved:
+        return None
+    return f'Saved activations take {format_sizes(saved)[0]} at their peak; activations="auto" moves what pays.'
+
+
+def _given_up(report: RunReport) -> str | None:
+    plan = report.plan
+    if plan is None or plan.get("state") != "resting" or plan.get("slowdown") is None:
+        return None
+    return (
+        f"Moving was given up, because steps took {plan['slowdown']:.2f} times as long with it. Where memory matters "
+        "more than that, activation_budget or a larger max_slowdown moves all the same."
+    )
+
+
+def _predictions(report: RunReport) -> str | None:
+    plan = report.plan
+    if plan is None or not plan["predicted_step_s"]:
+        return None
+    off = plan["measured_step_s"] / plan["predicted_step_s"] - 1
+    if abs(off) <= _OFF:
+        return None
+    return (
+        f"Steps took {100 * abs(off):.0f} % {'longer' if off > 0 else 'less'} than the plan predicted: other work on "
+        "this machine or its drives, or steps that differ from each other."
+    )
+
+
+def _wears(report: RunReport) -> str | None:
+    days = report.metrics.get("wear/drive_life_days")
+    if days is None or days >= _YEAR_DAYS:
+        return None
+    return (
+        f"Written to like this day and night, a drive reaches its vendor's rating in {days:,.0f} days. "
+        'wear_budget="1.0DWPD" bounds that, and activations="recompute_offload" writes less.'
+    )
+
+
+def _life_unknown(report: RunReport) -> str | None:
+    if "wear/drive_life_days" in report.metrics or not report.stat("bytes_written"):
+        return None
+    return (
+        "How long the drives live is not known: give the vendor's rating, such as "
+        'HardwareProfile(drive_endurance="600TB") (the "TBW" of the data sheet).'
+    )
+
+
+_RULES: tuple[Callable[[RunReport], str | None], ...] = (
+    _failures,
+    _unusable,
+    _nothing_offloads,
+    _reads_limit,
+    _writes_limit,
+    _update_waits,
+    _given_up,
+    _states_stay,
+    _wears,
+    _predictions,
+    _life_unknown,
+)
+
+
+def _last(report: RunReport) -> StepRecord | None:
+    return report.records[-1] if report.records else None
+
+
+def _is_long(record: StepRecord, phase: PhaseName) -> bool:
+    return record.length_s > 0 and record.waited_s(phase) > _WORTH_TELLING * record.length_s
+
+
+def _keep_more(report: RunReport, more_bytes: float) -> str:
+    """A second path, or a budget by which as much more is kept as the drives could not move in the waited time."""
+    budget = math.ceil((report.stat("resident_peak_bytes") + more_bytes) / _MIB)
+    path = "A second drive in HardwareProfile.paths"
+    if budget * _MIB >= report.stat("saved_peak_bytes"):
+        return f"{path} would make that less."
+    return f'{path}, or activation_budget="{budget}MiB", would take about all of that away.'

@@ -1,0 +1,266 @@
+"""What each picture shows, as plain numbers. How it is drawn is another matter: ``plotly_charts``, ``png_charts``.
+
+The same charts go to the report's page, to its PNG files, and to the loggers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_ssd.common.formatting import format_sizes
+from lightning_ssd.telemetry.step_record import Life, StepRecord
+
+__all__ = [
+    "Bar",
+    "Chart",
+    "Series",
+    "lifetimes",
+    "memory_over_step",
+    "over_run",
+    "step_charts",
+    "trade_off",
+    "transfers",
+]
+
+Role = Literal["weights", "states", "activations", "other", "keep", "write", "read", "wait", "away", "measure"]
+"""What is drawn; a renderer gives each its colour."""
+
+_MAX_POINTS = 1200
+_MAX_BARS = 1500
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """Numbers over the horizontal axis."""
+
+    name: str
+    role: Role
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    kind: Literal["area", "line", "dashed", "points"] = "line"
+    """Areas are stacked, in the order of the chart."""
+    labels: tuple[str, ...] = ()
+    """Of the points, where they have names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """An interval in a lane."""
+
+    lane: str
+    role: Role
+    begin: float
+    end: float
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """One picture."""
+
+    key: str
+    """Of its file, and under ``offload/`` in a logger."""
+    title: str
+    x_title: str
+    y_title: str = ""
+    series: tuple[Series, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    lanes: tuple[str, ...] = ()
+    """From the top down."""
+    bands: tuple[tuple[str, float, float], ...] = ()
+    """Phases: name, begin, end."""
+
+
+def step_charts(record: StepRecord) -> list[Chart]:
+    """All that one step shows; a picture without content is left out."""
+    charts = [memory_over_step(record), transfers(record), lifetimes(record)]
+    return [chart for chart in charts if chart.series or chart.bars]
+
+
+def memory_over_step(record: StepRecord) -> Chart:
+    """All memory over one step, stacked by what it is, under the line of what keeping would have held.
+
+    What is neither weights, states nor saved activations is told together: gradients come into being one by one during
+    backward, and nobody may look at them there. What the process holds at all times besides is left out, and told in
+    the title.
+    """
+    times = _moments(record)
+    if not record.levels or not times:
+        return Chart(key="memory_over_step", title=_MEMORY, x_title=_SECONDS)
+    at = [point.at_s for point in record.activations]
+    level_at = [level.at_s for level in record.levels]
+    fixed = record.weight_bytes + record.state_bytes
+    resident, missing, total = [], [], []
+    for time_s in times:
+        now = record.activations[max(bisect_right(at, time_s) - 1, 0)]
+        resident.append(now.resident_bytes)
+        missing.append(now.saved_bytes - now.resident_bytes)
+        total.append(record.levels[max(bisect_right(level_at, time_s) - 1, 0)].nbytes)
+    base = max(min(level - held for level, held in zip(total, resident, strict=True)) - fixed, 0)
+    other = [max(level - held - fixed - base, 0) for level, held in zip(total, resident, strict=True)]
+    stack = [fixed + held + rest for held, rest in zip(resident, other, strict=True)]
+    keeping = [level + more for level, more in zip(stack, missing, strict=True)]
+    size, unit = _unit(max(keeping))
+
+    def layer(name: str, role: Role, values: Sequence[int], kind: Literal["area", "dashed"] = "area") -> Series:
+        return Series(name=name, role=role, x=tuple(times), y=tuple(value / size for value in values), kind=kind)
+
+    layers = [
+        layer("weights", "weights", [record.weight_bytes] * len(times)),
+        layer("optimizer states", "states", [record.state_bytes] * len(times)),
+        layer("saved activations", "activations", resident),
+        layer("gradients, temporaries, free heap", "other", other),
+    ]
+    return Chart(
+        key="memory_over_step",
+        title=f"{_MEMORY}, above {_size(base)} that the process holds anyway" if base else _MEMORY,
+        x_title=_SECONDS,
+        y_title=unit,
+        series=(
+            *(one for one in layers if any(one.y)),
+            layer("with all activations kept", "keep", keeping, "dashed"),
+        ),
+        bands=_bands(record),
+    )
+
+
+def transfers(record: StepRecord) -> Chart:
+    """What moved when, a lane for each drive and direction, under what the training thread did and waited for."""
+    lanes = sorted(
+        {(move.lane, move.direction) for move in record.moves}, key=lambda lane: (lane[0], lane[1] == "read")
+    )
+    bars: list[Bar] = [
+        Bar(lane=_WAITS, role="wait", begin=begin, end=end, label=f"waits {1000 * (end - begin):.1f} ms")
+        for begin, end, _ in _merged(((wait.start_s, wait.end_s, 0) for wait in record.waits), record.length_s)
+    ]
+    for lane, direction in lanes:
+        moves = ((m.start_s, m.end_s, m.nbytes) for m in record.moves if (m.lane, m.direction) == (lane, direction))
+        bars += [
+            Bar(
+                lane=f"{lane} {direction}",
+                role=direction,
+                begin=begin,
+                end=end,
+                label=f"{direction}s {_size(nbytes)}, {_rate(nbytes, end - begin)}",
+            )
+            for begin, end, nbytes in _merged(moves, record.length_s)
+        ]
+    return Chart(
+        key="transfers",
+        title="What the drives do while the model computes",
+        x_title=_SECONDS,
+        bars=tuple(bars),
+        lanes=(_WAITS, *(f"{lane} {direction}" for lane, direction in lanes)),
+        bands=_bands(record),
+    )
+
+
+def lifetimes(record: StepRecord) -> Chart:
+    """The largest saved tensors: when each was in memory, and when it was away."""
+    bars: list[Bar] = []
+    lanes = []
+    for number, life in enumerate(record.lives):
+        lane = f"{number}: {_size(life.nbytes)}"
+        lanes.append(lane)
+        bars += _life(lane, life)
+    return Chart(
+        key="lifetimes",
+        title="The largest saved tensors, from the top in the order of forward",
+        x_title=_SECONDS,
+        bars=tuple(bars),
+        lanes=tuple(lanes),
+        bands=_bands(record),
+    )
+
+
+def over_run(rows: Sequence[Mapping[str, float]], keys: Iterable[tuple[str, str, Role]], *, title: str) -> Chart:
+    """Metrics over the steps of a run.
+
+    Args:
+        rows: with ``step`` and keys of the metrics' table.
+        keys: of metrics, their names, and their roles.
+        title: of the picture.
+    """
+    series = []
+    for key, name, role in keys:
+        known = [(row["step"], row[key]) for row in rows if key in row]
+        if known:
+            x, y = zip(*known, strict=True)
+            series.append(Series(name=name, role=role, x=x, y=y))
+    return Chart(key="over_run", title=title, x_title="optimizer step", y_title="GiB", series=tuple(series))
+
+
+def trade_off(points: Sequence[tuple[str, float, float]], *, y_title: str = "seconds per step") -> Chart:
+    """One point for each run of a sweep: (name, peak in GiB, time). Lower and further left is better."""
+    series = tuple(
+        Series(name=name, role="measure", x=(peak,), y=(time,), kind="points", labels=(name,))
+        for name, peak, time in points
+    )
+    return Chart(
+        key="trade_off", title="What each run held and took", x_title="peak, GiB", y_title=y_title, series=series
+    )
+
+
+_MEMORY = "Memory over one step"
+_SECONDS = "seconds since the step began"
+_WAITS = "training waits"
+
+
+def _life(lane: str, life: Life) -> list[Bar]:
+    place = {
+        "kept": "kept",
+        "taken back": "taken back before it had left",
+        "host": "in host memory",
+        "ssd": "on the SSD",
+    }
+    bars, begin = [], life.saved_s
+    for left, back in life.away:
+        bars.append(Bar(lane=lane, role="activations", begin=begin, end=left, label="in memory"))
+        bars.append(Bar(lane=lane, role="away", begin=left, end=back, label=place[life.fate]))
+        begin = back
+    label = "in memory" if life.away else f"in memory, {place[life.fate]}"
+    bars.append(Bar(lane=lane, role="activations", begin=begin, end=life.freed_s, label=label))
+    return [bar for bar in bars if bar.end > bar.begin]
+
+
+def _moments(record: StepRecord) -> list[float]:
+    """When to look: at each change, or where there are too many at the largest one of each stretch."""
+    times = sorted({point.at_s for point in record.activations} | {level.at_s for level in record.levels})
+    width = -(-len(times) // _MAX_POINTS) or 1
+    if width == 1:
+        return times
+    peaks = {point.at_s: point.resident_bytes for point in record.activations}
+    return [max(times[i : i + width], key=lambda time_s: peaks.get(time_s, 0)) for i in range(0, len(times), width)]
+
+
+def _merged(moves: Iterable[tuple[float, float, int]], length_s: float) -> list[tuple[float, float, int]]:
+    """Unions of intervals with their bytes; those closer than a line is thick are one."""
+    gap = length_s / _MAX_BARS
+    merged: list[tuple[float, float, int]] = []
+    for begin, end, nbytes in sorted(moves):
+        if merged and begin <= merged[-1][1] + gap:
+            last = merged[-1]
+            merged[-1] = last[0], max(last[1], end), last[2] + nbytes
+        else:
+            merged.append((begin, end, nbytes))
+    return merged
+
+
+def _bands(record: StepRecord) -> tuple[tuple[str, float, float], ...]:
+    return tuple((phase.name, phase.start_s, phase.end_s) for phase in record.phases)
+
+
+def _unit(nbytes: float) -> tuple[int, str]:
+    return next((size, name) for size, name in _UNITS if nbytes >= size or size == 1)
+
+
+def _size(nbytes: int) -> str:
+    return format_sizes(nbytes)[0]
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "at once"

@@ -1,0 +1,64 @@
+"""Writes a report as files: the page, the numbers, still pictures and traces."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from lightning_ssd.reports.page import render_page, report_charts
+from lightning_ssd.reports.png_charts import save_png
+from lightning_ssd.reports.run_report import JSON_NAME, RunReport
+from lightning_ssd.reports.trace_events import trace_events
+
+__all__ = ["PAGE_NAME", "write_report"]
+
+PAGE_NAME = "report.html"
+_log = logging.getLogger(__name__)
+
+
+def write_report(report: RunReport, directory: str | os.PathLike[str]) -> list[Path]:
+    """Write ``report.json``, ``report.html``, a PNG per picture and a trace per recorded step.
+
+    What needs a library that is not installed is left out, and said so in the log: the page needs Plotly, the still
+    pictures Matplotlib (``pip install '.[report]'`` in the checkout). The numbers are written in any case, first.
+
+    Args:
+        report: of the run.
+        directory: made if it is missing; files of an earlier report are replaced.
+
+    Returns:
+        The files, the page first where there is one.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [_write(folder / JSON_NAME, report.to_json())]
+    for record in report.records:
+        written.append(_write(folder / f"trace_step_{record.step}.json", json.dumps(trace_events(record))))
+    try:
+        written.insert(0, _write(folder / PAGE_NAME, render_page(report)))
+    except ImportError as error:
+        _log.warning("no page was written (%s); pip install '.[report]' in the checkout", error)
+    try:
+        for chart in report_charts(report):
+            file = folder / f"{chart.key}.png"
+            save_png(chart, file)
+            written.append(file)
+    except ImportError as error:
+        _log.warning("no still pictures were written (%s); pip install '.[report]' in the checkout", error)
+    return written
+
+
+def _write(file: Path, text: str) -> Path:
+    """Whole or not at all: a browser may have the former one open, and the disk may be full."""
+    new = file.with_name(f".{file.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, file)
+    finally:
+        new.unlink(missing_ok=True)
+    return file

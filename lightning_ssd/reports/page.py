@@ -1,0 +1,184 @@
+"""The report as one HTML file that needs no network: questions from the top down, each with its answer and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from lightning_ssd.common.formatting import format_sizes, pluralize
+from lightning_ssd.reports.adviser import advise
+from lightning_ssd.reports.charts import Chart, over_run, step_charts
+from lightning_ssd.reports.plotly_charts import draw_with_plotly
+from lightning_ssd.reports.run_report import RunReport
+
+__all__ = ["render_page", "report_charts"]
+
+_GIB = 1 << 30
+_CONFIG = {"responsive": True, "displaylogo": False, "displayModeBar": False}
+_STYLE = """
+:root { --page: #ffffff; --text: #1c1f23; --faint: #667; --line: #dfe3e8; --card: #f5f7f9; --mark: #0072b2 }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #14171b; --text: #e6e8ea; --faint: #a3abb5; --line: #333a43; --card: #1d2228; --mark: #64b5e6 }
+}
+* { box-sizing: border-box }
+body { background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sans-serif; margin: 0 auto;
+       max-width: 1080px; padding: 16px }
+h1 { font-size: 1.5rem; margin: 0 0 4px } h2 { font-size: 1.15rem; margin: 36px 0 8px }
+h3 { font-size: .95rem; font-weight: 600; margin: 18px 0 0 }
+p, li { margin: 6px 0; overflow-wrap: anywhere } .faint { color: var(--faint); font-size: .9rem }
+.cards { display: grid; gap: 10px; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin: 14px 0 }
+.card { background: var(--card); border-radius: 8px; padding: 10px 12px }
+.card b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0 }
+td, th { border-bottom: 1px solid var(--line); padding: 4px 14px 4px 0; text-align: left } td + td { text-align: right }
+.js-plotly-plot .main-svg .infolayer text, .js-plotly-plot .cartesianlayer text,
+.js-plotly-plot .main-svg .annotation text, .js-plotly-plot .main-svg .legend text { fill: var(--text) !important }
+"""
+# Not data-*, because Plotly writes a style into each <path>.
+_GRID = ".js-plotly-plot .gridlayer path { stroke: var(--line) !important }"
+
+
+def report_charts(report: RunReport) -> list[Chart]:
+    """All pictures of a run: its last recorded step, then memory over the run."""
+    charts = step_charts(report.records[-1]) if report.records else []
+    run = over_run(
+        report.rows,
+        (
+            ("memory/activations_resident_peak_gib", "saved activations in memory", "activations"),
+            ("memory/activations_saved_peak_gib", "with all of them kept", "keep"),
+            ("memory/device_peak_gib", "device", "measure"),
+        ),
+        title="Peaks over the run",
+    )
+    return [*charts, run] if run.series and len(report.rows) > 1 else charts
+
+
+def render_page(report: RunReport) -> str:
+    """Return the HTML.
+
+    Raises:
+        ImportError: Plotly is not installed.
+    """
+    from plotly.offline import get_plotlyjs
+
+    pictures = {chart.key: _picture(chart) for chart in report_charts(report)}
+    body = "\n".join(
+        [
+            f"<h1>{escape(report.title)}</h1>",
+            f'<p class="faint">{escape(_facts(report))}</p>',
+            _cards(report),
+            _section("Did it fit?", escape(report.summary)),
+            _section("What did it cost?", _cost(report)),
+            _section("Where is the memory?", "", pictures.get("memory_over_step"), pictures.get("over_run")),
+            _section("Did the drives' work hide behind the model's?", _overlap(report), pictures.get("transfers")),
+            _section("What became of the largest saved tensors?", "", pictures.get("lifetimes")),
+            _section("Was the plan right?", _plan(report)),
+            _section("What do the drives suffer?", _wear(report)),
+            _section("What to change", "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in advise(report)) + "</ul>"),
+            _section("Settings", _settings(report)),
+        ]
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(report.title)}</title><style>{_STYLE}{_GRID}</style>"
+        f"<script>{get_plotlyjs()}</script></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _picture(chart: Chart) -> str:
+    figure = draw_with_plotly(chart)
+    figure.update_layout(title=None, margin_t=26)  # in the page it may take two lines
+    div = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG, div_id=f"chart-{chart.key}")
+    return f"<h3>{escape(chart.title)}</h3>{div}"
+
+
+def _section(title: str, *parts: str | None) -> str:
+    content = "\n".join(part for part in parts if part)
+    return f"<section><h2>{escape(title)}</h2>\n{content}</section>" if content else ""
+
+
+def _facts(report: RunReport) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    processes = pluralize(report.num_processes, "process", "processes")
+    steps = pluralize(report.num_steps, "step", "steps")
+    return "; ".join(part for part in (report.created, f"{steps}, {processes}", versions, report.backend) if part)
+
+
+def _cards(report: RunReport) -> str:
+    resident, saved = format_sizes(report.stat("resident_peak_bytes"), report.stat("saved_peak_bytes"))
+    stall_s = report.metrics.get("io/stall_s")
+    share = 100 * stall_s / report.step_s if stall_s is not None and report.step_s > 0 else None
+    peak = report.metrics.get("memory/device_peak_gib", report.metrics.get("memory/host_peak_gib"))
+    cards = [
+        ("saved activations, at most", resident if report.stats else None),
+        ("with all of them kept", saved if report.stats else None),
+        ("peak of all memory", None if peak is None else format_sizes(peak * _GIB)[0]),
+        ("one step", f"{report.step_s:.3g} s"),
+        ("of it, waiting", None if share is None else f"{share:.1f} %"),
+        ("written to drives", format_sizes(report.metrics.get("wear/written_tb", 0.0) * 1e12, decimal=True)[0]),
+    ]
+    shown = "".join(f'<div class="card">{escape(name)}<b>{escape(value)}</b></div>' for name, value in cards if value)
+    return f'<div class="cards">{shown}</div>'
+
+
+def _cost(report: RunReport) -> str:
+    record = report.records[-1] if report.records else None
+    if record is None:
+        return ""
+    rows = [
+        (phase, f"{record.phase_s(phase):.3f} s", f"{record.waited_s(phase):.3f} s")
+        for phase in ("data", "forward", "backward", "update")
+        if record.phase_s(phase) > 0
+    ]
+    told = f"<p>Step {record.step}, which was recorded; what waits for transfers is exposed, all else is hidden.</p>"
+    return told + _table(("phase", "time", "of it, waiting"), rows)
+
+
+def _overlap(report: RunReport) -> str:
+    ratio = report.metrics.get("io/overlap_ratio")
+    if ratio is None:
+        return "<p>Nothing was moved.</p>"
+    return f"<p>{100 * ratio:.0f} % of the time in which something moved, training did not wait.</p>"
+
+
+def _plan(report: RunReport) -> str:
+    plan = report.plan
+    if plan is None:
+        return "<p>No step has followed a plan.</p>" if report.policy is not None else ""
+    predicted, measured = format_sizes(plan["predicted_peak_bytes"], plan["measured_peak_bytes"])
+    written = format_sizes(plan["predicted_written_bytes"], plan["measured_written_bytes"])
+    rows = [
+        ("forward and backward", f"{plan['predicted_step_s']:.3f} s", f"{plan['measured_step_s']:.3f} s"),
+        ("of it, waiting", f"{plan['predicted_stall_s']:.3f} s", f"{plan['measured_stall_s']:.3f} s"),
+        ("saved activations, at most", predicted, measured),
+        ("written per pass", *written),
+    ]
+    return _table(("of one pass", "predicted", "measured"), rows)
+
+
+def _wear(report: RunReport) -> str:
+    written = report.metrics.get("wear/written_tb")
+    if not written:
+        return "<p>Nothing was written to a drive.</p>"
+    days = report.metrics.get("wear/drive_life_days")
+    told = (
+        "The drives' ratings are not known" if days is None else f"At this rate a drive's rating lasts {days:,.0f} days"
+    )
+    return f"<p>{format_sizes(written * 1e12, decimal=True)[0]} written so far. {told}.</p>"
+
+
+def _settings(report: RunReport) -> str:
+    given = {**(report.policy or {}), **(report.hardware or {})}
+    return (
+        f'<div class="wide">{_table(("setting", "value"), [(name, str(value)) for name, value in given.items()])}</div>'
+    )
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    if not rows:
+        return ""
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{top}</tr>{lines}</table>"

@@ -1,0 +1,72 @@
+"""Gives pictures and facts of a run to the loggers that can show them: W&B and TensorBoard.
+
+Loggers are known by what they log to, so that neither library is loaded unless the user's logger has loaded it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_ssd.reports.charts import Chart
+from lightning_ssd.reports.plotly_charts import draw_with_plotly
+from lightning_ssd.reports.png_charts import draw_with_matplotlib
+
+__all__ = ["publish_charts", "publish_facts", "takes_charts"]
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+def takes_charts(experiment: object) -> bool:
+    """Whether an experiment (a logger's own) can show pictures."""
+    return _is_wandb(experiment) or callable(getattr(experiment, "add_figure", None))
+
+
+def publish_charts(charts: Sequence[Chart], experiment: Any, step: int) -> None:
+    """Log each chart under ``offload/<key>``: to W&B to explore and (``_png``) for its terminal, to TensorBoard still.
+
+    Args:
+        charts: of one step.
+        experiment: of a logger; one that cannot show pictures gets none.
+        step: on the axis that Lightning's loggers use.
+    """
+    try:
+        if _is_wandb(experiment):
+            experiment.log({**_wandb_media(charts), "trainer/global_step": step})
+        elif takes_charts(experiment):
+            for chart in charts:
+                experiment.add_figure(f"offload/{chart.key}", draw_with_matplotlib(chart), step)
+    except ImportError as error:
+        _tell_once(f"pictures are not logged ({error}); pip install '.[report]' in the checkout")
+
+
+def publish_facts(experiment: Any, *, config: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+    """Put settings into a W&B run's configuration, and what came of them into its summary. Others get nothing."""
+    if not _is_wandb(experiment):
+        return
+    if config:
+        experiment.config.update({"lightning_ssd": dict(config)}, allow_val_change=True)
+    for key, value in summary.items():
+        experiment.summary[key] = value
+
+
+def _wandb_media(charts: Sequence[Chart]) -> dict[str, Any]:
+    import wandb
+
+    media: dict[str, Any] = {}
+    for chart in charts:
+        media[f"offload/{chart.key}"] = wandb.Plotly(draw_with_plotly(chart))
+        media[f"offload/{chart.key}_png"] = wandb.Image(draw_with_matplotlib(chart))
+    return media
+
+
+def _is_wandb(experiment: object) -> bool:
+    return type(experiment).__module__.partition(".")[0] == "wandb"
+
+
+def _tell_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        _log.warning(text)

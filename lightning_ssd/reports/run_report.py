@@ -1,0 +1,97 @@
+"""All that is told of one run, in one object that is a JSON file between the run and whoever looks at it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.telemetry.step_record import StepRecord
+
+__all__ = ["JSON_NAME", "RunReport", "load_report"]
+
+JSON_NAME = "report.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReport:
+    """One run, or what there is of it so far. Names and units of nested numbers are those of the classes named."""
+
+    title: str
+    created: str
+    """When, in the form of ISO 8601."""
+    summary: str
+    """The verdict of ``OffloadMonitor``."""
+    num_steps: int
+    """Optimizer steps that were measured."""
+    step_s: float
+    """Of one of them, on average, without data loading and validation."""
+    num_processes: int = 1
+    backend: str = ""
+    unusable: str | None = None
+    policy: Mapping[str, Any] | None = None
+    """Of ``OffloadPolicy``; ``None``: the strategy does not offload."""
+    hardware: Mapping[str, Any] | None = None
+    """Of ``HardwareProfile``."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``OffloadStats``."""
+    optimizers: Sequence[Mapping[str, Any]] = ()
+    """Of ``OptimizerStats``, one each."""
+    plan: Mapping[str, Any] | None = None
+    """Of ``PlanReport``."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """``write_bytes_per_s`` and ``read_bytes_per_s`` of all drives together, as planned with."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """All steps merged into one row of the metrics' table."""
+    rows: Sequence[Mapping[str, float]] = ()
+    """What was logged, with ``step``."""
+    records: Sequence[StepRecord] = ()
+    """Steps that were recorded, in order."""
+
+    def to_json(self) -> str:
+        """The file's text."""
+        content = asdict(self)
+        content["records"] = [record.to_json() for record in self.records]
+        return json.dumps({"format": _FORMAT, **content}, default=os.fspath, allow_nan=False)
+
+    def stat(self, name: str) -> float:
+        """A counter; 0 where nothing offloads."""
+        return float(self.stats.get(name, 0))
+
+
+def load_report(run: str | os.PathLike[str]) -> RunReport:
+    """Read the report of a run.
+
+    Args:
+        run: the file, or a directory that has it.
+
+    Raises:
+        ConfigError: there is none, or it is no such file.
+    """
+    path = Path(run)
+    file = path / JSON_NAME if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content.pop("format") != _FORMAT:
+            raise ValueError("it is of another version")
+        content["records"] = [StepRecord.from_json(record) for record in content["records"]]
+        unknown = set(content) - {one.name for one in fields(RunReport)}
+        if unknown:
+            raise ValueError(f"it has {', '.join(sorted(unknown))}")
+        return RunReport(**content)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"expected {JSON_NAME} in {path}, and found none; a run writes it where "
+            'OffloadMonitor(report_dir="...") names a directory'
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"expected a report of lightning_ssd in {file}, and cannot read it ({error!r}); write it anew with a run "
+            'that has OffloadMonitor(report_dir="...")'
+        ) from None

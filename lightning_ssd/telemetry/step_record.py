@@ -1,0 +1,314 @@
+"""One training step as it went: what was in memory, what moved, who waited. Plain numbers, to be drawn and told.
+
+A :class:`StepRecorder` collects while the step runs, and :meth:`StepRecorder.finish` sums up. All times of a
+:class:`StepRecord` are seconds since the step began.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from lightning_ssd.telemetry.events import Event, StallEvent, TransferEvent
+
+__all__ = ["Bytes", "Level", "Life", "Move", "Phase", "StepRecord", "StepRecorder", "Wait"]
+
+PhaseName = Literal["data", "forward", "backward", "update"]
+Fate = Literal["kept", "taken back", "host", "ssd"]
+
+_NUM_SAMPLES = 400
+_MIN_SAMPLE_S, _MAX_SAMPLE_S = 0.002, 0.1
+_NUM_LIVES = 48
+_MAX_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What the training thread did."""
+
+    name: PhaseName
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Of saved activations at one moment."""
+
+    at_s: float
+    resident_bytes: int
+    """In memory."""
+    saved_bytes: int
+    """What keeping all of them would hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """All memory in use on the device (on a CPU: of the process) at one moment."""
+
+    at_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One transfer between memory and a tier."""
+
+    direction: Literal["write", "read"]
+    lane: str
+    """The tier, with the number of the drive where there are several."""
+    nbytes: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The training thread waited for a transfer."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One saved storage, from when autograd saved it until the graph let go of it."""
+
+    nbytes: int
+    saved_s: float
+    freed_s: float
+    away: tuple[tuple[float, float], ...]
+    """When its memory had gone, and when memory was taken for it again (or it was freed)."""
+    fate: Fate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One training step."""
+
+    step: int
+    length_s: float
+    phases: tuple[Phase, ...] = ()
+    activations: tuple[Bytes, ...] = ()
+    levels: tuple[Level, ...] = ()
+    moves: tuple[Move, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    lives: tuple[Life, ...] = ()
+    """Of the largest saved storages, in the order in which they were saved."""
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    """After backward."""
+    state_bytes: int = 0
+    """Optimizer states in memory when the step began; those that wait elsewhere are not among them."""
+
+    def phase_s(self, name: PhaseName) -> float:
+        """Seconds in a phase."""
+        return sum(phase.end_s - phase.start_s for phase in self.phases if phase.name == name)
+
+    def waited_s(self, name: PhaseName) -> float:
+        """Seconds of a phase in which the training thread waited for transfers."""
+        phases = [phase for phase in self.phases if phase.name == name]
+        return sum(
+            max(min(wait.end_s, phase.end_s) - max(wait.start_s, phase.start_s), 0.0)
+            for wait in self.waits
+            for phase in phases
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers, strings and lists alone."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> StepRecord:
+        """What :meth:`to_json` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        parts: dict[str, Any] = {
+            "phases": tuple(Phase(**part) for part in content["phases"]),
+            "activations": tuple(Bytes(**part) for part in content["activations"]),
+            "levels": tuple(Level(**part) for part in content["levels"]),
+            "moves": tuple(Move(**part) for part in content["moves"]),
+            "waits": tuple(Wait(**part) for part in content["waits"]),
+            "lives": tuple(
+                Life(**{**part, "away": tuple((begin, end) for begin, end in part["away"])})
+                for part in content["lives"]
+            ),
+        }
+        return cls(**{**content, **parts})
+
+
+@dataclass(slots=True)
+class _Open:
+    """A saved storage that the graph still holds."""
+
+    nbytes: int
+    saved_s: float
+    left_s: float | None = None
+    away: list[tuple[float, float]] | None = None
+    fate: Fate = "kept"
+
+
+class StepRecorder:
+    """Collects one step. The callers of the methods about storages hold one lock; the phases come from one thread.
+
+    Args:
+        step: its number, for the record.
+        level: bytes in use now; asked for in a thread of its own.
+        expected_s: about how long the step will take: the level is read some hundred times in it.
+        resident_bytes: saved activations in memory now.
+        saved_bytes: saved activations now, wherever they are.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        level: Callable[[], int],
+        *,
+        expected_s: float,
+        resident_bytes: int = 0,
+        saved_bytes: int = 0,
+    ) -> None:
+        self._step = step
+        self._level = level
+        self._begin_s = time.perf_counter()
+        self._marks: list[tuple[float, PhaseName]] = [(0.0, "data")]
+        self._resident_bytes, self._saved_bytes = resident_bytes, saved_bytes
+        self._activations = [Bytes(0.0, resident_bytes, saved_bytes)]
+        self._levels: list[Level] = []
+        self._open: dict[int, _Open] = {}
+        self._lives: list[Life] = []
+        self._events: list[Event] = []
+        self._sizes = {"weight_bytes": 0, "gradient_bytes": 0, "state_bytes": 0}
+        self._every_s = min(max(expected_s / _NUM_SAMPLES, _MIN_SAMPLE_S), _MAX_SAMPLE_S)
+        self._is_over = False
+        self._thread = threading.Thread(target=self._sample, name="lightning_ssd-record", daemon=True)
+        self._thread.start()
+
+    # -- told while the step runs --------------------------------------------------------------------------------
+
+    def mark(self, name: PhaseName) -> None:
+        """A phase begins, and the one before it is over. Nothing changes where it goes on."""
+        if self._marks[-1][1] != name:
+            self._marks.append((self._now(), name))
+
+    def sized(self, **sizes: int) -> None:
+        """Note ``weight_bytes``, ``gradient_bytes`` or ``state_bytes``; the largest one counts."""
+        for name, nbytes in sizes.items():
+            self._sizes[name] = max(self._sizes[name], nbytes)
+
+    def happened(self, events: Iterable[Event]) -> None:
+        """Transfers and stalls, of which those that end within the step are taken."""
+        self._events.extend(events)
+
+    def saved(self, key: int, nbytes: int) -> None:
+        """Autograd has saved a storage. Its memory is counted by :meth:`entered`."""
+        self._open[key] = _Open(nbytes, self._now())
+        self._saved_bytes += nbytes
+
+    def entered(self, key: int, nbytes: int) -> None:
+        """Memory was taken for it."""
+        now_s = self._now()
+        life = self._open.get(key)
+        if life is not None and life.left_s is not None:
+            life.away = [*(life.away or ()), (life.left_s, now_s)]
+            life.left_s = None
+        self._count(now_s, nbytes)
+
+    def left(self, key: int, nbytes: int) -> None:
+        """Its memory has gone."""
+        now_s = self._now()
+        life = self._open.get(key)
+        if life is not None:
+            life.left_s = now_s
+        self._count(now_s, -nbytes)
+
+    def freed(self, key: int, nbytes: int, tier: str | None) -> None:
+        """The graph has let go of it.
+
+        Args:
+            key: as given to :meth:`saved`.
+            nbytes: its size.
+            tier: where it was to go; ``None``: it was kept.
+        """
+        now_s = self._now()
+        self._saved_bytes -= nbytes
+        self._count(now_s, 0)
+        life = self._open.pop(key, None)
+        if life is not None:
+            self._lives.append(_ended(life, now_s, tier))
+
+    # -- the sum -------------------------------------------------------------------------------------------------
+
+    def finish(self) -> StepRecord:
+        """The step is over."""
+        length_s = self._now()
+        self._is_over = True
+        self._thread.join()
+        lives = [*self._lives, *(_ended(life, length_s, None) for life in self._open.values())]
+        largest = sorted(lives, key=lambda life: -life.nbytes)[:_NUM_LIVES]
+        marks = [*self._marks, (length_s, "data")]
+        phases = [Phase(name, begin, end) for (begin, name), (end, _) in pairwise(marks)]
+        return StepRecord(
+            step=self._step,
+            length_s=length_s,
+            phases=tuple(phase for phase in phases if phase.end_s > phase.start_s),
+            activations=tuple(_thinned(self._activations, lambda point: point.resident_bytes)),
+            levels=tuple(_thinned(self._levels, lambda point: point.nbytes)),
+            moves=tuple(self._moves(length_s)),
+            waits=tuple(
+                Wait(max(event.start_s - self._begin_s, 0.0), event.end_s - self._begin_s)
+                for event in self._events
+                if isinstance(event, StallEvent) and self._is_inside(event, length_s)
+            ),
+            lives=tuple(sorted(largest, key=lambda life: life.saved_s)),
+            **self._sizes,
+        )
+
+    def _moves(self, length_s: float) -> list[Move]:
+        done = [e for e in self._events if isinstance(e, TransferEvent) and not e.failed]
+        return [
+            Move(
+                event.direction,
+                event.tier if event.drive is None else f"{event.tier} {event.drive}",
+                event.nbytes,
+                max(event.start_s - self._begin_s, 0.0),
+                event.end_s - self._begin_s,
+            )
+            for event in done
+            if self._is_inside(event, length_s)
+        ]
+
+    def _is_inside(self, event: Event, length_s: float) -> bool:
+        return 0 < event.end_s - self._begin_s <= length_s
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._begin_s
+
+    def _count(self, now_s: float, change: int) -> None:
+        self._resident_bytes += change
+        self._activations.append(Bytes(now_s, self._resident_bytes, self._saved_bytes))
+
+    def _sample(self) -> None:
+        while not self._is_over:
+            self._levels.append(Level(self._now(), self._level()))
+            time.sleep(self._every_s)
+
+
+def _ended(life: _Open, now_s: float, tier: str | None) -> Life:
+    away = [*(life.away or ()), *([] if life.left_s is None else [(life.left_s, now_s)])]
+    fate: Fate = "kept"
+    if tier is not None:
+        fate = "taken back" if not away else "host" if tier == "host" else "ssd"
+    return Life(life.nbytes, life.saved_s, now_s, tuple(away), fate)
+
+
+def _thinned(points: Sequence[Any], size: Callable[[Any], int]) -> list[Any]:
+    """At most some thousand of them; of each run of neighbours the largest one stays, so that no peak is lost."""
+    width = -(-len(points) // _MAX_ROWS) or 1
+    return [max(points[i : i + width], key=size) for i in range(0, len(points), width)]

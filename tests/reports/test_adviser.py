@@ -1,0 +1,94 @@
+"""Each rule speaks when it should, says what to set, and is silent otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_ssd.reports.adviser import advise
+from lightning_ssd.reports.run_report import RunReport
+from lightning_ssd.telemetry.step_record import Move, Wait
+from tests.support.step_records import MIB, made_record, made_report
+
+
+def told(report: RunReport, words: str) -> str | None:
+    found = [sentence for sentence in advise(report) if words in sentence]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def test_a_good_run_needs_nothing() -> None:
+    assert advise(made_report()) == ["Nothing needs to change: no wait, no failure and no wear is worth a setting."]
+
+
+def test_reads_that_are_waited_for_name_the_rate_and_a_budget() -> None:
+    moves = (Move("read", "ssd", 500 * MIB, 1.0, 1.5),)
+    report = made_report(records=(made_record(moves=moves, waits=(Wait(1.1, 1.4),)),))
+    sentence = told(report, "are the limit")
+    assert sentence is not None
+    assert "waited 0.3 s of a step of 2.5 s" in sentence
+    assert "1 GB/s" in sentence
+    # 0.3 s at 1 GB/s are 287 MiB more than the 200 that were resident.
+    assert 'activation_budget="487MiB"' in sentence
+
+
+def test_where_everything_would_fit_no_budget_is_named() -> None:
+    moves = (Move("read", "ssd", 500 * MIB, 1.0, 1.5),)
+    report = made_report(records=(made_record(moves=moves, waits=(Wait(1.1, 1.4),)),))
+    report = replace(report, stats={**report.stats, "saved_peak_bytes": 400 * MIB})
+    sentence = told(report, "are the limit")
+    assert sentence is not None
+    assert "activation_budget" not in sentence
+
+
+def test_waits_in_which_no_drive_read_are_not_its_fault() -> None:
+    report = made_report(records=(made_record(moves=(), waits=(Wait(1.1, 1.4),)),))
+    assert told(report, "are the limit") is None
+
+
+def test_a_short_wait_is_not_worth_telling() -> None:
+    moves = (Move("read", "ssd", 500 * MIB, 1.0, 1.5),)
+    report = made_report(records=(made_record(moves=moves, waits=(Wait(1.1, 1.14),)),))
+    assert told(report, "are the limit") is None
+
+
+def test_forward_that_waits_for_room() -> None:
+    report = made_report(records=(made_record(waits=(Wait(0.2, 0.7),)),))
+    sentence = told(report, "for room")
+    assert sentence is not None
+    assert "Forward waited 0.5 s" in sentence
+    assert "activation_budget=" in sentence
+
+
+def test_an_update_that_waits_for_states() -> None:
+    assert told(made_report(records=(made_record(waits=(Wait(2.1, 2.4),)),)), "The optimizer's step waited") is not None
+
+
+STATS = made_report().stats
+PLAN: Any = made_report().plan
+METRICS = made_report().metrics
+KEPT_STATES = {
+    "policy": {"activations": "auto", "optimizer_states": "keep"},
+    "records": (made_record(waits=(), state_bytes=900 * MIB),),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stats": {**STATS, "failures": 2}}, "2 transfers failed"),
+        ({"unusable": "it is full", "stats": {**STATS, "bytes_written": 0}}, "because it is full"),
+        ({"policy": None}, 'Trainer(strategy="ssd_offload")'),
+        ({"policy": {"activations": "keep"}}, 'activations="auto" moves what pays'),
+        ({"plan": {**PLAN, "state": "resting", "slowdown": 1.4}}, "1.40 times"),
+        (KEPT_STATES, 'optimizer_states="offload"'),
+        ({"metrics": {**METRICS, "wear/drive_life_days": 90.0}}, "in 90 days"),
+        ({"plan": {**PLAN, "measured_step_s": 3.0}}, "50 % longer"),
+        ({"metrics": {"wear/written_tb": 1.0}}, "drive_endurance"),
+    ],
+)
+def test_rules(changes: dict[str, Any], words: str) -> None:
+    assert told(made_report(**changes), words) is not None
+    assert told(made_report(), words) is None

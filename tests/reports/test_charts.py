@@ -1,0 +1,110 @@
+"""Pictures show what was recorded: the sums, the lanes, the phases. Both libraries draw all of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from lightning_ssd.reports.charts import Chart, lifetimes, memory_over_step, over_run, step_charts, trade_off, transfers
+from lightning_ssd.reports.palette import COLORS
+from lightning_ssd.telemetry.step_record import Level, Move, StepRecord, Wait
+from tests.support.step_records import MIB, made_record
+
+
+def values_at(chart: Chart, time_s: float) -> dict[str, float]:
+    found = {}
+    for series in chart.series:
+        index = max(i for i, x in enumerate(series.x) if x <= time_s)
+        found[series.name] = series.y[index]
+    return found
+
+
+def test_memory_adds_up_to_what_was_in_use() -> None:
+    chart = memory_over_step(made_record())
+    assert chart.y_title == "MiB"
+    at = values_at(chart, 0.9)
+    assert at["saved activations"] == 100
+    assert at["weights"] == 80
+    assert at["optimizer states"] == 160
+    # 700 MiB are in use, of which 160 were never any of these.
+    assert chart.title == "Memory over one step, above 0.16 GiB that the process holds anyway"
+    stacked = sum(value for name, value in at.items() if name != "with all activations kept")
+    assert stacked == pytest.approx(540)
+    assert at["with all activations kept"] == pytest.approx(540 + 200)
+
+
+def test_memory_never_shows_less_than_nothing() -> None:
+    record = made_record(levels=tuple(Level(0.1 * i, 10 * MIB) for i in range(25)))  # less than is known to be held
+    assert all(value >= 0 for series in memory_over_step(record).series for value in series.y)
+
+
+def test_lanes_are_drives_and_directions_under_the_waits() -> None:
+    chart = transfers(made_record())
+    assert chart.lanes == ("training waits", "ssd 0 write", "ssd 0 read", "ssd 1 write", "ssd 1 read")
+    read = next(bar for bar in chart.bars if bar.lane == "ssd 0 read")
+    assert (read.begin, read.end) == (1.0, 1.2)
+    assert "0.52 GB/s" in read.label
+    assert [band[0] for band in chart.bands] == ["forward", "backward", "update"]
+
+
+def test_bars_that_touch_are_one() -> None:
+    moves = tuple(Move("read", "ssd", MIB, 0.001 * i, 0.001 * i + 0.001) for i in range(2000))
+    bars = [bar for bar in transfers(made_record(moves=moves)).bars if bar.role == "read"]
+    assert len(bars) == 1
+    assert (bars[0].begin, bars[0].end) == (0.0, pytest.approx(2.0))
+
+
+def test_each_life_is_covered_from_saving_to_freeing() -> None:
+    record = made_record()
+    chart = lifetimes(record)
+    assert len(chart.lanes) == len(record.lives)
+    for lane, life in zip(chart.lanes, record.lives, strict=True):
+        bars = [bar for bar in chart.bars if bar.lane == lane]
+        assert bars[0].begin == life.saved_s
+        assert bars[-1].end == life.freed_s
+        assert all(one.end == other.begin for one, other in pairwise(bars))
+    assert "taken back" in next(bar for bar in chart.bars if bar.lane == chart.lanes[2]).label
+
+
+def test_a_step_without_anything_has_no_pictures() -> None:
+    assert step_charts(StepRecord(step=1, length_s=0.1)) == []
+
+
+CHARTS = [
+    *step_charts(made_record()),
+    transfers(made_record(moves=(), waits=(Wait(0.1, 0.2),))),
+    over_run(
+        [{"step": 1.0, "a": 1.0}, {"step": 2.0, "a": 2.0, "b": 1.0}],
+        [("a", "A", "keep"), ("b", "B", "activations")],
+        title="t",
+    ),
+    trade_off([("keep", 4.0, 1.0), ("offload", 1.0, 1.1)]),
+]
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.key)
+def test_plotly_draws_it(chart: Chart) -> None:
+    pytest.importorskip("plotly", reason="needs the extra `report`")
+    from lightning_ssd.reports.plotly_charts import draw_with_plotly
+
+    figure = draw_with_plotly(chart)
+    assert figure.layout.title.text == chart.title
+    drawn = sum(len(trace.y) for trace in figure.data)
+    assert drawn == len(chart.bars) + sum(len(series.y) for series in chart.series)
+    assert figure.to_json()
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.key)
+def test_matplotlib_draws_it(chart: Chart, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    from lightning_ssd.reports.png_charts import save_png
+
+    save_png(chart, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_role_has_a_color() -> None:
+    assert {bar.role for chart in CHARTS for bar in chart.bars} <= set(COLORS)
+    assert {series.role for chart in CHARTS for series in chart.series} <= set(COLORS)

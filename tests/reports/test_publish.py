@@ -1,0 +1,87 @@
+"""Pictures reach W&B (offline) and TensorBoard, and no other logger is disturbed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ssd.reports.charts import step_charts
+from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
+from tests.support.patience import PATIENCE_S
+from tests.support.step_records import made_record
+
+CHARTS = step_charts(made_record())
+
+
+@pytest.fixture
+def wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = wandb.Settings(x_disable_stats=True, console="off", silent=True)
+    run = wandb.init(dir=str(tmp_path), settings=settings)
+    yield run
+    wandb.finish()
+
+
+def inspected(directory: Path) -> list[dict[str, Any]]:
+    run = next((directory / "wandb").glob("offline-run-*"))
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_wandb_gets_pictures_settings_and_a_verdict(wandb_run: Any, tmp_path: Path) -> None:
+    import wandb
+
+    assert takes_charts(wandb_run)
+    publish_charts(CHARTS, wandb_run, 3)
+    publish_facts(wandb_run, config={"policy": {"activations": "auto"}}, summary={"offload/verdict": "it fits"})
+    wandb.finish()
+    text = json.dumps(inspected(tmp_path))
+    for chart in CHARTS:
+        assert f"offload/{chart.key}" in text
+    assert "it fits" in text
+    assert "activations" in text
+    media = next((tmp_path / "wandb").glob("offline-run-*")) / "files" / "media"
+    assert len(list(media.rglob("*.plotly.json"))) == len(CHARTS)
+    assert len(list(media.rglob("*.png"))) == len(CHARTS)
+
+
+class _FigureWriter:
+    """What TensorBoard's writer takes."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, tuple[object, int]] = {}
+
+    def add_figure(self, tag: str, figure: object, global_step: int) -> None:
+        self.figures[tag] = figure, global_step
+
+
+def test_a_writer_of_figures_gets_still_ones() -> None:
+    figure = pytest.importorskip("matplotlib.figure", reason="needs the extra `report`")
+    writer = _FigureWriter()
+    publish_charts(CHARTS, writer, 3)
+    assert set(writer.figures) == {f"offload/{chart.key}" for chart in CHARTS}
+    assert all(isinstance(drawn, figure.Figure) and step == 3 for drawn, step in writer.figures.values())
+
+
+@pytest.mark.parametrize("experiment", [None, object(), {"log": 1}])
+def test_others_get_nothing(experiment: object) -> None:
+    assert not takes_charts(experiment)
+    publish_charts(CHARTS, experiment, 3)
+    publish_facts(experiment, config={"a": 1}, summary={"b": 2})
+
+
+def test_without_plotly_it_is_said_once(
+    wandb_run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    publish_charts(CHARTS, wandb_run, 1)
+    publish_charts(CHARTS, wandb_run, 2)
+    assert caplog.text.count("'.[report]'") == 1

@@ -1,0 +1,169 @@
+"""The report as files: whole, readable again, without any network, and a trace that Perfetto takes."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.reports import files
+from lightning_ssd.reports.files import write_report
+from lightning_ssd.reports.run_log import RunLog
+from lightning_ssd.reports.run_report import load_report
+from lightning_ssd.reports.trace_events import trace_events
+from tests.support.step_records import made_record, made_report
+
+
+def test_json_gives_the_same_report(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(made_report().to_json())
+    for name in (tmp_path, tmp_path / "report.json"):
+        loaded = load_report(name)
+        assert tuple(loaded.records) == made_report().records
+        assert loaded.to_json() == made_report().to_json()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"format": 2}', '{"format": 1}', "{", made_report().to_json().replace('"title"', '"titel"')]
+)
+def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(content)
+    with pytest.raises(ConfigError, match="expected a report of lightning_ssd"):
+        load_report(tmp_path)
+
+
+def test_where_there_is_none_it_says_who_writes_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="report_dir"):
+        load_report(tmp_path)
+
+
+class _Outside(HTMLParser):
+    """Collects what a browser would fetch, and the texts of headings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.headings: list[str] = []
+        self._in_heading = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._in_heading = tag == "h2"
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        if self._in_heading:
+            self.headings.append(data)
+            self._in_heading = False
+
+
+def test_the_page_answers_and_fetches_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="needs the extra `report`")
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    written = write_report(made_report(), tmp_path / "new" / "folder")
+    assert [file.name for file in written] == [
+        "report.html",
+        "report.json",
+        "trace_step_4.json",
+        "memory_over_step.png",
+        "transfers.png",
+        "lifetimes.png",
+        "over_run.png",
+    ]
+    page = written[0].read_text()
+    parser = _Outside()
+    parser.feed(re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL))
+    assert parser.fetched == []
+    assert parser.headings == [
+        "Did it fit?",
+        "What did it cost?",
+        "Where is the memory?",
+        "Did the drives' work hide behind the model's?",
+        "What became of the largest saved tensors?",
+        "Was the plan right?",
+        "What do the drives suffer?",
+        "What to change",
+        "Settings",
+    ]
+    assert html.escape("Net <of tests>") in page
+    assert "<of tests>" not in page
+    assert not list((tmp_path / "new" / "folder").glob(".*"))
+
+
+def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="needs the extra `report`")
+    empty = made_report(
+        policy=None,
+        hardware=None,
+        stats={},
+        plan=None,
+        rates={},
+        metrics={},
+        rows=(),
+        records=(),
+        num_steps=0,
+        step_s=0.0,
+    )
+    written = write_report(empty, tmp_path)
+    assert "does not offload" in written[0].read_text()
+
+
+def test_without_the_libraries_the_numbers_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(*_: object) -> str:
+        raise ImportError("No module named 'plotly'")
+
+    monkeypatch.setattr(files, "render_page", missing)
+    monkeypatch.setattr(files, "save_png", missing)
+    written = write_report(made_report(), tmp_path)
+    assert [file.name for file in written] == ["report.json", "trace_step_4.json"]
+    assert "'.[report]'" in caplog.text
+
+
+def test_a_report_that_cannot_be_written_leaves_the_former_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(made_report(), tmp_path)
+    before = (tmp_path / "report.json").read_text()
+
+    def fail(*_: object) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="full"):
+        write_report(made_report(title="another"), tmp_path)
+    assert (tmp_path / "report.json").read_text() == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_trace_is_one_that_perfetto_takes() -> None:
+    """Field by field, as the Trace Event Format has them."""
+    trace = json.loads(json.dumps(trace_events(made_record())))
+    kinds = {"X": {"name", "cat", "pid", "tid", "ts", "dur", "args"}, "C": {"name", "pid", "tid", "ts", "args"}}
+    kinds["M"] = {"name", "pid", "tid", "args"}
+    for event in trace["traceEvents"]:
+        assert set(event) == {"ph", *kinds[event["ph"]]}
+        assert all(isinstance(event.get(name, 0), int | float) and event.get(name, 0) >= 0 for name in ("ts", "dur"))
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert set(names.values()) == {"training", "waits", "ssd 0 write", "ssd 0 read", "ssd 1 write", "ssd 1 read"}
+    used = {event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert used <= set(names)
+    read = next(e for e in trace["traceEvents"] if e["ph"] == "X" and names[e["tid"]] == "ssd 0 read")
+    assert (read["ts"], read["dur"]) == (pytest.approx(1e6), pytest.approx(2e5))
+
+
+def test_rows_of_a_long_run_are_thinned_and_records_bounded() -> None:
+    log = RunLog()
+    for step in range(1, 10_001):
+        log.add_row(step, {"io/write_gib": float(step)})
+        if log.wants_record(step):
+            log.add_record(made_record(step=step))
+    assert 1000 < len(log.rows) <= 2000
+    gaps = {int(b["step"] - a["step"]) for a, b in zip(log.rows, log.rows[1:], strict=False)}
+    assert gaps == {8}
+    assert [record.step for record in log.records] == [2048, 4096, 8192]

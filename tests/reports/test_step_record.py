@@ -1,0 +1,140 @@
+"""A recorded step tells what happened in it, to the byte, and changes no bit of what is trained."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.telemetry.step_record import Bytes, StepRecord, StepRecorder
+from tests.support.plan_trainings import gradients, loss_of, make_model
+from tests.support.step_records import made_record
+
+
+def offloader_in(directory: Path, activations: str = "offload") -> Offloader:
+    policy = OffloadPolicy(activations=activations, min_tensor_bytes=1024)  # type: ignore[arg-type]
+    return Offloader(policy=policy, hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True))
+
+
+def step(offloader: Offloader, model: torch.nn.Module, number: int) -> list[torch.Tensor | None]:
+    model.zero_grad()
+    with offloader.saved_tensors():
+        loss = loss_of(model, number)
+    offloader.flush()
+    loss.backward()
+    offloader.end_backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("activations", ["offload", "keep", "auto"])
+def test_a_record_has_what_was_saved_and_moved(activations: str, tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offloader_in(tmp_path, activations) as offloader:
+        offloader.register_module(model)
+        step(offloader, model, 0)
+        optimizer.step()
+        before = offloader.stats
+        offloader.begin_record(1, expected_s=0.1, optimizers=[optimizer])
+        step(offloader, model, 1)
+        offloader.drain_metrics()  # what it takes away is in the record all the same
+        optimizer.step()
+        record = offloader.end_record()
+        after = offloader.stats
+    assert record is not None
+    assert record.step == 1
+    assert [phase.name for phase in record.phases] == ["data", "forward", "backward", "update"]
+    assert record.phases[-1].end_s == record.length_s
+    assert record.weight_bytes == record.gradient_bytes == sum(p.nbytes for p in model.parameters())
+    assert record.state_bytes == sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    saved = after.bytes_saved - before.bytes_saved
+    assert sum(life.nbytes for life in record.lives) == saved
+    assert max(point.saved_bytes for point in record.activations) == after.saved_peak_bytes
+    assert record.activations[-1].resident_bytes == record.activations[-1].saved_bytes == 0
+    assert record.levels
+    written = sum(move.nbytes for move in record.moves if move.direction == "write")
+    assert written == after.bytes_written - before.bytes_written
+    away = [life for life in record.lives if life.away]
+    assert all(life.fate == "ssd" for life in away)
+    assert bool(away) is (activations == "offload")
+    for life in record.lives:
+        moments = [life.saved_s, *(moment for span in life.away for moment in span), life.freed_s]
+        assert moments == sorted(moments)
+
+
+def test_recording_changes_no_bit_and_nothing_is_left(tmp_path: Path) -> None:
+    model = make_model()
+    with offloader_in(tmp_path) as offloader:
+        offloader.register_module(model)
+        expected = step(offloader, model, 3)
+        offloader.begin_record(7)
+        recorded = step(offloader, model, 3)
+        assert offloader.end_record() is not None
+        assert offloader.end_record() is None
+        assert not [thread for thread in threading.enumerate() if thread.name == "lightning_ssd-record"]
+    assert all(torch.equal(a, b) for a, b in zip(expected, recorded, strict=True) if a is not None and b is not None)
+
+
+def test_a_record_that_nobody_ends_goes_with_the_offloader(tmp_path: Path) -> None:
+    with offloader_in(tmp_path) as offloader:
+        offloader.begin_record(1)
+        offloader.begin_record(2)  # instead of the first one
+        assert sum(thread.name == "lightning_ssd-record" for thread in threading.enumerate()) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "lightning_ssd-record"]
+
+
+def test_passes_without_hooks_have_hooks_while_somebody_looks(tmp_path: Path) -> None:
+    model = make_model()
+    with offloader_in(tmp_path, "keep") as offloader:
+        offloader.register_module(model)
+
+        def named(number: int) -> None:
+            with offloader.saved_tensors(signature="same"):
+                loss = loss_of(model, number)
+            loss.backward()
+            offloader.end_backward()
+
+        for number in range(4):
+            named(number)
+        assert offloader.stats.num_plain_passes > 0
+        offloader.begin_record(5)
+        named(5)
+        record = offloader.end_record()
+    assert record is not None
+    assert record.lives
+    assert {life.fate for life in record.lives} == {"kept"}
+
+
+def test_json_gives_the_same_record() -> None:
+    record = made_record()
+    assert StepRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_waits_are_told_by_phase() -> None:
+    record = made_record()
+    assert record.phase_s("backward") == pytest.approx(1.0)
+    assert record.waited_s("backward") == pytest.approx(0.1)
+    assert record.waited_s("forward") == 0
+
+
+def test_of_many_changes_the_peaks_stay() -> None:
+    recorder = StepRecorder(1, lambda: 5, expected_s=0.01)
+    for key in range(9000):
+        recorder.saved(key, 10)
+        recorder.entered(key, 10)
+    for key in range(9000):
+        recorder.left(key, 10)
+        recorder.freed(key, 10, "ssd")
+    record = recorder.finish()
+    assert len(record.activations) <= 4096
+    assert max(point.resident_bytes for point in record.activations) == 90_000
+    assert isinstance(record.activations[0], Bytes)
