@@ -250,7 +250,7 @@ def test_memory_is_not_lent_again_while_a_copy_runs(spill_dir: Path) -> None:
 def test_a_held_copy_may_die_under_the_lock_of_host_memory(spill_dir: Path) -> None:
     """The garbage collector may run while the very thread that it runs in holds that lock."""
     with store_with(HeldCopies(held=False), spill_dir) as store:
-        assert store._router._host is not None
+        assert store._host is not None
         put(store, 0, 7)
         store.wait_for_writes()
         held = store.hold(0)
@@ -258,24 +258,24 @@ def test_a_held_copy_may_die_under_the_lock_of_host_memory(spill_dir: Path) -> N
         assert held.is_cached
         put(store, 0, 8)
         store.wait_for_writes()
-        assert store._router._host.used_bytes == 2 * NBYTES
+        assert store._host.used_bytes == 2 * NBYTES
         holds = [CopyPin()]
         store.release_with(holds[0], [held])
-        with store._router._host._lock, store._router._host.arena._lock:
+        with store._host._lock, store._host.arena._lock:
             thread = threading.Thread(target=holds.clear, daemon=True)  # the last reference
             thread.start()
             thread.join(5)
             assert not thread.is_alive(), "it waits for a lock"
         put(store, 1, 9)
         store.wait_for_writes()
-        assert store._router._host.used_bytes == 2 * NBYTES, "what was held is lost"
+        assert store._host.used_bytes == 2 * NBYTES, "what was held is lost"
 
 
 def test_what_has_no_room_goes_to_the_drive(spill_dir: Path) -> None:
     copies = HeldCopies(held=False)
     with store_with(copies, spill_dir) as store:
-        assert store._router._host is not None
-        kept = store._router._host.arena.allocate(store._router._host.capacity_bytes - NBYTES)
+        assert store._host is not None
+        kept = store._host.arena.allocate(store._host.capacity_bytes - NBYTES)
         for index in range(4):
             put(store, index, index)
         store.wait_for_writes()
@@ -286,5 +286,5 @@ def test_what_has_no_room_goes_to_the_drive(spill_dir: Path) -> None:
             assert int(torch.empty(0, dtype=torch.uint8).set_(storage)[0]) == index
             store.give(index, storage, is_dirty=False, keep=False)
         store.flush()
-        assert store._router._host.used_bytes == store._router._host.capacity_bytes - NBYTES
+        assert store._host.used_bytes == store._host.capacity_bytes - NBYTES
         assert kept is not None
