@@ -26,6 +26,7 @@ from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import FaultyBackend, always, enospc
 from tests.support.late import HeldCopies
+from tests.support.optimizer_pairs import files_of, store_of
 from tests.support.patience import PATIENCE_S
 from tests.support.state_stores import CPU, NBYTES, put
 
@@ -37,7 +38,7 @@ STATE_BYTES = 8 * 600 * 512 * 8
 @pytest.fixture(autouse=True)
 def a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ssd._environment._is_discrete", lambda device: True)
-    monkeypatch.setattr("lightning_ssd.optimizer.step.paged_states._MIN_SUBGROUP_BYTES", 256 << 10)
+    monkeypatch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 256 << 10)
 
 
 class Pair:
@@ -78,7 +79,7 @@ def offloaded(pair: Pair, directory: Path, host_memory: int, **more: Any) -> Ite
 
 
 def drive_bytes(optimizer: OffloadedOptimizer) -> tuple[int, int]:
-    optimizer._states.store.wait_for_writes()
+    store_of(optimizer).wait_for_writes()
     return optimizer.stats.written_bytes, optimizer.stats.read_bytes
 
 
@@ -104,7 +105,7 @@ def test_a_checkpoint_finds_everything_on_the_drive(share: float, spill_dir: Pat
     with offloaded(pair, spill_dir, round(share * STATE_BYTES)) as optimizer:
         pair.step(optimizer, 2)
         saved = optimizer.state_dict()
-        host = optimizer._states.files.host
+        host = files_of(optimizer).host
         assert host is not None
         assert host.used_bytes == 0, "a snapshot would have to copy this"
         pair.check_states(saved)
@@ -128,7 +129,7 @@ def test_optimizers_and_activations_have_one_host_memory(spill_dir: Path) -> Non
         optimizers = [offloader.offload_optimizer(torch.optim.AdamW(pair.mine, lr=1e-3)) for pair in pairs]
         activations = offloader._parts.tiers.host
         assert activations is not None
-        hosts = [activations, *(optimizer._states.files.host for optimizer in optimizers)]  # type: ignore[attr-defined]
+        hosts = [activations, *(files_of(optimizer).host for optimizer in optimizers)]
         for host in hosts:
             host.arena._growth_bytes = 1 << 20
         kept = activations.arena.allocate(total // 4)
