@@ -371,7 +371,7 @@ class PagedStates:
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """All that are known."""
+        """The parameters that are known, and empty tensors in the place of those that have left."""
         return self._partition.parameters
 
     def num_parts(self, key: object) -> int:
@@ -476,7 +476,7 @@ class PagedStates:
         self._store.flush()
 
     def close(self) -> None:
-        """Files and threads go, and memory that is not held elsewhere."""
+        """End moves and threads, close the files, and forget what is in memory."""
         self._files.close()
         self._store.close()
 

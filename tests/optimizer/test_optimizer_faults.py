@@ -204,7 +204,7 @@ def test_a_step_that_is_interrupted_is_not_trained_on(error: type[BaseException]
         pair.check(optimizer)
         optimizer.flush()
         store_of(optimizer).evict(range(len(store_of(optimizer))))
-        assert store_of(optimizer).slots.lent_bytes == 0
+        assert optimizer.stats.resident_bytes == 0
 
 
 def test_closing_an_incomplete_one_is_quiet_and_leaves_nothing(spill_dir: Path) -> None:
