@@ -47,7 +47,6 @@ _STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one
 _SPARE_BYTES = 256 << 20
 _log = logging.getLogger(__name__)
 
-_PROBE_BYTES = 16 << 20
 _MIN_RELIEF_IF_MAPPED = 0.05
 """A pass that moves anything on a CPU maps its freed memory anew, all of it: that is not worth a few per cent."""
 _TIMES_MAPPED, _TIMES_MAPPED_WITH_REUSE = 2.0, 0.5
@@ -159,7 +158,7 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
         return StateFiles(
             tiers,
             mover,
-            [partial(measure_rates, backend, directory, nbytes=_PROBE_BYTES) for directory in directories],
+            [partial(measure_rates, backend, directory) for directory in directories],
             device=environment.device,
             mark=copies.mark if copies is not None else lambda: None,
             block_bytes=backend.block_bytes,
@@ -240,8 +239,8 @@ def _measure_one(backend: Backend, directories: Sequence[Path]) -> Rates:
     """
     for directory in directories[:-1]:
         with suppress(OSError):
-            return measure_rates(backend, directory, nbytes=_PROBE_BYTES)
-    return measure_rates(backend, directories[-1], nbytes=_PROBE_BYTES)
+            return measure_rates(backend, directory)
+    return measure_rates(backend, directories[-1])
 
 
 def _mapping_cost() -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.saved_storage import SavedStorage
@@ -20,7 +21,7 @@ from lightning_ssd.scheduling.pass_profile import PassProfile, PassTimes, Profil
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.recorder import Recorder
 
-__all__ = ["PassBegin", "SavedPass"]
+__all__ = ["PassBegin", "SavedPass", "SavedTensorHooks"]
 
 _MAX_STALLS = 4096
 _NOTHING = nullcontext()
@@ -39,16 +40,29 @@ class PassBegin:
     """Tensors that autograd had handed to us by then."""
 
 
+class SavedTensorHooks(Protocol):
+    """Whoever keeps what passes save."""
+
+    def enter(self, current: SavedPass) -> None:
+        """A forward begins."""
+
+    def leave(self) -> None:
+        """A forward is over."""
+
+    def pack(self, current: SavedPass, tensor: torch.Tensor) -> Any:
+        """Return what autograd holds in the place of a tensor that it saves."""
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor that was packed."""
+
+
 class SavedPass:
     """What was saved in one forward, in order, and what backward has asked for so far.
 
     A context manager that installs the hooks. The accounting lock guards everything else.
 
     Args:
-        enter: called when the forward begins.
-        leave: called when it is over.
-        pack: called with this pass and each tensor that autograd saves.
-        unpack: called with what ``pack`` returned.
+        hooks: called as the forward begins and ends, and for each saved tensor.
         blocks: that forward may go through.
         signature: passes with equal ones are of one kind, and learn from each other.
         recompute_all: recompute every block, whatever the plan says.
@@ -56,10 +70,7 @@ class SavedPass:
 
     def __init__(
         self,
-        enter: Callable[[SavedPass], None],
-        leave: Callable[[], None],
-        pack: Callable[[SavedPass, Any], Any],
-        unpack: Callable[[Any], Any],
+        hooks: SavedTensorHooks,
         *,
         blocks: Sequence[Blocks] = (),
         signature: Hashable = None,
@@ -81,10 +92,7 @@ class SavedPass:
         self.order: list[int] = []
         self.next_ahead = 0
         self.keeps_alive: object = None  # while the forward runs
-        self._enter = enter
-        self._leave = leave
-        self._pack = pack
-        self._unpack = unpack
+        self._hooks = hooks
         self._num_blocks = 0
         self._num_begun = self._num_added = 0
         self._installed: list[AbstractContextManager[object]] = []
@@ -95,7 +103,7 @@ class SavedPass:
 
     def __enter__(self) -> None:
         _stay_out_of_compiled_code()
-        self._enter(self)
+        self._hooks.enter(self)
         if self.is_plain:
             self._installed.append(_NOTHING)
             return
@@ -104,7 +112,7 @@ class SavedPass:
         with ExitStack() as stack:
             for blocks in self._blocks:
                 stack.enter_context(blocks.observe(self))
-            stack.enter_context(saved_tensors_hooks(partial(self._pack, self), self._unpack))
+            stack.enter_context(saved_tensors_hooks(partial(self._hooks.pack, self), self._hooks.unpack))
             self._installed.append(stack.pop_all())
 
     def __exit__(
@@ -114,7 +122,7 @@ class SavedPass:
         self.has_failed = self.has_failed or exc_type is not None
         if not self._installed:
             if not self.is_plain:
-                self._leave()
+                self._hooks.leave()
             self.keeps_alive = None
             if self.recorder is not None:
                 self.recorder.forward_ended()

@@ -137,17 +137,9 @@ class TensorCache:
 
     def new_pass(self, signature: Hashable = None) -> SavedPass:
         """One forward and the backward that follows; used as a context manager around the forward."""
-        return SavedPass(
-            self._enter,
-            self._leave,
-            self._pack,
-            self._unpack,
-            blocks=self.blocks,
-            signature=signature,
-            recompute_all=self._recompute,
-        )
+        return SavedPass(self, blocks=self.blocks, signature=signature, recompute_all=self._recompute)
 
-    def _enter(self, current: SavedPass) -> None:
+    def enter(self, current: SavedPass) -> None:
         self.check_process()
         note_thread(self)
         if self._fetcher.closed:
@@ -165,7 +157,7 @@ class TensorCache:
         if not current.is_plain:
             self.parameters.refresh()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """A forward is over."""
         if not self.is_foreign:
             with self.accounting.lock:
@@ -325,7 +317,7 @@ class TensorCache:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def _pack(self, current: SavedPass, tensor: torch.Tensor) -> Kept | SavedTensor:
+    def pack(self, current: SavedPass, tensor: torch.Tensor) -> Kept | SavedTensor:
         """What autograd gets to hold in place of ``tensor``."""
         if type(tensor) in PLAIN_TYPES:
             try:
@@ -471,7 +463,7 @@ class TensorCache:
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def _unpack(self, packed: Kept | SavedTensor) -> torch.Tensor:
+    def unpack(self, packed: Kept | SavedTensor) -> torch.Tensor:
         """Give autograd its tensor back, waiting for the drive if it must."""
         if type(packed) is tuple:
             return give_back(packed)

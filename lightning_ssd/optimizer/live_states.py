@@ -19,9 +19,9 @@ import torch
 from lightning_ssd.common.dtensor import has_shape, is_shard, local_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
+from lightning_ssd.optimizer.paged_states import PagedStates
 from lightning_ssd.optimizer.step.aliases import are_apart, is_held, spans_of
 from lightning_ssd.optimizer.step.layout import moves
-from lightning_ssd.optimizer.step.paged_states import PagedStates
 from lightning_ssd.optimizer.step.types import State
 
 __all__ = ["LiveStates"]
@@ -48,7 +48,7 @@ class LiveStates(MutableMapping[Any, Any]):
         return key in self._states.lent or self._is_stored(key)
 
     def __iter__(self) -> Iterator[Any]:
-        self.note_order(self._states.partition.parameters)
+        self.note_order(self._states.parameters)
         self.note_order(self._states.lent)
         return iter([key for key in self._order if key in self])
 
@@ -116,28 +116,21 @@ class LiveStates(MutableMapping[Any, Any]):
     # -- up and down ---------------------------------------------------------------------------------------------
 
     def _is_stored(self, key: object) -> bool:
-        number = self._states.partition.number_of(key) if isinstance(key, torch.Tensor) else None
-        if number is None:
-            return False
-        return self._states.is_stored(number) if self._snapshot is None else bool(self._snapshot.state_of(number))
+        return self._states.is_stored(key) if self._snapshot is None else bool(self._snapshot.state_of(key))
 
     def _lend(self, parameter: torch.Tensor) -> State:
-        number = self._states.partition.number_of(parameter)
-        assert number is not None
         if self._snapshot is not None:
-            return self._snapshot.state_of(number)
+            return self._snapshot.state_of(parameter)
         if self._num_lent_bytes > self._states.lent_limit_bytes:
             self.settle()
-        state = self._states.read(number)
+        state = self._states.read(parameter)
         self._num_lent_bytes += _nbytes(state)
         return state
 
     def _forget(self, key: Any) -> None:
-        number = self._states.partition.number_of(key) if isinstance(key, torch.Tensor) else None
-        if number is not None:
-            self._states.forget(number)
-            if self._snapshot is not None:
-                self._snapshot.forget(number)
+        self._states.forget(key)
+        if self._snapshot is not None:
+            self._snapshot.forget(key)
 
     def settle(self) -> None:
         """Bring what nobody holds back to its drive.
@@ -160,7 +153,7 @@ class LiveStates(MutableMapping[Any, Any]):
         """For a step: states that were read before there were any are made on their way down, if nobody holds them."""
         lent = self._states.lent
         # Another optimizer may see a difference between an empty state and none.
-        may_leave = self._states.trials.is_elementwise
+        may_leave = self._states.is_elementwise
         empty = [parameter for parameter in lent if may_leave and self._is_empty(parameter)]
         for parameter in empty:
             del lent[parameter]
@@ -175,12 +168,11 @@ class LiveStates(MutableMapping[Any, Any]):
         return is_plain and not lent[parameter] and not is_held(lent, parameter) and not self._is_stored(parameter)
 
     def _may_leave(self, parameter: Any) -> bool:
-        lent, partition = self._states.lent, self._states.partition
-        number = partition.number_of(parameter) if isinstance(parameter, torch.Tensor) else None
-        if number is None or type(lent[parameter]) is not dict or not lent[parameter] or is_held(lent, parameter):
+        lent, num_parts = self._states.lent, self._states.num_parts(parameter)
+        if not num_parts or type(lent[parameter]) is not dict or not lent[parameter] or is_held(lent, parameter):
             return False
-        is_cut = len(partition.places[number]) > 1
-        state, device = lent[parameter], self._states.files.device
+        is_cut = num_parts > 1
+        state, device = lent[parameter], self._states.device
         if is_cut and not all(_is_like(value, parameter) for value in state.values()):
             return False
         # What does not move stays the same object, whoever holds it.
@@ -215,7 +207,7 @@ class LiveStates(MutableMapping[Any, Any]):
             )
         states = [state for state in lent.values() if state]
         owners = [spans_of([p, state] if has_shape(p) else state) for p, state in lent.items()]
-        owners.append(spans_of([p for p in self._states.partition.parameters if p not in lent]))
+        owners.append(spans_of([p for p in self._states.parameters if p not in lent]))
         if len({id(state) for state in states}) < len(states) or not are_apart(owners):
             raise ConfigError(
                 "optimizer.state expects a state of its own for each parameter; got one that two share, or that shows "

@@ -7,24 +7,23 @@ copies that survive failed writes, and snapshots that cost no memory.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
-from lightning_ssd.optimizer.checkpoint.gather import TensorSpool, full_nbytes, full_states
-from lightning_ssd.optimizer.checkpoint.loading import load_states
+from lightning_ssd.optimizer.checkpoint.gather import full_nbytes, full_states
 from lightning_ssd.optimizer.checkpoint.saving import saved_states
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
 from lightning_ssd.optimizer.live_states import LiveStates
+from lightning_ssd.optimizer.paged_states import PagedStates, Visit
 from lightning_ssd.optimizer.step.coupling import refuse_coupling, refuse_differentiable, refuse_own_step
-from lightning_ssd.optimizer.step.paged_states import PagedStates, Visit
 from lightning_ssd.optimizer.step.step_effects import StepEffects
 from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
 from lightning_ssd.optimizer.step.types import State
@@ -176,7 +175,7 @@ class OffloadedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
-        byproducts = None if self._states.trials.is_elementwise else StepEffects(self.inner)
+        byproducts = None if self._states.is_elementwise else StepEffects(self.inner)
         changes = GroupChanges(byproducts, None if closure is None else lambda: loss)
         with self._live.empty_ones_away():
             visits = self._states.plan_visits(self.param_groups, self._num_steps)
@@ -192,9 +191,8 @@ class OffloadedOptimizer(Optimizer):
         self._num_steps += 1
         self._step_s += time.perf_counter() - begin_s
         self._states.rebalance()
-        for warning in (self._states.store.take_warning(), self._states.take_warning()):
-            if warning is not None:
-                warnings.warn(warning, stacklevel=2)
+        for warning in self._states.take_warnings():
+            warnings.warn(warning, stacklevel=2)
         return changes.result(loss)
 
     def _prepare(self) -> None:
@@ -257,10 +255,7 @@ class OffloadedOptimizer(Optimizer):
         self._check_open()
         self._look_for_others()
         self._live.settle()
-        # What cannot be written is copied from memory: a full drive costs no checkpoint. The store has a warning ready.
-        with contextlib.suppress(StorageError):
-            self._states.store.flush()
-        return Snapshot(self._states.partition, self._states.store, self._states.lent)
+        return self._states.snapshot()
 
     def state_dict(self) -> dict[str, Any]:
         """As the inner optimizer's, readable by it. Its tensors cost no memory: their pages come from the drive as they
@@ -271,15 +266,7 @@ class OffloadedOptimizer(Optimizer):
             StorageError: what is ahead of its drive cannot be written.
         """
         self._check_whole()
-        return saved_states(self.inner, self._inner_step, self._all_states)
-
-    def _all_states(self) -> dict[Any, State]:
-        snapshot = self._snapshot()
-        number_of = self._states.partition.number_of
-        return {
-            key: snapshot.lent[key] if key in snapshot.lent else snapshot.state_of(number_of(key) or 0)
-            for key in self._live
-        }
+        return saved_states(self.inner, self._inner_step, lambda: self._snapshot().states_of(self._live))
 
     def full_state_dict(self, *, receive: bool) -> dict[str, Any]:
         """As :meth:`state_dict`, with whole tensors where parameters are sharded. All processes call it together.
@@ -297,7 +284,7 @@ class OffloadedOptimizer(Optimizer):
         if not receive:
             full_states(parts["state"], None)
             return {}
-        spool = TensorSpool(self._states.files, self._states.store, full_nbytes(parts["state"]))
+        spool = self._states.spool(full_nbytes(parts["state"]))
         states = full_states(parts["state"], spool.put)
         if (warning := spool.take_warning()) is not None:
             warnings.warn(warning, stacklevel=2)
@@ -316,14 +303,7 @@ class OffloadedOptimizer(Optimizer):
         before, groups = self._broken, self.param_groups
         self._broken = "load_state_dict has not ended"
         try:
-            load_states(
-                self.inner,
-                state_dict,
-                self._states.partition,
-                self._replace,
-                self._live.__setitem__,
-                has_master=self._states.trials.has_master,
-            )
+            self._states.load(state_dict, self._replace, self._live.__setitem__)
         except BaseException as error:
             # Other groups come first of all.
             self._broken = before if self.inner.param_groups is groups else f"{type(error).__name__}: {error}"
@@ -337,7 +317,7 @@ class OffloadedOptimizer(Optimizer):
     @property
     def _loads_by_itself(self) -> bool:
         """Whether the inner optimizer's class loads in a way of its own, which nobody knows to be one by parameter."""
-        return type(self.inner).load_state_dict is not Optimizer.load_state_dict and not self._states.trials.has_masters
+        return type(self.inner).load_state_dict is not Optimizer.load_state_dict and not self._states.has_masters
 
     def _replace(self, index: int, states: Sequence[State]) -> None:
         """Other states for a subgroup."""
@@ -352,29 +332,12 @@ class OffloadedOptimizer(Optimizer):
         """Counters since the beginning."""
         if self._last_stats is not None:
             return self._last_stats
-        states, store = self._states, self._states.store
-        progress = states.files.progress()
-        return OptimizerStats(
-            num_steps=self._num_steps,
-            num_subgroups=len(states.partition.subgroups),
-            subgroup_bytes=states.partition.max_bytes,
-            state_bytes=states.nbytes,
-            resident_bytes=store.slots.lent_bytes,
-            resident_peak_bytes=store.slots.peak_bytes,
-            written_bytes=sum(p.written_bytes for p in progress),
-            read_bytes=sum(p.read_bytes for p in progress),
-            kept_bytes=store.kept_bytes,
-            stall_s=store.stall_s,
-            fetch_busy_s=sum(p.read_busy_s for p in progress),
-            flush_busy_s=sum(p.write_busy_s for p in progress),
-            update_s=states.update_s,
-            step_s=self._step_s,
-        )
+        return replace(self._states.stats(), num_steps=self._num_steps, step_s=self._step_s)
 
     def flush(self) -> None:
         """Wait until everything is on its drive. Training never needs it."""
         if not self._is_closed:
-            self._states.store.flush()
+            self._states.flush()
 
     def close(self) -> None:
         """End of training: files and threads go; ``state_dict`` still works, and keeps the disk space. Idempotent."""
@@ -392,5 +355,4 @@ class OffloadedOptimizer(Optimizer):
         finally:
             self._is_closed = True
             self._last_stats = self.stats
-            self._states.files.close()
-            self._states.store.close()
+            self._states.close()

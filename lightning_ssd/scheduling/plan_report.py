@@ -10,9 +10,9 @@ from lightning_ssd.scheduling.drift import Measured
 from lightning_ssd.scheduling.move_search import State
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
 
-__all__ = ["Comparison", "PlanReport"]
+__all__ = ["DAY_S", "Comparison", "PlanReport"]
 
-_DAY_S = 86_400
+DAY_S = 86_400
 _WINDOW = 64
 
 
@@ -111,7 +111,7 @@ class Comparison:
             return None
         known, measured = self._followed
         prediction = known.plan.prediction
-        passes_per_day = _DAY_S / max(known.trace.end_s, 1e-9)
+        passes_per_day = DAY_S / max(known.trace.end_s, 1e-9)
         return PlanReport(
             predicted_step_s=prediction.step_s,
             measured_step_s=statistics.median(one.step_s for one in measured),

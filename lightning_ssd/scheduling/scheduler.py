@@ -32,7 +32,7 @@ from lightning_ssd.scheduling.move_search import MoveSearch, State
 from lightning_ssd.scheduling.pass_kind import PassKind, TracedPass
 from lightning_ssd.scheduling.plan_cache import PlanCache
 from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
-from lightning_ssd.scheduling.plan_report import Comparison, PlanReport
+from lightning_ssd.scheduling.plan_report import DAY_S, Comparison, PlanReport
 from lightning_ssd.scheduling.recorder import Recorder
 from lightning_ssd.scheduling.stalls import stall_seconds
 from lightning_ssd.telemetry.metrics import PlanReadings
@@ -42,7 +42,6 @@ __all__ = ["FinishedPass", "PlainPass", "Scheduler"]
 _log = logging.getLogger(__name__)
 
 _MAX_KINDS = 64
-_DAY_S = 86_400
 _NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
 
 
@@ -351,7 +350,7 @@ class Scheduler:
             max_slowdown=self._constraints.max_slowdown,
             min_relief=self._constraints.min_relief,
             budget_bytes=limit,
-            written_bytes=None if wear is None else int(wear * trace.end_s / _DAY_S),
+            written_bytes=None if wear is None else int(wear * trace.end_s / DAY_S),
             # A trace with recomputed blocks cannot tell what their storages would do: placements only, then.
             recompute=may_recompute and bool(trace.blocks) and not trace.recomputed,
         )

@@ -13,7 +13,7 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import StorageError
 from lightning_ssd.storage.backend import Backend, WrappedBackend
 from lightning_ssd.storage.drive_lock import DriveLock
-from lightning_ssd.storage.drive_probe import measure_rates
+from lightning_ssd.storage.drive_probe import PROBE_BYTES, measure_rates
 from lightning_ssd.storage.spill_file import Arena
 
 __all__ = ["ExclusiveBackend", "exclusive_is_faster", "open_exclusive"]
@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 
 _MIN_GAIN = 0.03
 _NUM_ROUNDS = 4
-_PROBE_BYTES = 16 << 20
 
 
 class ExclusiveBackend(WrappedBackend):
@@ -104,11 +103,11 @@ def _gains(backend: Backend, directory: Path, agree: AllReduceMin) -> bool:
 def _seconds(backend: Backend, directory: Path) -> float:
     """What a write and a read of some bytes take; infinite where that fails, for the others wait for a number."""
     try:
-        rates = measure_rates(backend, directory, nbytes=_PROBE_BYTES)
+        rates = measure_rates(backend, directory)
     except (OSError, StorageError) as error:
         _log.warning("%s could not be measured: %s", directory, error)
         return math.inf
-    return _PROBE_BYTES / rates.write_per_s + _PROBE_BYTES / rates.read_per_s
+    return PROBE_BYTES / rates.write_per_s + PROBE_BYTES / rates.read_per_s
 
 
 def exclusive_is_faster(at_once: Callable[[], float], in_turns: Callable[[], float], agree: AllReduceMin) -> bool:

@@ -38,6 +38,20 @@ class _Stored:
     body_nbytes = 64
 
 
+class HooksThatKeepNothing:
+    def enter(self, current: SavedPass) -> None:
+        """Nobody counts."""
+
+    def leave(self) -> None:
+        """Nobody counts."""
+
+    def pack(self, current: SavedPass, tensor: torch.Tensor) -> None:
+        """Nothing is kept."""
+
+    def unpack(self, packed: None) -> torch.Tensor:
+        raise AssertionError("nothing was kept")
+
+
 def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
     storage = tensor.untyped_storage()
     parts = SavedParts(storage.nbytes(), tensor)
@@ -294,7 +308,7 @@ def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: Ssd
 
 def test_what_an_operation_may_still_fill_does_not_leave() -> None:
     record = record_of(torch.arange(16.0))
-    record.home = SavedPass(lambda _: None, lambda: None, lambda *_: None, lambda _: None)
+    record.home = SavedPass(HooksThatKeepNothing())
     with record.home:
         record.operation = Operation.current()
         at_once(lambda: (torch.ones(1, requires_grad=True) * 2, check(not record.can_be_evicted)))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:this optimizer's states share me
 @pytest.fixture(autouse=True)
 def tiny_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that most of a program's states are on the drive between steps."""
-    monkeypatch.setattr("lightning_ssd.optimizer.step.paged_states._MIN_SUBGROUP_BYTES", 16 << 10)
+    monkeypatch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 16 << 10)
     monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 1024)
 
 
@@ -115,7 +115,7 @@ def _refused_late(self: OffloadedOptimizer, closure: Any = None) -> Any:
 
 def _read_only(self: LiveStates, key: Any) -> Any:
     """A look at a state that is a copy."""
-    return copy.deepcopy(self._states.read(self._states.partition.number_of(key))) if key in self else {}
+    return copy.deepcopy(self._states.read(key)) if key in self else {}
 
 
 MENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
@@ -172,14 +172,14 @@ MENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
     "one state for two": ({"optimizer.live_states.LiveStates.check": _nothing}, {"kind": "adamw", "action": "share"}),
     "one state for all": (
-        {"optimizer.step.dry_run.DryRun.play": _nothing, "optimizer.step.paged_states.are_apart": bool},
+        {"optimizer.step.dry_run.DryRun.play": _nothing, "optimizer.paged_states.are_apart": bool},
         {"kind": "OneForAll"},
     ),
-    "views": ({"optimizer.step.paged_states.must_stay": lambda *_: False}, {"kind": "Views"}),
-    "two names": ({"optimizer.step.paged_states.must_stay": lambda *_: False}, {"kind": "TwoNames"}),
-    "alias of a parameter": ({"optimizer.step.paged_states.must_stay": lambda *_: False}, {"kind": "KeepsParameter"}),
-    "alias of a gradient": ({"optimizer.step.paged_states.must_stay": lambda *_: False}, {"kind": "KeepsGradient"}),
-    "held elsewhere": ({"optimizer.step.paged_states.must_stay": lambda *_: False}, {"kind": "HoldsStates"}),
+    "views": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "Views"}),
+    "two names": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "TwoNames"}),
+    "alias of a parameter": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "KeepsParameter"}),
+    "alias of a gradient": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "KeepsGradient"}),
+    "held elsewhere": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "HoldsStates"}),
     "held by the user": ({"optimizer.live_states.is_held": lambda *_: False}, {"kind": "adamw", "action": "zero_held"}),
     "returned values": ({"optimizer.step.stepper.GroupChanges.result": lambda _, loss: loss}, {"kind": "ReturnsText"}),
     "hidden norms": ({"optimizer.step.dry_run._differ": lambda *_: False}, {"kind": "Clips"}),

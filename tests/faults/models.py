@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ssd import Offloader
-from lightning_ssd.optimizer.step import paged_states
+from lightning_ssd.optimizer import paged_states
 
 __all__ = ["KINDS", "Runner", "Task", "Twins", "WrongBitsError", "many_subgroups", "random_task"]
 

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from tests.support.optimizer_pairs import files_of
 
 MIB = 1 << 20
 NUM_ELEMENTS = 3 * MIB  # AdamW: 24 MiB of states
@@ -31,8 +32,7 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], seed:
 
 
 def spilled(optimizer: torch.optim.Optimizer) -> list[int]:
-    assert isinstance(optimizer, OffloadedOptimizer)
-    return [tier.disk_bytes for tier in optimizer._states.files.tiers]
+    return [tier.disk_bytes for tier in files_of(optimizer).tiers]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "amsgrad", "sgd", "plain sgd", "rmsprop"])

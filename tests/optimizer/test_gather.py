@@ -21,6 +21,7 @@ from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.spill_file import Arena
 from tests.support.faults import Fail, FaultyBackend, always, enospc, on_calls
 from tests.support.helpers import assert_identical
+from tests.support.optimizer_pairs import files_of, store_of, used_bytes
 
 SHAPES = ((256, 300), (3,), (7, 1025), (0, 5))
 
@@ -54,12 +55,7 @@ def step(optimizer: OffloadedOptimizer) -> None:
 
 
 def spool_of(optimizer: OffloadedOptimizer, nbytes: int) -> TensorSpool:
-    return TensorSpool(optimizer._states.files, optimizer._states.store, nbytes)
-
-
-def used_bytes(optimizer: OffloadedOptimizer) -> int:
-    optimizer._states.store.settle()
-    return sum(arena.used_bytes for tier in optimizer._states.files.tiers for arena in tier._arenas)
+    return TensorSpool(files_of(optimizer), store_of(optimizer), nbytes)
 
 
 def tensors() -> list[torch.Tensor]:
@@ -132,7 +128,7 @@ def test_space_that_states_need_is_not_taken(tmp_path: Path, monkeypatch: pytest
 def test_another_directory_takes_what_one_refuses(tmp_path: Path) -> None:
     expected = tensors()
     with opened(tmp_path / "a", tmp_path / "b") as optimizer:
-        first = optimizer._states.files.tiers[0]
+        first = files_of(optimizer).tiers[0]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(first, "allocate", lambda nbytes: (_ for _ in ()).throw(OutOfSpaceError(28, "full")))
             spool = spool_of(optimizer, 0)

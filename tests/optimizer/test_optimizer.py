@@ -16,7 +16,14 @@ from torch.optim import Optimizer
 
 from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
-from tests.support.optimizer_pairs import assert_same_parameters, assert_same_states, used_bytes, wrapped
+from tests.support.optimizer_pairs import (
+    assert_same_parameters,
+    assert_same_states,
+    files_of,
+    store_of,
+    used_bytes,
+    wrapped,
+)
 
 SHAPES = ((300, 40), (1000,), (64, 64), (7,), (2000, 100), (0, 4), (8, 3, 5, 5), (), *[(128, 150)] * 6)
 """Small ones stay in memory, (2000, 100) is cut, one is empty, one has no dimension."""
@@ -99,7 +106,7 @@ def test_bits_are_those_of_the_plain_optimizer(kind: str, dtype: torch.dtype, sp
             optimizer.step()
             reference.step()
             assert_same_parameters(mine, plain)
-        assert optimizer.stats.num_subgroups > optimizer._states.store.num_slots, "nothing would have to move"
+        assert optimizer.stats.num_subgroups > store_of(optimizer).num_slots, "nothing would have to move"
         if optimizer.stats.state_bytes:
             assert optimizer.stats.written_bytes > optimizer.stats.state_bytes
             assert optimizer.stats.read_bytes > 0
@@ -117,7 +124,7 @@ def test_two_directories_share_the_states(spill_dir: Path) -> None:
             set_gradients(plain, step)
             optimizer.step()
             reference.step()
-        assert all(progress.written_bytes > 0 for progress in optimizer._states.files.progress())
+        assert all(progress.written_bytes > 0 for progress in files_of(optimizer).progress())
     assert_same_parameters(parameters, plain)
 
 
@@ -232,7 +239,7 @@ def test_disk_use_does_not_grow(spill_dir: Path) -> None:
             set_gradients(parameters, step)
             optimizer.step()
             optimizer.flush()
-            sizes.append(sum(arena.used_bytes for tier in optimizer._states.store.tiers for arena in tier._arenas))
+            sizes.append(used_bytes(optimizer))
         assert len(set(sizes)) == 1
 
 

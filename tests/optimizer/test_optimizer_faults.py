@@ -14,7 +14,16 @@ import torch
 
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
 from tests.support.faults import Fail, always, eio, enospc, on_calls
-from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, opened, used_bytes
+from tests.support.optimizer_pairs import (
+    Pair,
+    adamw,
+    assert_same_states,
+    lent_of,
+    offloaded,
+    opened,
+    store_of,
+    used_bytes,
+)
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -52,7 +61,7 @@ def test_failed_writes_cost_nothing_but_memory(fail: Fail, spill_dir: Path) -> N
 def test_memory_returns_when_the_drive_does(spill_dir: Path) -> None:
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
-        slots = optimizer._states.store.num_slots
+        slots = store_of(optimizer).num_slots
         drive.fail_write = always(enospc)
         with pytest.warns(UserWarning, match="stay in memory"):
             pair.step(optimizer)
@@ -62,7 +71,7 @@ def test_memory_returns_when_the_drive_does(spill_dir: Path) -> None:
         drive.fail_write = None
         optimizer.flush()
         pair.step(optimizer)
-        assert optimizer._states.store.num_slots == slots
+        assert store_of(optimizer).num_slots == slots
         assert optimizer.stats.resident_bytes <= slots * (128 << 10) + optimizer.stats.state_bytes // 4
         pair.check(optimizer)
 
@@ -76,7 +85,7 @@ def test_a_read_that_fails_once_is_tried_again(spill_dir: Path) -> None:
         for _ in range(4):
             pair.step(optimizer)
         assert drive.num_reads > 45
-        assert sum(tier.num_retries for tier in optimizer._states.store.tiers) == 3
+        assert sum(tier.num_retries for tier in store_of(optimizer).tiers) == 3
         pair.check(optimizer)
 
 
@@ -127,7 +136,7 @@ def test_a_load_that_is_interrupted_ends_training(spill_dir: Path) -> None:
         wrong["state"][7] = {"exp_avg": _Unmovable()}
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(wrong)
-        assert not optimizer._states.lent
+        assert not lent_of(optimizer)
         with pytest.raises(RuntimeError, match="incomplete"):
             optimizer.step()
         optimizer.load_state_dict(saved)
@@ -194,8 +203,8 @@ def test_a_step_that_is_interrupted_is_not_trained_on(error: type[BaseException]
             pair.step(optimizer)
         pair.check(optimizer)
         optimizer.flush()
-        optimizer._states.store.evict(range(len(optimizer._states.store)))
-        assert optimizer._states.store.slots.lent_bytes == 0
+        store_of(optimizer).evict(range(len(store_of(optimizer))))
+        assert optimizer.stats.resident_bytes == 0
 
 
 def test_closing_an_incomplete_one_is_quiet_and_leaves_nothing(spill_dir: Path) -> None:
@@ -270,7 +279,7 @@ def test_the_inner_optimizer_may_be_stepped_and_loaded(spill_dir: Path) -> None:
                 pair.inner.load_state_dict(copy.deepcopy(saved))
                 pair.twin.load_state_dict(copy.deepcopy(saved))
         pair.check(optimizer)
-        assert not optimizer._states.lent, "they went back to their drive"
+        assert not lent_of(optimizer), "they went back to their drive"
 
 
 def test_states_are_not_lost_when_they_cannot_be_taken_over(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

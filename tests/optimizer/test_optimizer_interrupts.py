@@ -13,13 +13,21 @@ import torch
 from torch.optim import Optimizer
 
 from tests.support.interrupted_points import PointsIn
-from tests.support.optimizer_pairs import Pair, adamw, assert_same_parameters, assert_same_states, offloaded, opened
+from tests.support.optimizer_pairs import (
+    Pair,
+    adamw,
+    assert_same_parameters,
+    assert_same_states,
+    offloaded,
+    opened,
+    partition_of,
+)
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 _STATES = (
     "optimizer/live_states.py",
-    "optimizer/step/paged_states.py",
+    "optimizer/paged_states.py",
     "optimizer/step/partition.py",
     "optimizer/step/layout.py",
     "optimizer/store/store.py",
@@ -135,7 +143,7 @@ def test_a_load_is_complete_or_incomplete_or_has_not_begun(spill_dir: Path) -> N
     points = PointsIn(
         "optimizer/offloaded_optimizer.py",
         "optimizer/checkpoint/loading.py",
-        "optimizer/step/paged_states.py",
+        "optimizer/paged_states.py",
         "optimizer/live_states.py",
         "optimizer/step/partition.py",
     )
@@ -215,7 +223,7 @@ def test_an_edit_that_is_interrupted_is_made_or_not(
     points, p = PointsIn(*_STATES), pair.mine[1]
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
         pair.step(optimizer)
-        assert len(optimizer._states.partition.places[1]) > 1
+        assert len(partition_of(optimizer).places[1]) > 1
         while True:
             optimizer.state[p] = {"momentum_buffer": torch.full_like(p, 2.0)}
             optimizer._live.settle()
@@ -232,7 +240,7 @@ def test_an_edit_that_is_interrupted_is_made_or_not(
 def test_a_late_parameter_is_updated_whatever_was_interrupted(spill_dir: Path) -> None:
     pair = Pair(adamw, ((128, 150), (64, 40)))
     points = PointsIn(
-        "optimizer/step/paged_states.py",
+        "optimizer/paged_states.py",
         "optimizer/step/partition.py",
         "optimizer/store/store.py",
         "optimizer/offloaded_optimizer.py",
@@ -267,7 +275,7 @@ def test_closing_after_a_late_parameter_that_was_interrupted(spill_dir: Path, mo
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
         pair.step(optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr("lightning_ssd.optimizer.step.paged_states.assign_paths", interrupt)
+            patch.setattr("lightning_ssd.optimizer.paged_states.assign_paths", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(300, 200))]})
     assert_same_parameters(pair.mine, pair.plain)

@@ -13,7 +13,17 @@ from torch import nn
 
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.live_states import LiveStates
-from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, equal, opened, used_bytes, wrapped
+from tests.support.optimizer_pairs import (
+    Pair,
+    adamw,
+    assert_same_states,
+    equal,
+    lent_of,
+    opened,
+    partition_of,
+    used_bytes,
+    wrapped,
+)
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -35,7 +45,7 @@ def test_steps_update_the_very_tensors_that_somebody_holds(spill_dir: Path) -> N
         pair.check(optimizer)
         del mine, view, step
         pair.step(optimizer)
-        assert not optimizer._states.lent, "nobody holds one any more"
+        assert not lent_of(optimizer), "nobody holds one any more"
         pair.check(optimizer)
 
 
@@ -48,13 +58,13 @@ def test_reading_all_states_leaves_none_in_memory_and_writes_none(spill_dir: Pat
         most = 0
         for state, plain in zip(optimizer.state.values(), pair.twin.state.values(), strict=True):
             assert torch.equal(state["exp_avg"], plain["exp_avg"])
-            most = max(most, len(optimizer._states.lent))
+            most = max(most, len(lent_of(optimizer)))
         del state
         assert most < 25, "of 40"
         optimizer.flush()
         assert optimizer.stats.written_bytes == written_bytes
         pair.step(optimizer)
-        assert not optimizer._states.lent
+        assert not lent_of(optimizer)
         pair.check(optimizer)
 
 
@@ -69,7 +79,7 @@ def test_states_that_were_read_before_there_were_any_are_made_on_their_way_down(
             for mine, plain in zip(pair.mine, pair.plain, strict=True):
                 assert optimizer.state[mine] == pair.twin.state[plain] == {}
             pair.step(optimizer, [*range(36), 38, 39])
-            in_memory = {number for number, mine in enumerate(pair.mine) if optimizer._states.lent.get(mine)}
+            in_memory = {number for number, mine in enumerate(pair.mine) if lent_of(optimizer).get(mine)}
             assert in_memory == {3}, "by who holds it"
             assert held[0].keys() == held[1].keys()
             pair.check(optimizer)
@@ -124,9 +134,7 @@ def test_surgery_leaves_nothing_of_the_old_parameters(spill_dir: Path) -> None:
             pair.mine[3], pair.plain[3] = optimizer.param_groups[0]["params"][3], pair.twin.param_groups[0]["params"][3]
             optimizer.flush()
             sizes.append(used_bytes(optimizer))
-        known = [
-            p for p in optimizer._states.partition.parameters if optimizer._states.partition.number_of(p) is not None
-        ]
+        known = [p for p in partition_of(optimizer).parameters if partition_of(optimizer).places_of(p)]
         assert len(known) <= 13
         assert max(sizes[2:]) <= sizes[1]
         pair.check(optimizer)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.optimizer import paged_states as module_under_test
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
-from lightning_ssd.optimizer.step import paged_states as module_under_test
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
-from tests.support.optimizer_pairs import Pair, wrapped
+from tests.support.optimizer_pairs import Pair, files_of, lent_of, partition_of, store_of, wrapped
 from tests.support.state_stores import mapped_bytes
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
@@ -28,7 +28,7 @@ def test_most_states_are_not_in_memory(spill_dir: Path) -> None:
         stats = optimizer.stats
         assert stats.state_bytes == STATE_BYTES
         assert stats.resident_peak_bytes <= 0.2 * stats.state_bytes
-        assert not optimizer._states.lent
+        assert not lent_of(optimizer)
 
 
 @pytest.mark.parametrize("share", [0.5, 2.0])
@@ -39,9 +39,9 @@ def test_a_cache_saves_its_share_of_the_moves(share: float, spill_dir: Path) -> 
         for _ in range(5):
             before = optimizer.stats
             pair.step(optimizer)
-            optimizer._states.store.wait_for_writes()
+            store_of(optimizer).wait_for_writes()
             now = optimizer.stats
-        slots = optimizer._states.store.num_slots / now.num_subgroups
+        slots = store_of(optimizer).num_slots / now.num_subgroups
         expected = max(1 - slots, 0) * STATE_BYTES
         assert now.read_bytes - before.read_bytes == pytest.approx(expected, rel=0.01)
         assert now.written_bytes - before.written_bytes == pytest.approx(expected, rel=0.01)
@@ -64,7 +64,7 @@ def test_optimizers_share_host_memory(share: float, spill_dir: Path) -> None:
         num_own, mapped = 0, 0
         for optimizer in optimizers:
             assert isinstance(optimizer, OffloadedOptimizer)
-            store, subgroup = optimizer._states.store, optimizer.stats.subgroup_bytes
+            store, subgroup = store_of(optimizer), optimizer.stats.subgroup_bytes
             store.wait_for_writes()
             num_own += module_under_test._NUM_SLOTS
             mapped += mapped_bytes(store)
@@ -73,7 +73,7 @@ def test_optimizers_share_host_memory(share: float, spill_dir: Path) -> None:
         assert mapped >= min(total, 2 * STATE_BYTES) - 2 * subgroup, "host memory was there and is not used"
         first, second = (optimizer.stats.kept_bytes for optimizer in optimizers)
         assert first >= second
-        taken = sum(optimizer._states.files.share.nbytes for optimizer in optimizers)  # type: ignore[attr-defined]
+        taken = sum(files_of(optimizer).share.nbytes for optimizer in optimizers)
         assert host.capacity_bytes == total // 4096 * 4096 - taken
         host_budget = host.arena._share.host_budget
     assert host_budget.left_bytes == host_budget.total_bytes
@@ -82,10 +82,10 @@ def test_optimizers_share_host_memory(share: float, spill_dir: Path) -> None:
 def test_parameters_that_come_later_may_stay_in_host_memory_too(spill_dir: Path) -> None:
     pair = Pair(lambda parameters: torch.optim.AdamW(parameters[:10]), SHAPES)
     with wrapped(pair.inner, spill_dir, host_memory="1GiB") as optimizer:
-        before = optimizer._states.store.num_slots
+        before = store_of(optimizer).num_slots
         optimizer.add_param_group({"params": pair.mine[10:]})
         pair.twin.add_param_group({"params": pair.plain[10:]})
-        assert optimizer._states.store.num_slots > before
+        assert store_of(optimizer).num_slots > before
         for _ in range(3):
             pair.step(optimizer)
         assert optimizer.stats.read_bytes == 0, "there was room for all"
@@ -97,13 +97,13 @@ def test_slots_that_turn_out_larger_are_fewer(spill_dir: Path, monkeypatch: pyte
     monkeypatch.setattr(UpdateProbe, "element_bytes", lambda *_: 2)
     pair = Pair(torch.optim.AdamW, SHAPES)
     with wrapped(pair.inner, spill_dir, host_memory="2MiB") as optimizer:
-        before = optimizer._states.store.num_slots
+        before = store_of(optimizer).num_slots
         for _ in range(3):
             pair.step(optimizer)
-        store = optimizer._states.store
+        store = store_of(optimizer)
         store.wait_for_writes()
         assert store.num_slots < before
-        largest = max(s.layout.nbytes for s in optimizer._states.partition.subgroups if s.layout is not None)
+        largest = max(s.layout.nbytes for s in partition_of(optimizer).subgroups if s.layout is not None)
         assert mapped_bytes(store) <= (2 << 20) + module_under_test._NUM_SLOTS * largest
         pair.check()
 

@@ -24,6 +24,7 @@ from tests.support.optimizer_pairs import (
     equal,
     offloaded,
     opened,
+    partition_of,
     wrapped,
 )
 
@@ -328,7 +329,7 @@ def test_parameters_that_have_no_shape_before_the_first_batch(
             _train(plain, twin, batch)
         assert_same_parameters(list(mine.parameters()), list(plain.parameters()))
         assert_same_states(optimizer.state_dict(), twin.state_dict())
-        assert len(optimizer._states.partition.parameters) == 6
+        assert len(partition_of(optimizer).parameters) == 6
 
 
 def _train(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import FaultyBackend, always, enospc
 from tests.support.late import HeldCopies
+from tests.support.optimizer_pairs import files_of, store_of
 from tests.support.patience import PATIENCE_S
 from tests.support.state_stores import CPU, NBYTES, put
 
@@ -37,7 +38,7 @@ STATE_BYTES = 8 * 600 * 512 * 8
 @pytest.fixture(autouse=True)
 def a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ssd._environment._is_discrete", lambda device: True)
-    monkeypatch.setattr("lightning_ssd.optimizer.step.paged_states._MIN_SUBGROUP_BYTES", 256 << 10)
+    monkeypatch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 256 << 10)
 
 
 class Pair:
@@ -78,7 +79,7 @@ def offloaded(pair: Pair, directory: Path, host_memory: int, **more: Any) -> Ite
 
 
 def drive_bytes(optimizer: OffloadedOptimizer) -> tuple[int, int]:
-    optimizer._states.store.wait_for_writes()
+    store_of(optimizer).wait_for_writes()
     return optimizer.stats.written_bytes, optimizer.stats.read_bytes
 
 
@@ -104,7 +105,7 @@ def test_a_checkpoint_finds_everything_on_the_drive(share: float, spill_dir: Pat
     with offloaded(pair, spill_dir, round(share * STATE_BYTES)) as optimizer:
         pair.step(optimizer, 2)
         saved = optimizer.state_dict()
-        host = optimizer._states.files.host
+        host = files_of(optimizer).host
         assert host is not None
         assert host.used_bytes == 0, "a snapshot would have to copy this"
         pair.check_states(saved)
@@ -128,7 +129,7 @@ def test_optimizers_and_activations_have_one_host_memory(spill_dir: Path) -> Non
         optimizers = [offloader.offload_optimizer(torch.optim.AdamW(pair.mine, lr=1e-3)) for pair in pairs]
         activations = offloader._parts.tiers.host
         assert activations is not None
-        hosts = [activations, *(optimizer._states.files.host for optimizer in optimizers)]  # type: ignore[attr-defined]
+        hosts = [activations, *(files_of(optimizer).host for optimizer in optimizers)]
         for host in hosts:
             host.arena._growth_bytes = 1 << 20
         kept = activations.arena.allocate(total // 4)
@@ -250,7 +251,7 @@ def test_memory_is_not_lent_again_while_a_copy_runs(spill_dir: Path) -> None:
 def test_a_held_copy_may_die_under_the_lock_of_host_memory(spill_dir: Path) -> None:
     """The garbage collector may run while the very thread that it runs in holds that lock."""
     with store_with(HeldCopies(held=False), spill_dir) as store:
-        assert store._router._host is not None
+        assert store._host is not None
         put(store, 0, 7)
         store.wait_for_writes()
         held = store.hold(0)
@@ -258,24 +259,24 @@ def test_a_held_copy_may_die_under_the_lock_of_host_memory(spill_dir: Path) -> N
         assert held.is_cached
         put(store, 0, 8)
         store.wait_for_writes()
-        assert store._router._host.used_bytes == 2 * NBYTES
+        assert store._host.used_bytes == 2 * NBYTES
         holds = [CopyPin()]
         store.release_with(holds[0], [held])
-        with store._router._host._lock, store._router._host.arena._lock:
+        with store._host._lock, store._host.arena._lock:
             thread = threading.Thread(target=holds.clear, daemon=True)  # the last reference
             thread.start()
             thread.join(5)
             assert not thread.is_alive(), "it waits for a lock"
         put(store, 1, 9)
         store.wait_for_writes()
-        assert store._router._host.used_bytes == 2 * NBYTES, "what was held is lost"
+        assert store._host.used_bytes == 2 * NBYTES, "what was held is lost"
 
 
 def test_what_has_no_room_goes_to_the_drive(spill_dir: Path) -> None:
     copies = HeldCopies(held=False)
     with store_with(copies, spill_dir) as store:
-        assert store._router._host is not None
-        kept = store._router._host.arena.allocate(store._router._host.capacity_bytes - NBYTES)
+        assert store._host is not None
+        kept = store._host.arena.allocate(store._host.capacity_bytes - NBYTES)
         for index in range(4):
             put(store, index, index)
         store.wait_for_writes()
@@ -286,5 +287,5 @@ def test_what_has_no_room_goes_to_the_drive(spill_dir: Path) -> None:
             assert int(torch.empty(0, dtype=torch.uint8).set_(storage)[0]) == index
             store.give(index, storage, is_dirty=False, keep=False)
         store.flush()
-        assert store._router._host.used_bytes == store._router._host.capacity_bytes - NBYTES
+        assert store._host.used_bytes == store._host.capacity_bytes - NBYTES
         assert kept is not None

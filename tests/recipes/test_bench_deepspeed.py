@@ -18,7 +18,7 @@ def row(mode: str, loss: float, weights: str | None) -> dict[str, Any]:
 
 
 SMALL_SUBGROUPS = """
-from lightning_ssd.optimizer.step import paged_states
+from lightning_ssd.optimizer import paged_states
 from lightning_ssd.optimizer.step import subgroups
 paged_states._MIN_SUBGROUP_BYTES, subgroups.GRANULE = 64 << 10, 1024
 """

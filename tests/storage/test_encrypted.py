@@ -19,8 +19,8 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import BackendUnavailableError, ConfigError, CorruptionError, StorageError
+from lightning_ssd.optimizer import paged_states as paged_states_module
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
-from lightning_ssd.optimizer.step import paged_states as paged_states_module
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.encrypted import EncryptedBackend, _WriteNumbers
 from lightning_ssd.storage.posix import PosixBackend

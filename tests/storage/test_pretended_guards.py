@@ -323,8 +323,8 @@ def without_wait_for_unused(patch: pytest.MonkeyPatch, device: PretendedDevice) 
     """A slot is lent again while it is being read into."""
     came_up = StateStore._came_up
 
-    def passed(store: Any, index: int, expected: Any, storage: Any, mark: Any, error: Any) -> None:
-        came_up(store, index, expected, storage, Passed(mark), error)
+    def passed(store: Any, read: Any, storage: Any, mark: Any, error: Any) -> None:
+        came_up(store, read, storage, Passed(mark), error)
 
     patch.setattr(StateStore, "_came_up", passed)
 

@@ -28,6 +28,7 @@ from lightning_ssd import (
 )
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.strategies import fabric, single_or_ddp
+from tests.support.optimizer_pairs import files_of
 
 NUM = 3
 MIB, TB = 1 << 20, 10**12
@@ -139,7 +140,7 @@ def test_turns_are_tried_where_others_are_on_the_machine(
     monkeypatch.setattr(offloader, "_num_local", num)
     with offloader:
         optimizer = offloader.offload_optimizer(torch.optim.AdamW([nn.Parameter(torch.zeros(10))]))
-        assert optimizer._states.files.host is not None  # type: ignore[attr-defined]
+        assert files_of(optimizer).host is not None
     assert len(tried) == (num > 1)
 
 

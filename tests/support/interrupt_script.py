@@ -34,7 +34,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.optimizer.step import paged_states
+from lightning_ssd.optimizer import paged_states
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from tests.support.optimizer_pairs import assert_same_states
 

@@ -13,8 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.optimizer.step.partition import Partition
+from lightning_ssd.optimizer.store.files import StateFiles
+from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.backend import Backend
 from tests.support.faults import FaultyBackend
+from tests.support.state_stores import used_bytes as store_bytes
 
 
 class Pair:
@@ -113,9 +117,30 @@ def offloaded(
         yield optimizer, faults[-1]
 
 
-def used_bytes(optimizer: OffloadedOptimizer) -> int:
-    optimizer._states.store.settle()
-    return sum(arena.used_bytes for tier in optimizer._states.store.tiers for arena in tier._arenas)
+def store_of(optimizer: Optimizer) -> StateStore:
+    assert isinstance(optimizer, OffloadedOptimizer)
+    return optimizer._states._store
+
+
+def files_of(optimizer: Optimizer) -> StateFiles:
+    assert isinstance(optimizer, OffloadedOptimizer)
+    return optimizer._states._files
+
+
+def partition_of(optimizer: Optimizer) -> Partition:
+    assert isinstance(optimizer, OffloadedOptimizer)
+    return optimizer._states._partition
+
+
+def lent_of(optimizer: Optimizer) -> dict[Any, Any]:
+    """By parameter, what is in memory because somebody holds it."""
+    assert isinstance(optimizer, OffloadedOptimizer)
+    return optimizer._states.lent
+
+
+def used_bytes(optimizer: Optimizer) -> int:
+    """Of all directories."""
+    return store_bytes(store_of(optimizer))
 
 
 class Nested(Optimizer):

@@ -16,7 +16,7 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.optimizer.store.buffers import BufferPool
-from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy, Writer
+from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.tiers.base import StoredBytes
@@ -64,6 +64,33 @@ def _whole(value: Any, put: Put | None) -> Any:
     tensor: Any = wrap(local_of(value).to(spec.mesh.device_type), spec)
     whole = tensor.full_tensor()
     return whole if put is None else put(whole)
+
+
+class _SpooledWrite:
+    """The write of one tensor; the owner that its tier calls.
+
+    Args:
+        tier: where to.
+        storage: what is written.
+        held: gets the copy.
+    """
+
+    def __init__(self, tier: SsdTier, storage: torch.UntypedStorage, held: list[StoredCopy]) -> None:
+        self._tier, self._storage, self._held = tier, storage, held
+        self.result: StoredCopy | BaseException | None = None
+        self.ended = Latch()
+
+    def write_begins(self) -> torch.UntypedStorage:
+        return self._storage
+
+    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
+        if stored is not None:
+            # Here and not by who waits, whom an interrupt from the keyboard may have taken away.
+            self.result = StoredCopy(self._tier, stored)
+            self._held.append(self.result)
+        else:
+            self.result = error
+        self.ended.open()
 
 
 class TensorSpool:
@@ -144,19 +171,8 @@ class TensorSpool:
             raise refused
         raise StorageError(f"no drive takes a collected tensor: {refused}") from refused
 
-    def _write_to(self, tier: SsdTier, storage: torch.UntypedStorage) -> StoredCopy | BaseException:
-        ended = Latch()
-        found: list[StoredCopy | BaseException] = []
-
-        def write_ended(stored: StoredBytes | None, error: BaseException | None) -> None:
-            if stored is not None:
-                # Here and not by who waits, whom an interrupt from the keyboard may have taken away.
-                self._held.append(StoredCopy(tier, stored))
-                found.append(self._held[-1])
-            else:
-                found.append(error or StorageError("a write ended with neither a copy nor an error"))
-            ended.open()
-
-        tier.write(Writer(storage, write_ended), storage.nbytes(), self._files.mark(), label="a collected state")
-        ended.wait()
-        return found[0]
+    def _write_to(self, tier: SsdTier, storage: torch.UntypedStorage) -> StoredCopy | BaseException | None:
+        write = _SpooledWrite(tier, storage, self._held)
+        tier.write(write, storage.nbytes(), self._files.mark(), label="a collected state")
+        write.ended.wait()
+        return write.result

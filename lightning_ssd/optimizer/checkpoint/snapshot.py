@@ -7,7 +7,7 @@ are while training goes on. Saving them streams through the page cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,17 +48,20 @@ class Snapshot:
                 self._memory[index] = held
         # One call, so that what shares memory still does.
         copies = copy.deepcopy(list(lent.values()))
-        self.lent: dict[Any, State] = dict(zip(lent, copies, strict=True))
-        """Copies of these, by parameter."""
-        self._made: dict[int, State] | None = None
+        self._lent: dict[Any, State] = dict(zip(lent, copies, strict=True))
+        self._made: dict[Any, State] | None = None
         self._hold = CopyPin()
         store.release_with(self._hold, list(self._copies.values()))
 
     def map_all(self) -> None:
         """Make all tensors now, while files are open; they outlive the files."""
-        self._made = {number: self.state_of(number) for number in range(len(self._partition.parameters))}
+        self._made = {parameter: self.state_of(parameter) for parameter in self._partition.parameters}
 
-    def state_of(self, parameter: int) -> State:
+    def states_of(self, keys: Iterable[Any]) -> dict[Any, State]:
+        """Return all of these, by parameter; what was in memory alone is the same object in each call."""
+        return {key: self._lent[key] if key in self._lent else self.state_of(key) for key in keys}
+
+    def state_of(self, parameter: Any) -> State:
         """What the optimizer remembers of one parameter; empty if nothing.
 
         Raises:
@@ -66,10 +69,13 @@ class Snapshot:
         """
         if self._made is not None:
             return dict(self._made.get(parameter, {}))
-        if self._partition.parameters[parameter] in self.lent:
-            return dict(self.lent[self._partition.parameters[parameter]])
-        places = self._partition.places[parameter]
-        states = [self._partition.subgroups[index].templates[number] for index, number in places]
+        number = self._partition.number_of(parameter)
+        if number is None:
+            return {}
+        if parameter in self._lent:
+            return dict(self._lent[parameter])
+        places = self._partition.places[number]
+        states = [self._partition.subgroups[index].templates[part] for index, part in places]
         if not any(states):
             return {}
         result: State = {}
@@ -78,12 +84,12 @@ class Snapshot:
             if len(places) == 1:
                 result[key] = self._whole(*places[0], key) if value is MOVED else copy.deepcopy(value, memo)
             elif value is MOVED:
-                result[key] = wrap(self._joined(parameter, key), spec_of(self._partition.parameters[parameter]))
+                result[key] = wrap(self._joined(number, key), spec_of(parameter))
             else:
                 result[key] = copy.deepcopy(shared([state[key] for state in states], key))
         return result
 
-    def forget(self, parameter: int) -> None:
+    def forget(self, parameter: Any) -> None:
         """There is no such state any more, once all are made."""
         if self._made is not None:
             self._made.pop(parameter, None)

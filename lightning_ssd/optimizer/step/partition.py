@@ -83,9 +83,14 @@ class Partition:
         self.subgroups: list[Subgroup] = []
         self._numbers: dict[int, int] = {}
 
-    def number_of(self, parameter: torch.Tensor) -> int | None:
-        """By which number the parameter goes; ``None`` if it is not known."""
-        return self._numbers.get(id(parameter))
+    def number_of(self, key: object) -> int | None:
+        """By which number a parameter goes; ``None`` if no such parameter is known."""
+        return self._numbers.get(id(key))
+
+    def places_of(self, key: object) -> Sequence[tuple[int, int]]:
+        """Return the places of a parameter; none if no such parameter is known."""
+        number = self.number_of(key)
+        return () if number is None else self.places[number]
 
     def extend(
         self,

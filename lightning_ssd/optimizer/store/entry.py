@@ -1,11 +1,10 @@
-"""One subgroup of optimizer states: where its bytes are, and who is told when they have moved."""
+"""One subgroup of optimizer states: where its bytes are, who holds them, and what no drive took."""
 
 from __future__ import annotations
 
 import enum
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.spill_file import Arena, Extent
-from lightning_ssd.tiers.base import StoredBytes
+from lightning_ssd.tiers.base import StoredBytes, WriteOwner
 from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
@@ -25,11 +24,10 @@ __all__ = [
     "CopyPin",
     "DeferredReleases",
     "Owner",
-    "Reader",
     "Residency",
     "StoredCopy",
     "SubgroupEntry",
-    "Writer",
+    "WriteFailures",
     "copied",
 ]
 
@@ -119,7 +117,7 @@ class SubgroupEntry:
     """Whether its last write failed: it has a piece of memory beyond the others' until it can be written."""
     error: BaseException | None = None
     """Of its last read, until somebody takes it."""
-    writer: Writer | None = None
+    writer: WriteOwner | None = None
     """Of the write under way."""
     tried: set[int] = field(default_factory=set)
     """Paths that the write under way was refused by."""
@@ -134,33 +132,6 @@ class SubgroupEntry:
         former, self.copy = self.copy, copy
         if former is not None:
             former.release()
-
-
-@dataclass(slots=True)
-class Writer:
-    """A write's owner."""
-
-    storage: torch.UntypedStorage
-    ended: Callable[[StoredBytes | None, BaseException | None], None]
-    is_wanted: Callable[[Writer], bool] = lambda writer: True
-
-    def write_begins(self) -> torch.UntypedStorage | None:
-        return self.storage if self.is_wanted(self) else None
-
-    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        self.ended(stored, error)
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """A read's owner."""
-
-    ended: Callable[[torch.UntypedStorage | None, StreamEvent | None, BaseException | None], None]
-
-    def read_ended(
-        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
-    ) -> None:
-        self.ended(storage, mark, error)
 
 
 def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -191,3 +162,35 @@ class DeferredReleases:
                 copies.pop().release()
             self._watched.pop(self._dead[0], None)
             self._dead.popleft()  # last: an interrupted call is made good by the next one
+
+
+class WriteFailures:
+    """Subgroups whose states stay in memory because they cannot be written. Its owner locks."""
+
+    def __init__(self) -> None:
+        self.num_stuck = 0
+        """Subgroups that have a piece of memory beyond the others' now, or training would wait for one for ever."""
+        self.last_error: str | None = None
+        self._warning: str | None = None
+
+    def note(self, home: SubgroupEntry, error: BaseException | None, *, quietly: bool) -> None:
+        """A subgroup stays in memory; ``quietly``: nobody needs to know."""
+        self.num_stuck += not home.is_stuck
+        home.is_stuck = True
+        if self.last_error is None and not quietly:
+            self._warning = (
+                f"optimizer states could not be written and stay in memory, exact as before: {error}. Free space on "
+                "the drive, or name another directory in HardwareProfile.paths"
+            )
+        self.last_error = str(error) or repr(error)  # not itself: its frames hold what was to be written
+
+    def is_written(self, home: SubgroupEntry) -> None:
+        """Memory is not ahead of the drive any more."""
+        home.is_dirty = False
+        self.num_stuck -= home.is_stuck
+        home.is_stuck = False
+
+    def take_warning(self) -> str | None:
+        """What the user should know, once."""
+        warning, self._warning = self._warning, None
+        return warning

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,19 +23,48 @@ from lightning_ssd.optimizer.store.entry import (
     CopyPin,
     DeferredReleases,
     Owner,
-    Reader,
     Residency,
     StoredCopy,
     SubgroupEntry,
+    WriteFailures,
     copied,
 )
-from lightning_ssd.optimizer.store.routing import WriteFailures, WriteRouter
 from lightning_ssd.tiers.base import StoredBytes
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import StreamEvent
 
 __all__ = ["StateStore"]
+
+
+class _PendingWrite:
+    """One write of a subgroup; the owner that its tier calls."""
+
+    __slots__ = ("_storage", "_store", "index", "tier")
+
+    def __init__(self, store: StateStore, index: int, tier: SsdTier | HostTier, storage: torch.UntypedStorage) -> None:
+        self._store, self._storage = store, storage
+        self.index, self.tier = index, tier
+
+    def write_begins(self) -> torch.UntypedStorage | None:
+        return self._storage if self._store._is_wanted(self) else None
+
+    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
+        self._store._written(self, stored, error)
+
+
+class _PendingRead:
+    """One read of a subgroup into memory that was taken for it; the owner that its tier calls."""
+
+    __slots__ = ("_store", "index", "into")
+
+    def __init__(self, store: StateStore, index: int, into: torch.UntypedStorage) -> None:
+        self._store, self.index, self.into = store, index, into
+
+    def read_ended(
+        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
+    ) -> None:
+        self._store._came_up(self, storage, mark, error)
 
 
 class StateStore:
@@ -71,13 +99,12 @@ class StateStore:
         self.block_bytes = block_bytes
         self.stall_s = 0.0
         self.kept_bytes = 0
-        self._device, self._mover = device, mover
+        self._device, self._mover, self._host = device, mover, host
         self.slots = BufferPool(device)
         self._mark, self._wait_for = mark, wait
         # Guards everything below; told of every end of a move. Tiers' locks are taken under it, never it under theirs.
         self._changed = Changes()
         self._lock = self._changed.lock
-        self._router = WriteRouter(self.tiers, host, mark, self._lock)
         self._homes: list[SubgroupEntry] = []
         self._queue: deque[int] = deque()
         self._num_allowed = num_slots
@@ -301,25 +328,63 @@ class StateStore:
             return
         home.where = Residency.WRITING
         try:
-            self._router.write(index, home, self._written, to_drive=to_drive)
+            self._write(index, to_drive=to_drive)
         except BaseException:  # an interrupt may come when it is queued: nobody wants it then
             home.where, home.writer = Residency.HERE, None
             raise
 
-    def _written(
-        self, index: int, tier: SsdTier | HostTier, stored: StoredBytes | None, error: BaseException | None
-    ) -> None:
+    def _write(self, index: int, *, to_drive: bool) -> None:
+        """Write a subgroup to host memory while there is room, else to its own directory."""
+        home = self._homes[index]
+        if self._host is not None and not to_drive:
+            if home.copy is not None and home.copy.is_cached:
+                home.replace_copy(None)  # memory is ahead of it and stays until the write has ended: its room serves
+            home.tried = set()
+            if self._submit(index, self._host):
+                return
+        home.tried = {home.path}
+        self._submit(index, self.tiers[home.path])
+
+    def _write_elsewhere(self, index: int) -> bool:
+        """Write a subgroup that was refused to a directory that has not refused it yet, if there is one."""
+        home = self._homes[index]
+        nearest_first = sorted(range(len(self.tiers)), key=lambda path: path != home.path)
+        other = next((path for path in nearest_first if path not in home.tried), None)
+        if other is None:
+            return False
+        home.path = other
+        home.tried.add(other)
+        try:
+            self._submit(index, self.tiers[other])
+        except OffloaderClosedError:  # it has closed before the one that refused
+            return False
+        return True
+
+    def _submit(self, index: int, tier: SsdTier | HostTier) -> bool:
+        """Return whether the tier has room."""
+        home = self._homes[index]
+        if home.storage is None:
+            raise RuntimeError("a subgroup without memory was to be written")
+        # A write that was interrupted while it was queued may be in the queue all the same: then it is not this one.
+        write = home.writer = _PendingWrite(self, index, tier, home.storage)
+        return tier.write(write, home.storage.nbytes(), self._mark(), label=f"optimizer states of subgroup {index}")
+
+    def _is_wanted(self, write: _PendingWrite) -> bool:
         with self._lock:
-            home = self._homes[index]
+            return self._homes[write.index].writer is write
+
+    def _written(self, write: _PendingWrite, stored: StoredBytes | None, error: BaseException | None) -> None:
+        with self._lock:
+            home = self._homes[write.index]
             if stored is not None:
-                home.replace_copy(StoredCopy(tier, stored))
+                home.replace_copy(StoredCopy(write.tier, stored))
                 self._failures.is_written(home)
                 home.where = Residency.HERE
                 # Whoever wants it may have it at once, but for one that could not be written before: its memory was
                 # beyond the others', and is no more.
                 if not home.is_wanted or self.slots.num_lent > self.num_slots:
                     self._drop(home)
-            elif self._is_closed or not self._router.write_elsewhere(index, home, self._written):
+            elif self._is_closed or not self._write_elsewhere(write.index):
                 home.where = Residency.HERE
                 self._failures.note(home, error, quietly=self._is_closed)
             self._changed.tell()
@@ -359,7 +424,7 @@ class StateStore:
             home.storage = storage = self.slots.take(copy.stored.body_nbytes)
             home.where = Residency.READING
             self._mover.offer(storage, self._mark())
-            copy.tier.read(Reader(partial(self._came_up, index, storage)), copy.stored, self._device, urgent=False)
+            copy.tier.read(_PendingRead(self, index, storage), copy.stored, self._device, urgent=False)
         except Exception as error:
             # What nobody waits for yet is asked for again later, and takes no other's place now.
             if is_out_of_memory(error) and home.is_wanted and self._let_go_of_one():
@@ -396,16 +461,15 @@ class StateStore:
 
     def _came_up(
         self,
-        index: int,
-        expected: torch.UntypedStorage,
+        read: _PendingRead,
         storage: torch.UntypedStorage | None,
         mark: StreamEvent | None,
         error: BaseException | None,
     ) -> None:
         with self._lock:
-            home = self._homes[index]
-            if home.storage is not expected:
-                self._free(expected)  # an interrupt came when the read was asked for, and nobody waits for it
+            home = self._homes[read.index]
+            if home.storage is not read.into:
+                self._free(read.into)  # an interrupt came when the read was asked for, and nobody waits for it
             elif storage is None:
                 self._not_read(home, error or StorageError("a read ended with neither bytes nor an error"))
             else:

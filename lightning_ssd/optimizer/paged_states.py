@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_ssd.common.dtensor import even_numel, has_shape, is_shard
 from lightning_ssd.common.profiling import spanned
-from lightning_ssd.errors import ConfigError
+from lightning_ssd.errors import ConfigError, StorageError
+from lightning_ssd.optimizer.checkpoint.gather import TensorSpool
+from lightning_ssd.optimizer.checkpoint.loading import load_states
+from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
 from lightning_ssd.optimizer.step.aliases import are_apart, spans_of
 from lightning_ssd.optimizer.step.coupling import OwnMemory
 from lightning_ssd.optimizer.step.dry_run import DryRun, Watch
@@ -28,6 +32,7 @@ from lightning_ssd.optimizer.step.types import INCOMPLETE, State
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.telemetry.events import EventLog, StallEvent
+from lightning_ssd.telemetry.stats import OptimizerStats
 
 __all__ = ["PagedStates", "Visit", "subgroup_bytes"]
 
@@ -76,11 +81,12 @@ class PagedStates:
         events: EventLog | None,
     ) -> None:
         self._inner_step = inner_step
+        self._optimizer = optimizer
         self._events = events
-        self.files = files
-        self.trials = UpdateProbe(inner_step, optimizer, master_weights=master_weights)
-        self.partition = Partition(self._subgroup_bytes(optimizer.param_groups))
-        self.store = StateStore(
+        self._files = files
+        self._trials = UpdateProbe(inner_step, optimizer, master_weights=master_weights)
+        self._partition = Partition(self._subgroup_bytes(optimizer.param_groups))
+        self._store = StateStore(
             files.tiers,
             files.mover,
             device=files.device,
@@ -92,22 +98,37 @@ class PagedStates:
         )
         self.lent: dict[Any, State] = {}
         """States that are in memory as they are, by parameter; what is on a drive of them is of earlier."""
-        self.update_s = 0.0
+        self._update_s = 0.0
         self._rehearsal = DryRun(inner_step, optimizer)
         self._stays: str | None = None
-        self._slot_bytes = self.partition.max_bytes
+        self._slot_bytes = self._partition.max_bytes
         self._num_cached = 0
         self._own_memory = OwnMemory()
         self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the optimizer is known to update every element by itself."""
+        return self._trials.is_elementwise
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether half-precision parameters have float32 copies."""
+        return self._trials.has_masters
+
+    @property
+    def device(self) -> torch.device:
+        """Where states are updated."""
+        return self._files.device
+
     def _subgroup_bytes(self, groups: Groups) -> int:
         nbytes: int = sum(
-            even_numel(p) * self.trials.element_bytes(p, number)
+            even_numel(p) * self._trials.element_bytes(p, number)
             for number, group in enumerate(groups)
             for p in group["params"]
             if has_shape(p)
         )
-        return subgroup_bytes(nbytes, len(self.files.tiers))
+        return subgroup_bytes(nbytes, len(self._files.tiers))
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -119,29 +140,29 @@ class PagedStates:
             OutOfSpaceError: the directories have no room for their states.
         """
         numbers = _group_numbers(groups)
-        new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None and has_shape(p)]
+        new = [p for group in groups for p in group["params"] if self._partition.number_of(p) is None and has_shape(p)]
         self._retire(numbers)
         if new:
-            if not self.partition.subgroups:
-                self.partition.max_bytes = self._subgroup_bytes(groups)
-            self.partition.extend(
+            if not self._partition.subgroups:
+                self._partition.max_bytes = self._subgroup_bytes(groups)
+            self._partition.extend(
                 new,
-                lambda p: self.trials.element_bytes(p, numbers[id(p)]),
-                lambda p: self.trials.may_slice(p, numbers[id(p)]),
-                lambda num: self.store.add(assign_paths(num, self._rates), len(self.partition.subgroups)),
+                lambda p: self._trials.element_bytes(p, numbers[id(p)]),
+                lambda p: self._trials.may_slice(p, numbers[id(p)]),
+                lambda num: self._store.add(assign_paths(num, self._rates), len(self._partition.subgroups)),
             )
-            self._fit_cache(max(subgroup.expected_bytes for subgroup in self.partition.subgroups))
+            self._fit_cache(max(subgroup.expected_bytes for subgroup in self._partition.subgroups))
             self._reserve()
 
     def _retire(self, numbers: Mapping[int, int]) -> None:
         """Let go of parameters that have left the groups with their states, and of their room on the drives."""
-        for number, parameter in enumerate(self.partition.parameters):
-            is_known = self.partition.number_of(parameter) is not None
-            if is_known and id(parameter) not in numbers and parameter not in self.lent and not self.is_stored(number):
-                self.partition.retire(number)
-        for index, subgroup in enumerate(self.partition.subgroups):
+        for number, parameter in enumerate(self._partition.parameters):
+            is_gone = self.num_parts(parameter) > 0 and id(parameter) not in numbers
+            if is_gone and parameter not in self.lent and not self.is_stored(parameter):
+                self._partition.retire(number)
+        for index, subgroup in enumerate(self._partition.subgroups):
             if not subgroup.expected_bytes and subgroup.layout is not None and not any(subgroup.templates):
-                self.store.forget(index)
+                self._store.forget(index)
                 subgroup.forget_layout()
 
     def _fit_cache(self, largest_bytes: int) -> None:
@@ -149,21 +170,21 @@ class PagedStates:
 
         No more than there are subgroups, so that others get what is of no use here.
         """
-        share = self.files.share
+        share = self._files.share
         self._slot_bytes = max(self._slot_bytes, largest_bytes)
         if share is not None:
-            wanted = len(self.partition.subgroups) - _NUM_SLOTS * len(self.files.tiers)
+            wanted = len(self._partition.subgroups) - _NUM_SLOTS * len(self._files.tiers)
             num = share.fit(max(wanted, 0), self._slot_bytes)
-            self.store.add_slots(num - self._num_cached)
+            self._store.add_slots(num - self._num_cached)
             self._num_cached = num
 
     def _reserve(self) -> None:
         """Room for all states, and for the extents that a step's writes go to before the old ones are given back."""
-        spare = self.store.num_slots * self.partition.max_bytes // len(self.files.tiers)
-        needs = [spare] * len(self.files.tiers)
-        for subgroup, path in zip(self.partition.subgroups, self.store.paths, strict=True):
+        spare = self._store.num_slots * self._partition.max_bytes // len(self._files.tiers)
+        needs = [spare] * len(self._files.tiers)
+        for subgroup, path in zip(self._partition.subgroups, self._store.paths, strict=True):
             needs[path] += subgroup.expected_bytes
-        self.files.reserve(needs)
+        self._files.reserve(needs)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -177,26 +198,26 @@ class PagedStates:
         numbers = _group_numbers(groups)
         visits = []
         # An optimizer that talks to other processes has to visit its parameters in the order in which they do.
-        is_local = self.trials.is_elementwise or not any(map(is_shard, self.partition.parameters))
+        is_local = self.is_elementwise or not any(map(is_shard, self._partition.parameters))
         # Upwards that is the order of parameters, wherever subgroups end.
-        place = (step, self.files.first) if is_local else (0, 0)
-        for index in visit_order(len(self.partition.subgroups), *place):
+        place = (step, self._files.first) if is_local else (0, 0)
+        for index in visit_order(len(self._partition.subgroups), *place):
             active = tuple(self._active(index, numbers))
             if active:
-                mine = (numbers[id(self.partition.parameters[part.parameter])] for _, part in active)
+                mine = (numbers[id(self._partition.parameters[part.parameter])] for _, part in active)
                 visits.append(Visit(index, active, tuple(mine)))
         if len(visits) > 1:
             active_ones = {part.parameter for visit in visits for _, part in visit.active}
-            self._own_memory.check([self.partition.parameters[number] for number in sorted(active_ones)])
+            self._own_memory.check([self._partition.parameters[number] for number in sorted(active_ones)])
         return visits
 
     def _active(self, index: int, numbers: Mapping[int, int]) -> Iterator[tuple[int, Part]]:
-        for number, part in enumerate(self.partition.subgroups[index].parts):
-            parameter = self.partition.parameters[part.parameter]
-            if parameter in self.lent and self.partition.places[part.parameter][0] != (index, number):
+        for number, part in enumerate(self._partition.subgroups[index].parts):
+            parameter = self._partition.parameters[part.parameter]
+            if parameter in self.lent and self._partition.places[part.parameter][0] != (index, number):
                 continue  # it is updated as a whole, with its first part
             if parameter.grad is not None and id(parameter) in numbers:
-                self.partition.check_cuttable(part)
+                self._partition.check_cuttable(part)
                 yield number, part
 
     def update(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
@@ -206,34 +227,34 @@ class PagedStates:
             StorageError: states cannot be read.
             ConfigError: the optimizer turns out to couple its parameters.
         """
-        self.partition.align_gradients()
-        if not self.trials.is_elementwise and visits:
+        self._partition.align_gradients()
+        if not self.is_elementwise and visits:
             self._rehearse(visits, changes)
         order = [visit.index for visit in visits]
-        here = set(self.store.in_memory())
-        self.store.evict(here - set(order[: self.store.num_slots]))
-        self.store.prefetch(index for index in order if index not in here)
-        watch = None if self.trials.is_elementwise else Watch(self.partition.parameters)
+        here = set(self._store.in_memory())
+        self._store.evict(here - set(order[: self._store.num_slots]))
+        self._store.prefetch(index for index in order if index not in here)
+        watch = None if self.is_elementwise else Watch(self._partition.parameters)
         for position, visit in enumerate(visits):
-            self._update(visit, changes, keep=position >= len(visits) - self.store.num_slots)
+            self._update(visit, changes, keep=position >= len(visits) - self._store.num_slots)
             if watch is not None:
-                watch.check(self.partition.parameters[part.parameter] for _, part in visit.active)
+                watch.check(self._partition.parameters[part.parameter] for _, part in visit.active)
 
     def _rehearse(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
         """Once, before an optimizer that is not known is called: with the smallest of its parameters."""
         if self._rehearsal.is_due(len(visits), changes.closure):
             pairs = [
-                (self.partition.parameters[part.parameter], group)
+                (self._partition.parameters[part.parameter], group)
                 for visit in visits
                 for (_, part), group in zip(visit.active, visit.groups, strict=True)
             ]
             piece, group = min(pairs, key=lambda pair: even_numel(pair[0]) or math.inf)  # some are empty
-            lifted = to_master(piece, {})[0] if self.trials.has_master(piece) else piece
+            lifted = to_master(piece, {})[0] if self._trials.has_master(piece) else piece
             self._rehearsal.play(lifted, group, changes.closure, num_calls=len(visits))
 
     def _update(self, visit: Visit, changes: GroupChanges, *, keep: bool) -> None:
         """One subgroup. Parameters whose states are lent are updated as wholes, with these."""
-        partition = self.partition
+        partition = self._partition
         whole = [partition.parameters[part.parameter] for _, part in visit.active]
         is_lent = [parameter in self.lent for parameter in whole]
         storage = None if all(is_lent) else self._taken(visit.index)
@@ -249,23 +270,23 @@ class PagedStates:
         ]
         after = self._run(pieces, visit.groups, before, changes)
         del before
-        if not self.trials.is_elementwise:
+        if not self.is_elementwise:
             self._check_apart(whole, after)
         for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True):
             state = after.pop(0)
             if lent:
                 self.lent[p] = {} if state is None else state
-            elif state is not None and not self.trials.is_elementwise and must_stay(state, storage, self.files.device):
+            elif state is not None and not self.is_elementwise and must_stay(state, storage, self.device):
                 self._keep(p, state, storage)
                 states[number] = {}
             else:
                 states[number] = state or {}
-        self.update_s += time.perf_counter() - begin_s
+        self._update_s += time.perf_counter() - begin_s
         if states:
             self._settle(visit.index, states, storage, keep=keep)
 
     def _taken(self, index: int) -> torch.UntypedStorage | None:
-        asked_s, storage = time.perf_counter(), self.store.take(index)
+        asked_s, storage = time.perf_counter(), self._store.take(index)
         if self._events is not None and storage is not None:
             self._events.append(StallEvent(storage.nbytes(), asked_s, time.perf_counter()))
         return storage
@@ -279,10 +300,10 @@ class PagedStates:
                 f"else that holds them (a state with the keys {sorted(map(str, state))}): such states stay in memory"
             )
 
-    def take_warning(self) -> str | None:
-        """What the user should know of states that do not move, once."""
-        warning, self._stays = self._stays, None if self._stays is None else ""
-        return warning or None
+    def take_warnings(self) -> list[str]:
+        """Return what the user should know of states that could not be written or do not move, once."""
+        stays, self._stays = self._stays, None if self._stays is None else ""
+        return [warning for warning in (self._store.take_warning(), stays) if warning]
 
     @spanned("lightning_ssd::update")
     def _run(
@@ -293,9 +314,9 @@ class PagedStates:
         changes: GroupChanges,
     ) -> list[State | None]:
         """Let the optimizer update the pieces, or the float32 copies of those that have one."""
-        if not any(map(self.trials.has_master, pieces)):
+        if not any(map(self._trials.has_master, pieces)):
             return self._inner_step.run(pieces, groups, states, changes)
-        has_master = [self.trials.has_master(piece) for piece in pieces]
+        has_master = [self._trials.has_master(piece) for piece in pieces]
         lifted = [
             to_master(piece, state or {}) if lifts else (piece, state)
             for piece, state, lifts in zip(pieces, states, has_master, strict=True)
@@ -321,55 +342,66 @@ class PagedStates:
     @spanned("lightning_ssd::flush")
     def _settle(self, index: int, states: Sequence[State], storage: torch.UntypedStorage | None, *, keep: bool) -> None:
         """Put states into the subgroup's memory, or into new memory if they have become others, and give it back."""
-        subgroup = self.partition.subgroups[index]
-        paged = [not self.partition.is_whole(part) for part in subgroup.parts]
-        layout = Layout.of(states, self.files.device, self.store.block_bytes, paged)
+        subgroup = self._partition.subgroups[index]
+        paged = [not self._partition.is_whole(part) for part in subgroup.parts]
+        layout = Layout.of(states, self.device, self._store.block_bytes, paged)
         contents = Contents(layout if layout.nbytes else None, layout.templates(states))
         if layout.nbytes > self._slot_bytes:  # more than a trial has told
             self._fit_cache(layout.nbytes)
         if layout != subgroup.layout or storage is None:
-            storage = self.store.allocate(layout.nbytes) if layout.nbytes else None
+            storage = self._store.allocate(layout.nbytes) if layout.nbytes else None
         else:
-            self.store.will_change(index)
+            self._store.will_change(index)
         if storage is not None:
             layout.collect(states, storage)
-        self.store.give(index, storage, is_dirty=True, keep=keep, new=(subgroup, contents))
+        self._store.give(index, storage, is_dirty=True, keep=keep, new=(subgroup, contents))
 
     def rebalance(self) -> None:
         """Next writes go where the drives have turned out to be faster."""
-        if len(self.store.tiers) > 1:
-            self._rates = [half_duplex_rate(*pair) for pair in self.files.rates()]
-            self.store.assign(rebalance_paths(self.store.paths, self._rates, max_moves=_MAX_MOVES))
+        if len(self._store.tiers) > 1:
+            self._rates = [half_duplex_rate(*pair) for pair in self._files.rates()]
+            self._store.assign(rebalance_paths(self._store.paths, self._rates, max_moves=_MAX_MOVES))
 
     # -- states from elsewhere -----------------------------------------------------------------------------------
 
     @property
     def lent_limit_bytes(self) -> int:
         """As much may be lent before what nobody holds any more has to go back."""
-        return 2 * self.store.num_slots * self._slot_bytes
+        return 2 * self._store.num_slots * self._slot_bytes
 
-    def is_stored(self, number: int) -> bool:
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The parameters that are known, and empty tensors in the place of those that have left."""
+        return self._partition.parameters
+
+    def num_parts(self, key: object) -> int:
+        """Return into how many parts a parameter's state is cut: 1 if it is whole, 0 if no such parameter is known."""
+        return len(self._partition.places_of(key))
+
+    def is_stored(self, key: object) -> bool:
         """Whether there is a state of a parameter, lent or not, that was ever stored."""
-        return any(self.partition.subgroups[index].templates[part] for index, part in self.partition.places[number])
+        return any(self._partition.subgroups[index].templates[part] for index, part in self._partition.places_of(key))
 
-    def read(self, number: int) -> State:
+    def read(self, parameter: torch.Tensor) -> State:
         """A copy of a parameter's state in memory; what does not move is the very object, if the parameter is whole."""
-        places = self.partition.places[number]
+        number = self._partition.number_of(parameter)
+        assert number is not None
+        places = self._partition.places[number]
         found = []
         for index, part in places:
-            storage = self.store.take(index)
-            state = _filled(self.partition.subgroups[index], storage)[part]
+            storage = self._store.take(index)
+            state = _filled(self._partition.subgroups[index], storage)[part]
             found.append(state if storage is None else moved_out(state, storage))
-            self.store.give(index, storage, is_dirty=False, keep=True)
-        return found[0] if len(places) == 1 else self.partition.join(number, found)
+            self._store.give(index, storage, is_dirty=False, keep=True)
+        return found[0] if len(places) == 1 else self._partition.join(number, found)
 
     def put(self, states: Mapping[torch.Tensor, State]) -> None:
         """States of some parameters. Subgroups in which they change nothing are not written."""
-        known = self.partition
+        known = self._partition
         mine = {number: state for p, state in states.items() if (number := known.number_of(p)) is not None}
         for index in sorted({index for number in mine for index, _ in known.places[number]}):
             subgroup = known.subgroups[index]
-            storage = self.store.take(index)
+            storage = self._store.take(index)
             parts = _filled(subgroup, storage)
             is_changed = False
             for number, part in enumerate(subgroup.parts):
@@ -380,23 +412,73 @@ class PagedStates:
             if is_changed:
                 self._settle(index, parts, storage, keep=False)
             else:
-                self.store.give(index, storage, is_dirty=False, keep=False)
+                self._store.give(index, storage, is_dirty=False, keep=False)
 
-    def forget(self, number: int) -> None:
+    def forget(self, key: object) -> None:
         """There is no such state any more. Nothing is moved for it."""
-        for index, part in self.partition.places[number]:
-            self.partition.subgroups[index].forget(part)
+        for index, part in self._partition.places_of(key):
+            self._partition.subgroups[index].forget(part)
 
     def replace(self, index: int, states: Sequence[State]) -> None:
         """Other states for the parts of one subgroup; what it keeps of them it copies."""
-        self.store.forget(index)
-        self.partition.subgroups[index].forget_layout()
-        self._settle(index, owned(states, self.files.device), None, keep=False)
+        self._store.forget(index)
+        self._partition.subgroups[index].forget_layout()
+        self._settle(index, owned(states, self.device), None, keep=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Of all states that move."""
-        return sum(s.layout.nbytes for s in self.partition.subgroups if s.layout is not None)
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Return the states as they are now, which cost no memory where they are on a drive."""
+        # What cannot be written is copied from memory: a full drive costs no checkpoint. A warning is ready.
+        with contextlib.suppress(StorageError):
+            self.flush()
+        return Snapshot(self._partition, self._store, self.lent)
+
+    def spool(self, nbytes: int) -> TensorSpool:
+        """Return room beside the states for so many bytes of other tensors."""
+        return TensorSpool(self._files, self._store, nbytes)
+
+    def load(
+        self,
+        state_dict: Mapping[str, Any],
+        put: Callable[[int, Sequence[State]], None],
+        keep: Callable[[torch.Tensor, State], None],
+    ) -> None:
+        """Load what an optimizer has saved; the arguments are those of :func:`load_states`."""
+        load_states(self._optimizer, state_dict, self._partition, put, keep, has_master=self._trials.has_master)
+
+    # -- numbers, and the end ------------------------------------------------------------------------------------
+
+    def stats(self) -> OptimizerStats:
+        """Return all counters but those of steps."""
+        progress = self._files.progress()
+        return OptimizerStats(
+            num_subgroups=len(self._partition.subgroups),
+            subgroup_bytes=self._partition.max_bytes,
+            state_bytes=sum(s.layout.nbytes for s in self._partition.subgroups if s.layout is not None),
+            resident_bytes=self._store.slots.lent_bytes,
+            resident_peak_bytes=self._store.slots.peak_bytes,
+            written_bytes=sum(p.written_bytes for p in progress),
+            read_bytes=sum(p.read_bytes for p in progress),
+            kept_bytes=self._store.kept_bytes,
+            stall_s=self._store.stall_s,
+            fetch_busy_s=sum(p.read_busy_s for p in progress),
+            flush_busy_s=sum(p.write_busy_s for p in progress),
+            update_s=self._update_s,
+        )
+
+    def flush(self) -> None:
+        """Wait until everything is on its drive.
+
+        Raises:
+            StorageError: something cannot be written; it stays in memory.
+        """
+        self._store.flush()
+
+    def close(self) -> None:
+        """End moves and threads, close the files, and forget what is in memory."""
+        self._files.close()
+        self._store.close()
 
 
 def subgroup_bytes(nbytes: int, num_directories: int) -> int:
