@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -24,14 +26,14 @@ from lightning_ssd.reports.files import write_report
 from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
 from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import RunReport
-from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, compute
+from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, compute, merge_ranks
 from lightning_ssd.telemetry.run_summary import RunFacts, summarize_run
 from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["OffloadMonitor"]
 
 _TB = 10**12
-_WITHOUT_OFFLOADER = ("memory/device_peak_gib", "memory/host_peak_gib")
+_WITHOUT_OFFLOADER = ("time/step_s", "memory/device_peak_gib", "memory/host_peak_gib")
 _LIBRARIES = ("lightning_ssd", "torch", "lightning")
 
 
@@ -41,9 +43,10 @@ class OffloadMonitor(Callback):
 
     Once per optimizer step it takes the numbers of :data:`lightning_ssd.telemetry.metrics.METRICS` from the strategy's
     offloader. Every ``log_every_n_steps`` the steps since the last row are merged (mean per step, largest peak) and
-    given to all loggers of the Trainer, under the keys of that table. Under several processes, rank zero's own numbers
-    are shown. Where the strategy does not offload, it says so once and records the memory peaks alone, so that runs
-    with and without us can be compared with one callback.
+    given to all loggers of the Trainer, under the keys of that table. Rows of several processes are merged by that
+    table's rules (the worst peak, all bytes together), with one collective per row; ``memory/worst_rank`` says whose
+    peak it is. The verdict has rank zero's own numbers. Where the strategy does not offload, the monitor says so once
+    and records time and memory peaks alone, so that runs with and without us can be compared with one callback.
 
     Optimizer steps 2, 4, 8, 16 ... are recorded where somebody looks: memory over the step, transfers beside what the
     model does, and the lives of the largest saved tensors. W&B and TensorBoard get them as pictures (``offload/...``),
@@ -141,9 +144,9 @@ class OffloadMonitor(Callback):
         if offloader is None:
             nothing = OffloadStats()
             readings = read_memory(trainer.strategy.root_device)
-            sample = compute((), stats_before=nothing, stats_now=nothing, readings=readings)
+            sample = compute((), stats_before=nothing, stats_now=nothing, readings=readings, step_s=self._step_s)
             return {key: sample[key] for key in _WITHOUT_OFFLOADER if key in sample}
-        sample = offloader.drain_metrics()
+        sample = offloader.drain_metrics(step_s=self._step_s)
         self._written_now = round(sample["wear/written_tb"] * _TB)
         sample["wear/written_tb"] = (self._written_before + self._written_now) / _TB
         return sample
@@ -180,6 +183,8 @@ class OffloadMonitor(Callback):
 
     def _log(self, trainer: pl.Trainer) -> None:
         row, self._window = self._window.result(), MetricWindow()
+        if trainer.world_size > 1:
+            row = _over_ranks(row, trainer)
         if trainer.is_global_zero:
             self._log_of_run.add_row(trainer.fit_loop.epoch_loop._batches_that_stepped, row)
             for logger in trainer.loggers:
@@ -282,6 +287,19 @@ class OffloadMonitor(Callback):
         # Here, because the progress bar is gone by now.
         if self.verdict and self.summary is not None:
             rank_zero_info(self.summary)
+
+
+def _over_ranks(row: dict[str, float], trainer: pl.Trainer) -> dict[str, float]:
+    """Merge the rows of all processes; each calls this, and one collective brings them together."""
+    device = trainer.strategy.root_device
+    precision = torch.float32 if device.type == "mps" else torch.float64
+    mine = torch.tensor([row.get(metric.key, math.nan) for metric in METRICS], dtype=precision, device=device)
+    table = trainer.strategy.all_gather(mine).tolist()
+    rows = [
+        {metric.key: value for metric, value in zip(METRICS, values, strict=True) if not math.isnan(value)}
+        for values in table
+    ]
+    return merge_ranks(rows)
 
 
 def _offloader_of(trainer: pl.Trainer) -> Offloader | None:

@@ -448,8 +448,12 @@ class Offloader:
         scheduler = self._parts.scheduler
         return scheduler.machine if scheduler is not None and self.is_open and not self._is_foreign else None
 
-    def drain_metrics(self) -> dict[str, float]:
-        """What happened since the last call, under the keys of :data:`lightning_ssd.telemetry.metrics.METRICS`."""
+    def drain_metrics(self, *, step_s: float | None = None) -> dict[str, float]:
+        """What happened since the last call, under the keys of :data:`lightning_ssd.telemetry.metrics.METRICS`.
+
+        Args:
+            step_s: how long the step took that is over (seconds), where somebody has measured it.
+        """
         before, self._sampled = self._sampled, self._moved()
         scheduler, wear = self._parts.scheduler, self._wear
         events = self._events.drain()
@@ -462,6 +466,8 @@ class Offloader:
             readings=read_memory(self._device if self._cache is None else self._cache.device),
             plan=None if scheduler is None else scheduler.readings(),
             drive_life_days=None if wear is None else wear.life_days(self._sampled.bytes_written),
+            step_s=step_s,
+            states_bytes=sum(one.resident_bytes for one in self.optimizer_stats) if self._optimizers else None,
         )
 
 

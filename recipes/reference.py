@@ -31,6 +31,7 @@ _MERGE = {
     "bytes_weighted": "mean, weighted with the bytes moved",
     "rate": "all bytes over all busy time",
 }
+_RANKS = {"max": "largest", "min": "smallest", "mean": "mean", "sum": "sum"}
 _CONFIGURATION = """\
 Sizes are bytes as an integer, or text such as `"512KiB"`, `"1.5GiB"`, `"20GB"`. Every setting has a default that works;
 a mistyped name or value is refused with what was meant. In Hydra the same settings are keys of `conf/offload/*.yaml`
@@ -38,15 +39,18 @@ and `conf/hardware/*.yaml`: `python -m recipes.train offload=ssd offload.verify=
 """
 _METRICS = """\
 `OffloadMonitor` logs these to the Trainer's loggers; `offloader.drain_metrics()` gives them to loops of your own. A row
-over several steps is merged as the last column says. A key without a value in a step is absent.
+over several steps, or of several processes, is merged as the last columns say. A key without a value is absent.
 """
 
 
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     settings = "\n\n".join(f"## `{cls.__name__}`\n\n{about}\n\n{_settings(cls)}" for cls, about in _CLASSES.items())
-    rows = "\n".join(f"| `{metric.key}` | {_cell(metric.meaning)} | {_MERGE[metric.merge]} |" for metric in METRICS)
-    metrics = f"| key | meaning | over several steps |\n|---|---|---|\n{rows}"
+    rows = "\n".join(
+        f"| `{metric.key}` | {_cell(metric.meaning)} | {_MERGE[metric.merge]} | {_RANKS[metric.ranks]} |"
+        for metric in METRICS
+    )
+    metrics = f"| key | meaning | over several steps | over several processes |\n|---|---|---|---|\n{rows}"
     return {
         "configuration.md": f"# Configuration\n\n{_GENERATED}\n\n{_CONFIGURATION}\n{settings}\n",
         "metrics.md": f"# Metrics\n\n{_GENERATED}\n\n{_METRICS}\n{metrics}\n",

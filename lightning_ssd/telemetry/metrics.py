@@ -1,26 +1,38 @@
 """The table of metric keys, and the arithmetic from events and counters to numbers. Pure: no clock, no Trainer.
 
 :data:`METRICS` is the only place where a key is written down. :func:`compute` makes one sample of it, for one step or
-for as long as nobody asked; :class:`MetricWindow` merges samples of several steps by the rule that the table gives.
+for as long as nobody asked; :class:`MetricWindow` merges samples of several steps, and :func:`merge_ranks` rows of
+several processes, by the rules that the table gives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Literal
 
 from lightning_ssd.memory.readings import MemoryReadings
 from lightning_ssd.telemetry.events import Event, StallEvent, TransferEvent
 from lightning_ssd.telemetry.stats import OffloadStats
 
-__all__ = ["METRICS", "Metric", "MetricWindow", "PlanReadings", "compute", "overlap_ratio", "union_s"]
+__all__ = [
+    "METRICS",
+    "Metric",
+    "MetricWindow",
+    "PlanReadings",
+    "compute",
+    "merge_ranks",
+    "overlap_ratio",
+    "union_s",
+]
 
 GIB = 1 << 30
 TB = 10**12
 
 Merge = Literal["mean", "max", "last", "bytes_weighted", "rate"]
+Ranks = Literal["max", "min", "mean", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +47,48 @@ class Metric:
     merge: Merge
     """How several steps become one number: the mean per step, the largest, the last, the mean weighted with the bytes
     moved, or all bytes over all busy time."""
+    ranks: Ranks = "max"
+    """How several processes become one number: the worst one, their mean, or all together."""
 
 
 METRICS: tuple[Metric, ...] = (
+    Metric("time/step_s", "one training step, without data loading; absent in loops of your own", 1, "mean"),
     Metric("memory/device_peak_gib", "peak of PyTorch's CUDA allocator on our device; absent on CPU", GIB, "max"),
     Metric("memory/host_peak_gib", "peak resident set of this process; absent without /proc", GIB, "max"),
     Metric("memory/activations_resident_peak_gib", "saved activations in memory at the worst moment", GIB, "max"),
     Metric("memory/activations_saved_peak_gib", "what keeping all of them would have held at its worst", GIB, "max"),
-    Metric("io/write_gib", "bytes that reached a drive", GIB, "mean"),
-    Metric("io/read_gib", "bytes that came back from a drive", GIB, "mean"),
-    Metric("io/host_gib", "bytes that went to host memory instead of a drive", GIB, "mean"),
-    Metric("io/forwarded_gib", "bytes taken back before or during their write, without a read", GIB, "mean"),
+    Metric("memory/worst_rank", "the process whose peak this is; absent with one process", 1, "last"),
+    Metric("memory/states_resident_gib", "states of offloaded optimizers in memory; absent without one", GIB, "last"),
+    Metric("io/write_gib", "bytes that reached a drive", GIB, "mean", "sum"),
+    Metric("io/read_gib", "bytes that came back from a drive", GIB, "mean", "sum"),
+    Metric("io/host_gib", "bytes that went to host memory instead of a drive", GIB, "mean", "sum"),
+    Metric("io/forwarded_gib", "bytes taken back before or during their write, without a read", GIB, "mean", "sum"),
     Metric("io/stall_s", "time that training threads waited for transfers", 1, "mean"),
+    Metric("io/stall_ratio", "the same, as a share of time/step_s", 1, "mean"),
     Metric(
         "io/overlap_ratio",
         "1 - time with a stall / time with a transfer in flight, clipped to [0, 1]; absent when nothing moved",
         1,
         "bytes_weighted",
+        "mean",
     ),
-    Metric("io/write_gib_per_s", "bytes written to drives / time with a write in flight; absent without", GIB, "rate"),
-    Metric("io/read_gib_per_s", "bytes read from drives / time with a read in flight; absent without", GIB, "rate"),
-    Metric("wear/written_tb", "bytes written to drives since the start, in units of 10**12", TB, "last"),
+    Metric(
+        "io/write_gib_per_s",
+        "bytes written to drives / time with a write in flight; absent without",
+        GIB,
+        "rate",
+        "sum",
+    ),
+    Metric(
+        "io/read_gib_per_s", "bytes read from drives / time with a read in flight; absent without", GIB, "rate", "sum"
+    ),
+    Metric("wear/written_tb", "bytes written to drives since the start, in units of 10**12", TB, "last", "sum"),
     Metric(
         "wear/drive_life_days",
         "days of continuous use until a drive reaches its vendor's rating; absent without a rating or a write",
         1,
         "last",
+        "min",
     ),
     Metric("plan/predicted_step_s", "forward and backward, as the plan says; absent without a plan", 1, "mean"),
     Metric("plan/measured_step_s", "the same, as the clock says", 1, "mean"),
@@ -127,6 +155,8 @@ def compute(
     readings: MemoryReadings,
     plan: PlanReadings | None = None,
     drive_life_days: float | None = None,
+    step_s: float | None = None,
+    states_bytes: int | None = None,
 ) -> dict[str, float]:
     """One sample: what happened between two snapshots.
 
@@ -138,11 +168,17 @@ def compute(
         plan: what was predicted and measured; ``None``: there is no plan.
         drive_life_days: at the vendors' ratings; ``None``: no drive is rated. Infinity (nothing is written) is left
             out, because JSON has no such number.
+        step_s: how long the step took; ``None``: nobody has measured it.
+        states_bytes: of optimizer states in memory now; ``None``: no optimizer is offloaded.
 
     Returns:
         Keys of :data:`METRICS`. A key is absent where there is no number: no CUDA, nothing moved, no plan.
     """
+    stall_s = stats_now.stall_s - stats_before.stall_s
     raw: dict[str, float | None] = {
+        "time/step_s": step_s,
+        "memory/worst_rank": None,  # of several processes, which one alone does not know
+        "memory/states_resident_gib": states_bytes,
         "memory/device_peak_gib": readings.device_peak_bytes,
         "memory/host_peak_gib": readings.host_peak_bytes,
         "memory/activations_resident_peak_gib": stats_now.resident_peak_bytes,
@@ -151,7 +187,8 @@ def compute(
         "io/read_gib": stats_now.bytes_read - stats_before.bytes_read,
         "io/host_gib": stats_now.bytes_host - stats_before.bytes_host,
         "io/forwarded_gib": stats_now.bytes_forwarded - stats_before.bytes_forwarded,
-        "io/stall_s": stats_now.stall_s - stats_before.stall_s,
+        "io/stall_s": stall_s,
+        "io/stall_ratio": stall_s / step_s if step_s else None,
         "wear/written_tb": stats_now.bytes_written,
         "wear/drive_life_days": None if drive_life_days == math.inf else drive_life_days,
     }
@@ -239,3 +276,24 @@ def _weight(metric: Metric, value: float, sample: Mapping[str, float], moved: fl
     if metric.merge == "rate":
         return sample.get(_RATES[metric.key], 0.0) / value if value > 0 else 0.0
     return moved if metric.merge == "bytes_weighted" else 1.0
+
+
+def merge_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Merge the rows of several processes into one, by :attr:`Metric.ranks`. A key that no process has is absent."""
+    merged = {"memory/worst_rank": float(_worst_rank(rows))}
+    for metric in METRICS:
+        values = [row[metric.key] for row in rows if metric.key in row]
+        if values:
+            merged[metric.key] = _OVER_RANKS[metric.ranks](values)
+    return merged
+
+
+def _worst_rank(rows: Sequence[Mapping[str, float]]) -> int:
+    """Number of the process that takes most memory: of its device, else of the host."""
+    for key in ("memory/device_peak_gib", "memory/host_peak_gib"):
+        if any(key in row for row in rows):
+            return max(range(len(rows)), key=lambda rank: rows[rank].get(key, -1.0))
+    return 0
+
+
+_OVER_RANKS: dict[Ranks, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "mean": mean, "sum": math.fsum}

@@ -15,7 +15,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
@@ -25,6 +27,38 @@ from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.support.helpers import assert_identical
 from tests.support.trainers import ManualNet, Net, fit, make_trainer, offload_strategy, result
+
+
+class RowLogger(Logger):
+    """Keeps what it is given; on rank zero alone, as loggers do."""
+
+    name = version = "rows"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append(dict(metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def check_rows(trainer: L.Trainer, scenario: str) -> None:
+    """What is logged is of both processes: each writes about as much, and one of them has the larger peak."""
+    (logger,) = trainer.loggers
+    assert isinstance(logger, RowLogger)
+    rows = [row for row in logger.rows if "memory/worst_rank" in row]
+    assert bool(rows) is trainer.is_global_zero
+    for row in rows:
+        assert row["memory/worst_rank"] in (0.0, 1.0)
+        assert row["io/stall_ratio"] >= 0
+    if rows and scenario == "plain":  # in others too little moves to tell
+        one = trainer.strategy.stats.bytes_written
+        total = sum(row["io/write_gib"] for row in rows) * 2**30
+        assert 1.2 * one < total < 2.5 * one
 
 
 class HalfUnused(Net):
@@ -125,7 +159,8 @@ def compare(name: str, directory: Path, start_method: str) -> None:
     _, expected = fit(make, reference, directory, **settings)
     ours = offload_strategy(directory / name, start_method=start_method, **options())
     monitor = OffloadMonitor()
-    trainer, module = fit(make, ours, directory, callbacks=[monitor], **settings)
+    logged = {"logger": RowLogger(), "log_every_n_steps": 1}
+    trainer, module = fit(make, ours, directory, callbacks=[monitor], **{**settings, **logged})
     assert_identical(result(module), result(expected))
     L.seed_everything(7, verbose=False)
     assert not torch.equal(module.head.weight, make().head.weight), (
@@ -136,6 +171,7 @@ def compare(name: str, directory: Path, start_method: str) -> None:
         assert ours.stats.bytes_saved > 0
         assert not ours.offloader.is_open
         assert monitor.summary.endswith("Numbers of the first of 2 processes.")
+        check_rows(trainer, name)
         trainer.validate(module, verbose=False)
     if name == "comm-hook":
         assert len(ours._hook.state) > 3, "the hook was not called for every batch"

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from lightning_ssd.memory.readings import MemoryReadings
 from lightning_ssd.telemetry.events import StallEvent, TransferEvent
-from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, PlanReadings, compute, overlap_ratio, union_s
+from lightning_ssd.telemetry.metrics import (
+    METRICS,
+    MetricWindow,
+    PlanReadings,
+    compute,
+    merge_ranks,
+    overlap_ratio,
+    union_s,
+)
 from lightning_ssd.telemetry.stats import OffloadStats
 
 GIB = 1 << 30
@@ -96,22 +104,32 @@ PLAN = PlanReadings(
 
 def sample(events=EVENTS, before=BEFORE, now=NOW, readings=READINGS, plan=PLAN, drive_life_days=500.0):
     return compute(
-        events, stats_before=before, stats_now=now, readings=readings, plan=plan, drive_life_days=drive_life_days
+        events,
+        stats_before=before,
+        stats_now=now,
+        readings=readings,
+        plan=plan,
+        drive_life_days=drive_life_days,
+        step_s=2.0,
+        states_bytes=GIB // 4,
     )
 
 
 def test_the_numbers_of_one_sample():
     assert sample() == pytest.approx(
         {
+            "time/step_s": 2,
             "memory/device_peak_gib": 3,
             "memory/host_peak_gib": 2,
             "memory/activations_resident_peak_gib": 1,
             "memory/activations_saved_peak_gib": 5,
+            "memory/states_resident_gib": 0.25,
             "io/write_gib": 2,
             "io/read_gib": 3,
             "io/host_gib": 7,
             "io/forwarded_gib": 0.5,
             "io/stall_s": 0.5,
+            "io/stall_ratio": 0.25,
             "io/overlap_ratio": 1 - 0.5 / 3.5,
             "io/write_gib_per_s": 1,
             "io/read_gib_per_s": 3,
@@ -130,7 +148,7 @@ def test_the_numbers_of_one_sample():
 
 
 def test_keys_and_table_are_the_same():
-    assert list(sample()) == [metric.key for metric in METRICS]
+    assert list(sample()) == [metric.key for metric in METRICS if metric.key != "memory/worst_rank"]
 
 
 def test_keys_follow_the_naming_law():
@@ -138,10 +156,10 @@ def test_keys_follow_the_naming_law():
     assert len(set(keys)) == len(keys)
     for key in keys:
         group, name = key.split("/")
-        assert group in {"memory", "io", "wear", "plan"}
+        assert group in {"time", "memory", "io", "wear", "plan"}
         assert name != "step"
         assert key.replace("/", "_").isidentifier()
-        assert name.endswith(("_gib", "_s", "_ratio", "_tb", "_days")) or name.startswith("num_")
+        assert name.endswith(("_gib", "_s", "_ratio", "_tb", "_days", "_rank")) or name.startswith("num_")
 
 
 def test_what_has_no_number_has_no_key():
@@ -149,9 +167,13 @@ def test_what_has_no_number_has_no_key():
     row = compute((), stats_before=nothing, stats_now=nothing, readings=MemoryReadings())
     plan = {metric.key for metric in METRICS if metric.key.startswith("plan/")}
     assert set(row) == {metric.key for metric in METRICS} - plan - {
+        "time/step_s",
         "wear/drive_life_days",
         "memory/device_peak_gib",
         "memory/host_peak_gib",
+        "memory/worst_rank",
+        "memory/states_resident_gib",
+        "io/stall_ratio",
         "io/overlap_ratio",
         "io/write_gib_per_s",
         "io/read_gib_per_s",
@@ -220,3 +242,28 @@ def test_a_window_of_idle_steps_has_no_rates():
     window.add(idle)
     assert window.result() == pytest.approx(idle)
     assert "io/overlap_ratio" not in window.result()
+
+
+def test_rows_of_several_processes_are_merged_by_the_rule_of_the_table():
+    first = {
+        "time/step_s": 1.0,
+        "memory/device_peak_gib": 2.0,
+        "io/write_gib": 1.0,
+        "io/overlap_ratio": 0.5,
+        "wear/drive_life_days": 90.0,
+    }
+    second = {**first, "time/step_s": 3.0, "memory/device_peak_gib": 5.0, "wear/drive_life_days": 10.0}
+    third = {"memory/device_peak_gib": 1.0, "io/overlap_ratio": 1.0}  # nothing was moved to its drives
+    assert merge_ranks([first, second, third]) == {
+        "time/step_s": 3.0,
+        "memory/device_peak_gib": 5.0,
+        "memory/worst_rank": 1.0,
+        "io/write_gib": 2.0,
+        "io/overlap_ratio": pytest.approx(2 / 3),
+        "wear/drive_life_days": 10.0,
+    }
+
+
+def test_without_a_device_the_host_says_who_is_worst():
+    assert merge_ranks([{"memory/host_peak_gib": 1.0}, {"memory/host_peak_gib": 2.0}])["memory/worst_rank"] == 1
+    assert merge_ranks([{}, {}]) == {"memory/worst_rank": 0}
