@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
@@ -206,8 +207,7 @@ class StagedMover:
             return _Staged(self._copies, target, source, after, stack.pop_all())
 
     def _padded(self, piece: Piece) -> int:
-        block = self._backend.block_bytes
-        return -(-piece.nbytes // block) * block
+        return round_up(piece.nbytes, self._backend.block_bytes)
 
 
 class _Staged:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.memory.mmap import PAGE_BYTES, MappedBlock
 from lightning_ssd.tiers.copy_paths import Edges, Loaded, Mover, Piece, storage_bytes
@@ -54,7 +55,7 @@ class BufferPool:
         else:
             if self._spare:
                 self._spare.pop()  # too small: a larger one takes its place
-            array = MappedBlock(-(-nbytes // PAGE_BYTES) * PAGE_BYTES).export()
+            array = MappedBlock(round_up(nbytes, PAGE_BYTES)).export()
         self._lent[ctypes.addressof(array)] = array
         return torch.frombuffer(array, dtype=torch.uint8, count=nbytes).untyped_storage()
 
