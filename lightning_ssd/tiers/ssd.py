@@ -20,6 +20,7 @@ import torch
 
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, OutOfSpaceError, StorageError, forget_frames
+from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.telemetry.events import EventLog
@@ -137,10 +138,10 @@ class SsdTier:
         if mine.extent.nbytes:
             mine.arena.free(mine.extent)
 
-    def locate(self, stored: StoredBytes) -> tuple[Arena, Extent]:
-        """Where the body of a storage lies, for readers of their own. It stays there until :meth:`free`."""
+    def show(self, stored: StoredBytes, view: FileView, start: int, offset: int, nbytes: int) -> None:
+        """Part of a body, from ``offset`` on, at ``start`` of a view. It stays as it is until :meth:`free`."""
         mine = self._mine(stored)
-        return mine.arena, mine.extent
+        self._backend.map_or_read(mine.arena, view, start, mine.extent.offset + offset, nbytes)
 
     def progress(self) -> Progress:
         return Progress(*self._writes.progress(), *self._reads.progress())
