@@ -37,7 +37,9 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.recompute.global_modes import forget_threads, note_thread
 from lightning_ssd.scheduling.clock import clock_of
+from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from lightning_ssd.scheduling.scheduler import Scheduler
+from lightning_ssd.scheduling.stalls import Stalls
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
@@ -96,7 +98,6 @@ class TensorCache:
         self._meter = None if tiers.ssd is None else BandwidthMeter(tiers.ssd)
         self._device = device
         self._min_nbytes = max(min_tensor_nbytes, 1)
-        self._events = events
         self._copies = copies
         # Meanwhile nobody may ask a device how it is doing, and nothing has an end that a worker could wait for.
         self._is_capturing = bool if copies is None else copies.is_capturing
@@ -122,12 +123,15 @@ class TensorCache:
             heap_policy=self._heap_policy,
             keeps_all=tiers.ssd is None and not recompute,
         )
+        self._budget = PrefetchBudget()
+        self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
         self._fetcher = Fetcher(
             self.accounting,
             self._passes,
+            budget=self._budget,
+            stalls=self._stalls,
             device=device,
             clock=self._clock,
-            events=events,
             copies=copies,
             tier=tiers.ssd,
         )
@@ -149,7 +153,7 @@ class TensorCache:
     def _enter(self, current: SavedPass) -> None:
         self.check_process()
         note_thread(self)
-        if self._fetcher.closed:
+        if self._fetcher.is_closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
         self._passes.warn_of_forgotten_ends()
         with self.accounting.lock:
@@ -184,7 +188,7 @@ class TensorCache:
             if rates is None:
                 self._passes.finish(all_freed=False)
             else:
-                self._fetcher.prefetcher.budget.pass_ended(
+                self._budget.pass_ended(
                     self._passes.end_backward(rates.write_bytes_per_s, rates.read_bytes_per_s),
                     self.accounting.counters.saved_peak_bytes,
                 )
@@ -197,7 +201,7 @@ class TensorCache:
 
     def _settle_stalls(self) -> None:
         if not self._is_capturing():
-            self._fetcher.stalls.settle()
+            self._stalls.settle()
 
     def check_process(self) -> None:
         """Before any lock: in a forked child no worker runs, and a lock may be held for ever.
@@ -238,7 +242,7 @@ class TensorCache:
     def abort(self) -> None:
         """A step has failed: keep what is queued, and raise nothing at close over the error that is under way."""
         self.cancel_writes()
-        self._fetcher.failure = None
+        self._fetcher.abort()
         self._warned_of_writes = True
 
     def snapshot(self, *, disk_bytes: int, busy_s: tuple[float, float], num_retries: int) -> OffloadStats:
@@ -287,7 +291,7 @@ class TensorCache:
 
     def close(self) -> BaseException | None:
         """No more passes. Returns the last read that failed for good, to be raised once more."""
-        self._fetcher.closed = True
+        self._fetcher.close()
         forget_threads(self)
         self.cancel_writes()
         self._warn_of_writes()
@@ -348,7 +352,7 @@ class TensorCache:
     def _pack_storage(
         self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
     ) -> Kept | SavedTensor:
-        if self._fetcher.closed:  # hooks that are there still: an interrupt came when their pass was to take them away
+        if self._fetcher.is_closed:  # hooks that are there still: an interrupt came when their pass was to remove them
             return keep(tensor, tensor._is_view())
         probe = VersionProbe(tensor)
         while True:
@@ -412,7 +416,7 @@ class TensorCache:
         ):
             placement = Placement.SSD
         if placement is Placement.SSD and self._tiers.ssd is not None:
-            self._fetcher.prefetcher.budget.observe(nbytes, self.accounting.counters.saved_peak_bytes)
+            self._budget.observe(nbytes, self.accounting.counters.saved_peak_bytes)
             record.queue_write(self._tiers.ssd, after)
         elif placement is Placement.KEEP:
             self.accounting.counters.bytes_kept += nbytes
