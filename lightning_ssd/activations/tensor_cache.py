@@ -45,7 +45,7 @@ from lightning_ssd.telemetry.stats import OffloadStats
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
 from lightning_ssd.tiers.base import Tier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
+from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
 
 __all__ = ["TensorCache", "Tiers"]
 
@@ -71,7 +71,7 @@ class TensorCache:
         device: only tensors of this device are moved.
         min_tensor_nbytes: storages below this size are kept.
         events: gets placements and stalls.
-        copies: the device's copy streams; ``None`` on CPU, where work is done when a call returns.
+        copies: between the device and the host.
         scheduler: plans what goes where; ``None``: whatever is large enough goes to SSD.
         recompute: recompute every block, whatever is planned.
         heap_policy: told what becomes of freed memory: before each pass, and when one finds too little room.
@@ -84,7 +84,7 @@ class TensorCache:
         device: torch.device,
         min_tensor_nbytes: int,
         events: EventLog,
-        copies: CopyEngine | None = None,
+        copies: CopyEngine,
         scheduler: Scheduler | None = None,
         recompute: bool = False,
         heap_policy: HeapPolicy | None = None,
@@ -100,7 +100,7 @@ class TensorCache:
         self._min_nbytes = max(min_tensor_nbytes, 1)
         self._copies = copies
         # Meanwhile nobody may ask a device how it is doing, and nothing has an end that a worker could wait for.
-        self._is_capturing = bool if copies is None else copies.is_capturing
+        self._is_capturing = copies.is_capturing
         self._graph_memory = GraphMemory(device)
         self._recompute = recompute
         self.blocks: list[Blocks] = []
@@ -118,7 +118,7 @@ class TensorCache:
             self._clock,
             level=partial(level_bytes, device),
             available=lambda: None if self._is_capturing() else available_bytes(device),
-            runs_late=copies is not None,
+            runs_late=copies.is_asynchronous,
             scheduler=scheduler,
             heap_policy=self._heap_policy,
             keeps_all=tiers.ssd is None and not recompute,
@@ -367,8 +367,7 @@ class TensorCache:
                     break
             self._fetcher.wait_for_room(current, nbytes, room)
         self._run_ahead.wait()
-        if self._copies is not None:
-            self._copies.protect(tensor)
+        self._copies.protect(tensor)
         return SavedTensor(lease, TensorSpec.of(tensor), probe, Origin.of(tensor))
 
     def _find(
@@ -397,16 +396,15 @@ class TensorCache:
         self.accounting.opened(record)
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
-        if record.produced is not None:
-            self._run_ahead.add(record.produced, nbytes, self.accounting.counters.saved_peak_bytes)
+        self._run_ahead.add(record.produced, nbytes, self.accounting.counters.saved_peak_bytes)
         if placement is Placement.KEEP or (parts.is_whole and record.operation is None):
             self._send(record, placement)
         else:
             self._deferred.add(record, partial(self._send, record, placement))
         return lease
 
-    def _mark(self) -> StreamEvent | None:
-        return None if self._copies is None or self._tiers.ssd is None else self._copies.mark()
+    def _mark(self) -> StreamEvent:
+        return PASSED if self._tiers.ssd is None else self._copies.mark()  # where all stays, nobody waits
 
     def _send(self, record: SavedStorage, placement: Placement) -> None:
         """Keep a storage, or queue its write."""
@@ -455,6 +453,5 @@ class TensorCache:
             description = spec.dtype, self._device, spec.size
             raise inplace_error(description, origin, version=version, expected=probe.saved)
         tensor = probe.rebuild(spec, self._fetcher.fetch(lease.record))
-        if self._copies is not None:
-            self._copies.protect(tensor)
+        self._copies.protect(tensor)
         return tensor

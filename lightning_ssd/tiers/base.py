@@ -11,7 +11,16 @@ from lightning_ssd.errors import StorageError
 from lightning_ssd.tiers.streams import StreamEvent
 from lightning_ssd.tiers.transfer_queue import Transfer
 
-__all__ = ["Progress", "ReadOwner", "StoredBytes", "Tier", "WriteOwner", "check_size", "moved_meanwhile"]
+__all__ = [
+    "Progress",
+    "ReadOwner",
+    "StoredBytes",
+    "Tier",
+    "WriteOwner",
+    "check_size",
+    "check_target",
+    "moved_meanwhile",
+]
 
 
 class StoredBytes(Protocol):
@@ -71,12 +80,31 @@ class Tier(Protocol):
             OffloaderClosedError: after close.
         """
 
-    def read(self, owner: ReadOwner, stored: StoredBytes, device: torch.device, *, urgent: bool) -> Transfer:
-        """Queue a read into new memory, which is allocated here, in the calling thread and on its stream.
+    def read(
+        self,
+        owner: ReadOwner,
+        stored: StoredBytes,
+        device: torch.device,
+        *,
+        urgent: bool,
+        into: torch.UntypedStorage | None = None,
+        after: StreamEvent | None = None,
+    ) -> Transfer:
+        """Queue a read.
+
+        Args:
+            owner: is told of the end.
+            stored: what to read.
+            device: of the memory to read into.
+            urgent: somebody waits for it.
+            into: that memory; ``None``: it is allocated here, in the calling thread and on its stream.
+            after: of ``into``: it may be written to once this has passed, since PyTorch lends memory of a device while
+                kernels of its former owner are still queued.
 
         Raises:
             OffloaderClosedError: after close.
             MemoryError: no memory (``torch.OutOfMemoryError`` on a device). Nothing was queued.
+            ValueError: ``into`` has another size.
         """
 
     def promote(self, read: Transfer) -> None:
@@ -107,6 +135,16 @@ def check_size(storage: torch.UntypedStorage, nbytes: int, label: str) -> Region
             "must not be resized"
         )
     return Region.of(storage)
+
+
+def check_target(into: torch.UntypedStorage, nbytes: int, label: str) -> None:
+    """Before a read into memory that was chosen by others.
+
+    Raises:
+        ValueError: it has another size than what is read.
+    """
+    if into.nbytes() != nbytes:
+        raise ValueError(f"{label} has {nbytes:,} bytes, and was to be read into {into.nbytes():,}")
 
 
 def moved_meanwhile(storage: torch.UntypedStorage | None, memory: Region | None, label: str) -> StorageError | None:

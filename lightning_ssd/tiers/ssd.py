@@ -24,7 +24,15 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.base import Progress, ReadOwner, StoredBytes, WriteOwner, check_size, moved_meanwhile
+from lightning_ssd.tiers.base import (
+    Progress,
+    ReadOwner,
+    StoredBytes,
+    WriteOwner,
+    check_size,
+    check_target,
+    moved_meanwhile,
+)
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import Edges, Loaded, Mover, Piece
 from lightning_ssd.tiers.read_priority import UrgentGate
@@ -123,10 +131,22 @@ class SsdTier:
         self._writes.submit(_Write(self, owner, nbytes, after, label))
         return True
 
-    def read(self, owner: ReadOwner, stored: StoredBytes, device: torch.device, *, urgent: bool) -> Transfer:
+    def read(
+        self,
+        owner: ReadOwner,
+        stored: StoredBytes,
+        device: torch.device,
+        *,
+        urgent: bool,
+        into: torch.UntypedStorage | None = None,
+        after: StreamEvent | None = None,
+    ) -> Transfer:
         mine = self._mine(stored)
-        storage, after = self.mover.allocate(mine.nbytes, mine.edges, device)
-        transfer = _Read(self, owner, mine, storage, after, urgent=urgent)
+        if into is None:
+            into, after = self.mover.allocate(mine.nbytes, mine.edges, device)
+        check_target(into, mine.nbytes, mine.label)
+        mine.edges.put_into(into)
+        transfer = _Read(self, owner, mine, into, after, urgent=urgent)
         self._reads.submit(transfer)
         return transfer
 

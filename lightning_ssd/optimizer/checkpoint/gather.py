@@ -158,6 +158,7 @@ class TensorSpool:
                 found.append(error or StorageError("a write ended with neither a copy nor an error"))
             ended.open()
 
-        tier.write(Writer(storage, write_ended), storage.nbytes(), self._files.mark(), label="a collected state")
+        mark = self._files.copies.mark()
+        tier.write(Writer(storage, write_ended), storage.nbytes(), mark, label="a collected state")
         ended.wait()
         return found[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_ssd.optimizer.store.entry import SubgroupEntry, Writer
 from lightning_ssd.tiers.base import StoredBytes
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import StreamEvent
+from lightning_ssd.tiers.streams import CopyEngine
 
 __all__ = ["Ended", "WriteFailures", "WriteRouter"]
 
@@ -30,7 +30,7 @@ class WriteRouter:
     Args:
         tiers: one per directory.
         host: a cache in host memory, or none.
-        mark: a point in the device's work that writes begin behind; ``None`` on CPU.
+        copies: of the device: a write begins behind the work that it has by then.
         lock: of the owner, for workers.
     """
 
@@ -38,11 +38,10 @@ class WriteRouter:
         self,
         tiers: Sequence[SsdTier],
         host: HostTier | None,
-        mark: Callable[[], StreamEvent | None] = lambda: None,
-        lock: AbstractContextManager[Any] | None = None,
+        copies: CopyEngine,
+        lock: AbstractContextManager[Any],
     ) -> None:
-        self._tiers, self._host, self._mark = tiers, host, mark
-        self._lock = lock or nullcontext()
+        self._tiers, self._host, self._copies, self._lock = tiers, host, copies, lock
 
     def write(self, index: int, home: SubgroupEntry, ended: Ended, *, to_drive: bool) -> None:
         """Begin to write what is in a subgroup's memory.
@@ -90,7 +89,7 @@ class WriteRouter:
     ) -> bool:
         # A write that was interrupted while it was queued may be in the queue all the same: then it is not this one.
         owner = home.writer = Writer(storage, partial(ended, index, tier), partial(self._is_wanted, home))
-        return tier.write(owner, storage.nbytes(), self._mark(), label=f"optimizer states of subgroup {index}")
+        return tier.write(owner, storage.nbytes(), self._copies.mark(), label=f"optimizer states of subgroup {index}")
 
     def _is_wanted(self, home: SubgroupEntry, writer: Writer) -> bool:
         with self._lock:
