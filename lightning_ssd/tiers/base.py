@@ -11,16 +11,7 @@ from lightning_ssd.errors import StorageError
 from lightning_ssd.tiers.streams import StreamEvent
 from lightning_ssd.tiers.transfer_queue import Transfer
 
-__all__ = [
-    "Progress",
-    "ReadOwner",
-    "StoredBytes",
-    "Tier",
-    "WriteOwner",
-    "check_size",
-    "check_target",
-    "moved_meanwhile",
-]
+__all__ = ["Progress", "ReadOwner", "StoredBytes", "Tier", "WriteOwner", "check_size", "moved_meanwhile"]
 
 
 class StoredBytes(Protocol):
@@ -135,16 +126,6 @@ def check_size(storage: torch.UntypedStorage, nbytes: int, label: str) -> Region
             "must not be resized"
         )
     return Region.of(storage)
-
-
-def check_target(into: torch.UntypedStorage, nbytes: int, label: str) -> None:
-    """Before a read into memory that was chosen by others.
-
-    Raises:
-        ValueError: it has another size than what is read.
-    """
-    if into.nbytes() != nbytes:
-        raise ValueError(f"{label} has {nbytes:,} bytes, and was to be read into {into.nbytes():,}")
 
 
 def moved_meanwhile(storage: torch.UntypedStorage | None, memory: Region | None, label: str) -> StorageError | None:

@@ -15,15 +15,7 @@ from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.extents import Extent
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.base import (
-    Progress,
-    ReadOwner,
-    StoredBytes,
-    WriteOwner,
-    check_size,
-    check_target,
-    moved_meanwhile,
-)
+from lightning_ssd.tiers.base import Progress, ReadOwner, StoredBytes, WriteOwner, check_size, moved_meanwhile
 from lightning_ssd.tiers.copy_paths import host_bytes, storage_bytes
 from lightning_ssd.tiers.host_arena import HostArena
 from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
@@ -123,7 +115,8 @@ class HostTier:
         mine = self._mine(stored)
         if into is None:
             into, after = self._allocate(mine.nbytes, device)
-        check_target(into, mine.nbytes, mine.label)
+        elif into.nbytes() != mine.nbytes:
+            raise ValueError(f"{mine.label} has {mine.nbytes:,} bytes, and was to be read into {into.nbytes():,}")
         with self._lock:
             if mine.freed:
                 raise ValueError(f"{mine.label} was freed; its bytes may be gone")

@@ -24,15 +24,7 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.base import (
-    Progress,
-    ReadOwner,
-    StoredBytes,
-    WriteOwner,
-    check_size,
-    check_target,
-    moved_meanwhile,
-)
+from lightning_ssd.tiers.base import Progress, ReadOwner, StoredBytes, WriteOwner, check_size, moved_meanwhile
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import Edges, Loaded, Mover, Piece
 from lightning_ssd.tiers.read_priority import UrgentGate
@@ -144,7 +136,8 @@ class SsdTier:
         mine = self._mine(stored)
         if into is None:
             into, after = self.mover.allocate(mine.nbytes, mine.edges, device)
-        check_target(into, mine.nbytes, mine.label)
+        elif into.nbytes() != mine.nbytes:
+            raise ValueError(f"{mine.label} has {mine.nbytes:,} bytes, and was to be read into {into.nbytes():,}")
         mine.edges.put_into(into)
         transfer = _Read(self, owner, mine, into, after, urgent=urgent)
         self._reads.submit(transfer)
