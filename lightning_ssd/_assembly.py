@@ -21,7 +21,6 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.malloc import foreign_malloc, reuses_holes
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
-from lightning_ssd.optimizer.store.buffers import SlotMover
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
@@ -34,10 +33,9 @@ from lightning_ssd.storage.exclusive_io import open_exclusive
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping
 from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import DeviceMover, Edges, HostMover, Mover, StagedMover
+from lightning_ssd.tiers.copy_paths import DeviceMover, HostMover, Mover, StagedMover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import StreamEvent
 from lightning_ssd.wear.meter import WearMeter
 
 __all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_meter"]
@@ -81,7 +79,7 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, environment: Environment) 
     if policy.activations == "keep":
         return Components(description="everything is kept in memory and counted")
     _refuse_other_devices(environment.device)
-    is_mapped = environment.device.type == "cpu" and environment.copies is None
+    is_mapped = environment.device.type == "cpu" and not environment.copies.is_asynchronous
     heap_policy = HeapPolicy(is_ours=is_mapped)
     stack.callback(heap_policy.close)
     if is_mapped and policy.memory_budget is not None:
@@ -95,11 +93,15 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, environment: Environment) 
         description = "blocks are recomputed, all else is kept in memory and counted"
         return Components(description=description, heap_policy=heap_policy)
     backend, directories, why = _open_directories(stack, environment)
-    mover, reload = _open_mover(stack, policy, backend, environment)
+    reload = None
+    if not environment.copies.is_asynchronous:
+        reload = ReloadPool(_SPARE_BYTES)
+        stack.callback(reload.close)
+    mover = _open_mover(stack, policy, backend, environment, reload)
     sampler = Sampler(policy.verify)
     ssd = SsdTier(backend, mover, directories, events=environment.events, sampler=sampler, first=environment.local_rank)
     stack.callback(ssd.close)
-    host = _open_host(stack, policy, environment)
+    host = _open_host(stack, environment) if policy.activations == "auto" else None
     wear = open_wear_meter(environment)
     scheduler = None
     if policy.activations == "auto":
@@ -143,28 +145,25 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
         # Asked of all, since all have to take part in the trial: nodes may have different numbers of processes.
         if environment.agree is not None and min(environment.agree([environment.num_local_processes])) > 1:
             backend = open_exclusive(stack, backend, directories, environment.agree)
-        mover = SlotMover(_open_mover(stack, policy, backend, environment)[0])
+        mover = _open_mover(stack, policy, backend, environment, reload=None)
         tiers, sampler = [], Sampler(policy.verify)
         for directory in directories:
             tiers.append(SsdTier(backend, mover, [directory], events=environment.events, sampler=sampler))
             stack.callback(tiers[-1].close)
         host = share = None
         if environment.is_discrete:
-            host = _open_cache(stack, environment, mover)
+            host = _open_host(stack, environment)
         else:
             share = environment.host_budget.share()
             stack.callback(share.close)
-        copies = environment.copies
         return StateFiles(
             tiers,
-            mover,
             [partial(measure_rates, backend, directory) for directory in directories],
             device=environment.device,
-            mark=copies.mark if copies is not None else lambda: None,
+            copies=environment.copies,
             block_bytes=backend.block_bytes,
             host=host,
             share=share,
-            wait=(lambda mark: mark.synchronize()) if copies is None else copies.wait_on_current_stream,
             first=environment.local_rank,
             resources=stack.pop_all(),
         )
@@ -282,40 +281,22 @@ def _open_plan_cache(policy: OffloadPolicy, environment: Environment) -> PlanCac
 
 
 def _open_mover(
-    stack: ExitStack, policy: OffloadPolicy, backend: Backend, environment: Environment
-) -> tuple[Mover, ReloadPool | None]:
+    stack: ExitStack, policy: OffloadPolicy, backend: Backend, environment: Environment, reload: ReloadPool | None
+) -> Mover:
     copies = environment.copies
-    if copies is None:
-        reload = ReloadPool(_SPARE_BYTES)
-        stack.callback(reload.close)
-        return HostMover(backend, reload), reload
+    if not copies.is_asynchronous:
+        return HostMover(backend, reload)
     if backend.moves_device_memory and policy.verify == "off":
-        return DeviceMover(backend, copies), None
+        return DeviceMover(backend, copies)
     staging = StagingPool(_STAGING_BYTES, pin=_locks_host_memory(environment.device), device=environment.device)
     stack.callback(staging.close)
-    return StagedMover(backend, staging, copies), None
+    return StagedMover(backend, staging, copies)
 
 
-def _open_host(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> HostTier | None:
-    host_budget = environment.host_budget if policy.activations == "auto" else None
-    if host_budget is None or not host_budget.total_bytes:
-        return None
-    host = HostTier(
-        host_budget, environment.copies, pin=_locks_host_memory(environment.device), events=environment.events
-    )
-    stack.callback(host.close)
-    return host
-
-
-def _open_cache(stack: ExitStack, environment: Environment, mover: SlotMover) -> HostTier | None:
-    """Host memory for optimizer states."""
+def _open_host(stack: ExitStack, environment: Environment) -> HostTier | None:
     if not environment.host_budget.total_bytes:
         return None
-
-    def allocate(nbytes: int, device: torch.device) -> tuple[torch.UntypedStorage, StreamEvent | None]:
-        return mover.allocate(nbytes, Edges(b"", b""), device)
-
     pin = _locks_host_memory(environment.device)
-    host = HostTier(environment.host_budget, environment.copies, pin=pin, events=environment.events, allocate=allocate)
+    host = HostTier(environment.host_budget, environment.copies, pin=pin, events=environment.events)
     stack.callback(host.close)
     return host

@@ -57,8 +57,8 @@ class Environment:
 
     hardware: HardwareProfile
     device: torch.device
-    copies: CopyEngine | None
-    """Between device and host; ``None``: the device's memory is the host's."""
+    copies: CopyEngine
+    """Between device and host."""
     events: EventLog
     """Where transfers and waiting are noted."""
     default_directory: str | os.PathLike[str] | None

@@ -37,7 +37,7 @@ from lightning_ssd.telemetry import metrics
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
 from lightning_ssd.telemetry.step_record import StepRecord, StepRecorder
-from lightning_ssd.tiers.streams import CopyEngine, StreamCopies
+from lightning_ssd.tiers.streams import CopyEngine, HostCopies, StreamCopies
 from lightning_ssd.wear.meter import WearMeter
 
 __all__ = ["Offloader"]
@@ -172,8 +172,8 @@ class Offloader:
 
     def _environment(self, device: torch.device, copies: CopyEngine | None) -> Environment:
         accelerator = accelerator_of(device)
-        if copies is None and accelerator is not None and has_streams(device):
-            copies = StreamCopies(accelerator)
+        if copies is None:
+            copies = StreamCopies(accelerator) if accelerator is not None and has_streams(device) else HostCopies()
         return Environment(
             hardware=self.hardware,
             device=device,

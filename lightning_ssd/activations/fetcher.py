@@ -19,8 +19,8 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.scheduling.clock import Clock, Stamp
+from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from lightning_ssd.scheduling.stalls import Stalls
-from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.base import Tier
 from lightning_ssd.tiers.streams import CopyEngine
 from lightning_ssd.tiers.transfer_queue import Transfer
@@ -39,10 +39,11 @@ class Fetcher:
     Args:
         accounting: of the saved storages; its lock guards us.
         passes: that are alive.
+        budget: of what is brought up ahead.
+        stalls: told of each wait.
         device: where the bytes go.
         clock: of the device.
-        events: gets stalls.
-        copies: the device's copy streams; ``None`` on CPU.
+        copies: between the device and the host.
         tier: takes what was to stay and has to go, under a budget; ``None``: nothing goes.
     """
 
@@ -51,15 +52,16 @@ class Fetcher:
         accounting: MemoryAccounting,
         passes: LivePasses,
         *,
+        budget: PrefetchBudget,
+        stalls: Stalls,
         device: torch.device,
         clock: Clock,
-        events: EventLog,
-        copies: CopyEngine | None,
+        copies: CopyEngine,
         tier: Tier | None,
     ) -> None:
-        self.prefetcher = Prefetcher(accounting, passes, device)
-        self.stalls = Stalls(clock, accounting.counters, events, self.prefetcher.budget.stalled)
-        self.closed = False
+        self._prefetcher = Prefetcher(accounting, passes, budget, device)
+        self._stalls = stalls
+        self.is_closed = False
         self.failure: BaseException | None = None
         """The last read that failed for good."""
         self._accounting = accounting
@@ -69,6 +71,14 @@ class Fetcher:
         self._copies = copies
         self._tier = tier
         self._consumed: deque[SavedStorage] = deque()
+
+    def close(self) -> None:
+        """Nothing is read or evicted from now on; what is in memory may still be had."""
+        self.is_closed = True
+
+    def abort(self) -> None:
+        """Forget the failure: another error is under way."""
+        self.failure = None
 
     def fetch(self, record: SavedStorage) -> torch.UntypedStorage:
         """The storage's bytes, in memory and visible to the current stream. The caller holds no lock."""
@@ -90,7 +100,7 @@ class Fetcher:
                 read.wait()
             self._raise_if_failed(record)
         # What has arrived costs the device nothing, and two stamps would tell of the time that Python takes for them.
-        if mark is not None and self._copies is not None and not mark.query():
+        if mark is not None and not mark.query():
             if begin is None:
                 start_s, begin = time.perf_counter(), self._clock.stamp()
             self._copies.wait_on_current_stream(mark)
@@ -104,7 +114,7 @@ class Fetcher:
         self, home: SavedPass | None, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool
     ) -> None:
         """The training thread has waited. The lock is held."""
-        self.stalls.add(nbytes, start_s, begin, end, for_read=for_read)
+        self._stalls.add(nbytes, start_s, begin, end, for_read=for_read)
         self._passes.stalled(begin, end)
         if home is not None and home.recorder is not None:
             home.recorder.stalled(begin, end)
@@ -121,7 +131,7 @@ class Fetcher:
             record.num_unpacked += 1
             if record.home is not None:
                 if not record.home.order:
-                    self.prefetcher.begin_backward()
+                    self._prefetcher.begin_backward()
                 record.home.asked_for(record, time.perf_counter(), self._passes.book)
             if record.num_unpacked >= record.num_tensors:
                 self._consumed.append(record)
@@ -143,7 +153,7 @@ class Fetcher:
         room.
         """
         if not record.forward():
-            if self.closed:
+            if self.is_closed:
                 raise OffloaderClosedError(
                     "backward asked for a saved tensor after the offloader was closed; run backward before closing"
                 )
@@ -156,8 +166,8 @@ class Fetcher:
                 pending = self._begin_read(record)
                 if pending is not None:
                     return pending
-        if record.home is not None and not self.closed:  # what is in memory may be had after the end
-            self.prefetcher.advance(record.home)
+        if record.home is not None and not self.is_closed:  # what is in memory may be had after the end
+            self._prefetcher.advance(record.home)
         return [] if record.read is None else [record.read]
 
     def _begin_read(self, record: SavedStorage) -> list[Transfer] | Latch | None:
@@ -171,7 +181,7 @@ class Fetcher:
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
-            dropped, reads = self.prefetcher.give_up()
+            dropped, reads = self._prefetcher.give_up()
             if dropped or reads:
                 return reads
             # Until a byte has come free, or no write is left that could free any.
@@ -193,7 +203,7 @@ class Fetcher:
         excess = self._accounting.counters.resident_bytes + record.nbytes - cursor.limit_bytes
         if excess <= 0:
             return None
-        self.prefetcher.drop_ahead(excess)
+        self._prefetcher.drop_ahead(excess)
         return self.admit(record.nbytes, cursor.limit_bytes, wanted=record)
 
     def admit(self, nbytes: int, limit_bytes: int, *, wanted: SavedStorage | None = None) -> Latch | None:
@@ -228,7 +238,7 @@ class Fetcher:
 
         Of other passes first; of each pass those first that backward wants last.
         """
-        if self._tier is None or self.closed:
+        if self._tier is None or self.is_closed:
             return False
         home = None if wanted is None else wanted.home
         evicted = 0

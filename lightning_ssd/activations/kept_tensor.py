@@ -6,14 +6,11 @@ much as all the rest: the tensor, its version, and what an error would have to s
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import torch
 
 from lightning_ssd.common.inplace_edits import Origin, inplace_error
-from lightning_ssd.common.tensors import PLAIN_TYPES
 
 __all__ = ["Kept", "give_back", "keep"]
 
@@ -49,26 +46,9 @@ def give_back(kept: Kept) -> torch.Tensor:
 def _edited(tensor: torch.Tensor, expected: int, *made_by: Any) -> RuntimeError:
     origin = None
     if made_by:
+        # Who made the value that was kept, also where PyTorch would name who edited it since: a reference to the tensor
+        # itself would tell, and costs each tensor that is kept a quarter more time.
         name, number, output_nr, is_view = made_by
-        origin = Origin(name, number, output_nr, is_view, _find_original(tensor))
+        origin = Origin(name, number, output_nr, is_view, None)
     description = tensor.dtype, tensor.device, tensor.size()
     return inplace_error(description, origin, version=tensor._version, expected=expected)
-
-
-def _find_original(detached: torch.Tensor) -> weakref.ref[torch.Tensor] | None:
-    """The tensor that was kept, if it still lives. Slow; a reference held from the start would slow down every step."""
-    if detached.layout is not torch.strided:
-        return None
-    for thing in gc.get_objects():
-        if (
-            type(thing) in PLAIN_TYPES
-            and thing.layout is torch.strided
-            and not torch._C._functorch.is_functorch_wrapped_tensor(thing)
-            and thing.requires_grad
-            and thing.dtype == detached.dtype
-            and thing.device == detached.device
-            and thing.is_set_to(detached)
-            and thing._version == detached._version
-        ):
-            return weakref.ref(thing)
-    return None

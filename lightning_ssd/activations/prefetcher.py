@@ -32,8 +32,10 @@ class Prefetcher:
     until somebody asks for them.
     """
 
-    def __init__(self, accounting: MemoryAccounting, passes: LivePasses, device: torch.device) -> None:
-        self.budget = PrefetchBudget()
+    def __init__(
+        self, accounting: MemoryAccounting, passes: LivePasses, budget: PrefetchBudget, device: torch.device
+    ) -> None:
+        self._budget = budget
         self._most_bytes = sys.maxsize
         self._accounting = accounting
         self._passes = passes
@@ -66,7 +68,7 @@ class Prefetcher:
         return True
 
     def _has_room(self, current: SavedPass, record: SavedStorage) -> bool:
-        accounting, budget = self._accounting, self.budget.nbytes
+        accounting, budget = self._accounting, self._budget.nbytes
         if current.cursor is not None:
             known, limit = current.cursor.followed, current.cursor.limit_bytes
             if known is not None:
@@ -88,7 +90,7 @@ class Prefetcher:
                 if not is_out_of_memory(error):
                     raise
                 # Nobody waits for this one yet: look less far ahead, and let the unpack ask for it.
-                self.budget.out_of_memory()
+                self._budget.out_of_memory()
                 return False
         record.hold_ahead()
         return True
@@ -99,7 +101,7 @@ class Prefetcher:
         Returns:
             Whether any memory was given back, and the reads that must end before theirs can be.
         """
-        self.budget.out_of_memory()
+        self._budget.out_of_memory()
         under_way = [
             record.read
             for current in self._passes

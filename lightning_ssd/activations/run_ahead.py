@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from lightning_ssd.tiers.streams import StreamEvent
+from lightning_ssd.tiers.streams import PASSED, StreamEvent
 
 __all__ = ["RunAhead"]
 
@@ -38,6 +38,8 @@ class RunAhead:
             nbytes: of the storage.
             saved_peak_bytes: of all that was saved at the worst moment so far.
         """
+        if mark is PASSED:
+            return
         self._marks.append((mark, nbytes))
         self._nbytes += nbytes
         self._largest_bytes = max(self._largest_bytes, nbytes)

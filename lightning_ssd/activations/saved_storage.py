@@ -35,7 +35,7 @@ from lightning_ssd.common.inplace_edits import Origin, VersionProbe
 from lightning_ssd.common.tensors import StorageKey, TensorSpec
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.tiers.base import StoredBytes, Tier
-from lightning_ssd.tiers.streams import StreamEvent
+from lightning_ssd.tiers.streams import PASSED, StreamEvent
 from lightning_ssd.tiers.transfer_queue import Transfer
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class SavedStorage:
         self.nbytes = nbytes
         self.probe = probe
         self.parts = parts
-        self.produced: StreamEvent | None = None  # the packed bytes are there once this has passed
+        self.produced = PASSED  # what has passed when the packed bytes are there
         self.operation: Operation | None = None  # that may fill it after having saved it
         self.index = index
         self.state = State.READY
@@ -140,7 +140,7 @@ class SavedStorage:
         """Whether a tensor over our storage, now at ``version``, still has the bytes that we saved."""
         return version == self.probe.saved == self.probe.version and self.probe.shares_counter(tensor)
 
-    def shows(self, tensor: torch.Tensor, mark: Callable[[], StreamEvent | None]) -> bool:
+    def shows(self, tensor: torch.Tensor, mark: Callable[[], StreamEvent]) -> bool:
         """Whether a tensor with the value that we saved may be saved with it: it shows bytes that we hold or have
         written. If it shows more, these are there when ``mark`` has passed, and no copy made before has them.
         """
@@ -176,11 +176,10 @@ class SavedStorage:
         if self.operation.may_run and self.home is not None and not self.home.is_over:
             return False
         self.operation = None
-        if self.produced is not None:
-            self.produced = self.produced.again()
+        self.produced = self.produced.again()
         return True
 
-    def queue_write(self, tier: Tier, after: StreamEvent | None) -> bool:
+    def queue_write(self, tier: Tier, after: StreamEvent) -> bool:
         """READY -> QUEUED. Returns False, with nothing changed, when the tier has no room."""
         self.tier = tier
         queued = False
@@ -270,7 +269,8 @@ class SavedStorage:
             self._write_gone()
         if self.home is not None:
             self.home.freed(self)
-        self.mark = self.produced = self.home = None
+        self.mark = self.home = None
+        self.produced = PASSED
         if (state is not State.ON_DISK and state is not State.FREED) or self.leaving:
             self.leaving = False
             self.accounting.vacate(self)

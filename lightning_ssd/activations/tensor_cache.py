@@ -37,14 +37,16 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.recompute.global_modes import forget_threads, note_thread
 from lightning_ssd.scheduling.clock import clock_of
+from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from lightning_ssd.scheduling.scheduler import Scheduler
+from lightning_ssd.scheduling.stalls import Stalls
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats
 from lightning_ssd.telemetry.step_record import StepRecorder
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
 from lightning_ssd.tiers.base import Tier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
+from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
 
 __all__ = ["TensorCache", "Tiers"]
 
@@ -70,7 +72,7 @@ class TensorCache:
         device: only tensors of this device are moved.
         min_tensor_nbytes: storages below this size are kept.
         events: gets placements and stalls.
-        copies: the device's copy streams; ``None`` on CPU, where work is done when a call returns.
+        copies: between the device and the host.
         scheduler: plans what goes where; ``None``: whatever is large enough goes to SSD.
         recompute: recompute every block, whatever is planned.
         heap_policy: told what becomes of freed memory: before each pass, and when one finds too little room.
@@ -83,7 +85,7 @@ class TensorCache:
         device: torch.device,
         min_tensor_nbytes: int,
         events: EventLog,
-        copies: CopyEngine | None = None,
+        copies: CopyEngine,
         scheduler: Scheduler | None = None,
         recompute: bool = False,
         heap_policy: HeapPolicy | None = None,
@@ -97,10 +99,9 @@ class TensorCache:
         self._meter = None if tiers.ssd is None else BandwidthMeter(tiers.ssd)
         self._device = device
         self._min_nbytes = max(min_tensor_nbytes, 1)
-        self._events = events
         self._copies = copies
         # Meanwhile nobody may ask a device how it is doing, and nothing has an end that a worker could wait for.
-        self._is_capturing = bool if copies is None else copies.is_capturing
+        self._is_capturing = copies.is_capturing
         self._graph_memory = GraphMemory(device)
         self._recompute = recompute
         self.blocks: list[Blocks] = []
@@ -118,17 +119,20 @@ class TensorCache:
             self._clock,
             level=partial(level_bytes, device),
             available=lambda: None if self._is_capturing() else available_bytes(device),
-            runs_late=copies is not None,
+            runs_late=copies.is_asynchronous,
             scheduler=scheduler,
             heap_policy=self._heap_policy,
             keeps_all=tiers.ssd is None and not recompute,
         )
+        self._budget = PrefetchBudget()
+        self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
         self._fetcher = Fetcher(
             self.accounting,
             self._passes,
+            budget=self._budget,
+            stalls=self._stalls,
             device=device,
             clock=self._clock,
-            events=events,
             copies=copies,
             tier=tiers.ssd,
         )
@@ -142,7 +146,7 @@ class TensorCache:
     def enter(self, current: SavedPass) -> None:
         self.check_process()
         note_thread(self)
-        if self._fetcher.closed:
+        if self._fetcher.is_closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
         self._passes.warn_of_forgotten_ends()
         with self.accounting.lock:
@@ -183,7 +187,7 @@ class TensorCache:
             if rates is None:
                 self._passes.finish(all_freed=False)
             else:
-                self._fetcher.prefetcher.budget.pass_ended(
+                self._budget.pass_ended(
                     self._passes.end_backward(rates.write_bytes_per_s, rates.read_bytes_per_s),
                     self.accounting.counters.saved_peak_bytes,
                 )
@@ -196,7 +200,7 @@ class TensorCache:
 
     def _settle_stalls(self) -> None:
         if not self._is_capturing():
-            self._fetcher.stalls.settle()
+            self._stalls.settle()
 
     def check_process(self) -> None:
         """Before any lock: in a forked child no worker runs, and a lock may be held for ever.
@@ -237,7 +241,7 @@ class TensorCache:
     def abort(self) -> None:
         """A step has failed: keep what is queued, and raise nothing at close over the error that is under way."""
         self.cancel_writes()
-        self._fetcher.failure = None
+        self._fetcher.abort()
         self._warned_of_writes = True
 
     def snapshot(self, *, disk_bytes: int, busy_s: tuple[float, float], num_retries: int) -> OffloadStats:
@@ -309,7 +313,7 @@ class TensorCache:
 
     def close(self) -> BaseException | None:
         """No more passes. Returns the last read that failed for good, to be raised once more."""
-        self._fetcher.closed = True
+        self._fetcher.close()
         forget_threads(self)
         self.cancel_writes()
         self._warn_of_writes()
@@ -370,7 +374,7 @@ class TensorCache:
     def _pack_storage(
         self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
     ) -> Kept | SavedTensor:
-        if self._fetcher.closed:  # hooks that are there still: an interrupt came when their pass was to take them away
+        if self._fetcher.is_closed:  # hooks that are there still: an interrupt came when their pass was to remove them
             return keep(tensor, tensor._is_view())
         probe = VersionProbe(tensor)
         while True:
@@ -385,8 +389,7 @@ class TensorCache:
                     break
             self._fetcher.wait_for_room(current, nbytes, room)
         self._run_ahead.wait()
-        if self._copies is not None:
-            self._copies.protect(tensor)
+        self._copies.protect(tensor)
         return SavedTensor(lease, TensorSpec.of(tensor), probe, Origin.of(tensor))
 
     def _find(
@@ -415,16 +418,15 @@ class TensorCache:
         self.accounting.opened(record)
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
-        if record.produced is not None:
-            self._run_ahead.add(record.produced, nbytes, self.accounting.counters.saved_peak_bytes)
+        self._run_ahead.add(record.produced, nbytes, self.accounting.counters.saved_peak_bytes)
         if placement is Placement.KEEP or (parts.is_whole and record.operation is None):
             self._send(record, placement)
         else:
             self._deferred.add(record, partial(self._send, record, placement))
         return lease
 
-    def _mark(self) -> StreamEvent | None:
-        return None if self._copies is None or self._tiers.ssd is None else self._copies.mark()
+    def _mark(self) -> StreamEvent:
+        return PASSED if self._tiers.ssd is None else self._copies.mark()  # where all stays, nobody waits
 
     def _send(self, record: SavedStorage, placement: Placement) -> None:
         """Keep a storage, or queue its write."""
@@ -434,7 +436,7 @@ class TensorCache:
         ):
             placement = Placement.SSD
         if placement is Placement.SSD and self._tiers.ssd is not None:
-            self._fetcher.prefetcher.budget.observe(nbytes, self.accounting.counters.saved_peak_bytes)
+            self._budget.observe(nbytes, self.accounting.counters.saved_peak_bytes)
             record.queue_write(self._tiers.ssd, after)
         elif placement is Placement.KEEP:
             self.accounting.counters.bytes_kept += nbytes
@@ -473,6 +475,5 @@ class TensorCache:
             description = spec.dtype, self._device, spec.size
             raise inplace_error(description, origin, version=version, expected=probe.saved)
         tensor = probe.rebuild(spec, self._fetcher.fetch(lease.record))
-        if self._copies is not None:
-            self._copies.protect(tensor)
+        self._copies.protect(tensor)
         return tensor

@@ -74,7 +74,7 @@ class Origin(NamedTuple):
     output_nr: int
     is_view: bool
     tensor: weakref.ref[torch.Tensor] | None
-    """None: it is known to be gone."""
+    """``None``: it is gone, or nobody could afford to refer to it; who made its present value is unknown then."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Origin | None:

@@ -8,6 +8,7 @@ import os
 
 import torch
 
+from lightning_ssd.common.rounding import round_up
 from lightning_ssd.memory.mmap import (
     MAP_FAILED,
     PAGE_BYTES,
@@ -39,7 +40,7 @@ class FileView:
 
     def __init__(self, nbytes: int, *, keeps: object = None) -> None:
         self._keeps = keeps
-        self._length = max(-(-nbytes // PAGE_BYTES), 1) * PAGE_BYTES
+        self._length = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
         self._map = map_anonymous(self._length, READ_WRITE, _NORESERVE)  # unmapped in C, whatever it shows then
         self.address = address_of(self._map)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from lightning_ssd.common.rounding import round_up
 from lightning_ssd.memory.mmap import PAGE_BYTES
 
 __all__ = ["BudgetShare", "HostMemoryBudget"]
@@ -65,7 +66,7 @@ class BudgetShare:
         Returns:
             How many there are now.
         """
-        unit = -(-unit_bytes // PAGE_BYTES) * PAGE_BYTES
+        unit = round_up(unit_bytes, PAGE_BYTES)
         return self.host_budget.change(self, 0, num * unit, unit) // unit
 
     def give_back(self, nbytes: int) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.common.waiting import Changes
 from lightning_ssd.errors import OffloaderClosedError
@@ -27,10 +28,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_WASTE = 1.25
 _SMALL_NBYTES = 64 << 10
-
-
-def _round_up(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit
 
 
 def _best_fit(spare: list[MappedBlock], need: int, alignment: int = PAGE_BYTES) -> MappedBlock | None:
@@ -80,7 +77,7 @@ class StagingPool:
         Raises:
             OffloaderClosedError: after close, also while waiting.
         """
-        block = self._acquire(_round_up(max(nbytes, 1), PAGE_BYTES))
+        block = self._acquire(round_up(max(nbytes, 1), PAGE_BYTES))
         try:
             yield Region(block.address, nbytes)
         finally:
@@ -231,7 +228,7 @@ class ReloadPool:
             raise ValueError(f"phase={phase}; allowed: 0 up to {memory_alignment - 1}, the alignment less one")
         if nbytes < _SMALL_NBYTES:
             return _small_storage(nbytes, phase, memory_alignment)
-        need = _round_up(phase + nbytes, PAGE_BYTES)
+        need = round_up(phase + nbytes, PAGE_BYTES)
         with self._lock:
             if self._closed:
                 raise OffloaderClosedError("memory for a reload was asked for after the pool was closed")

@@ -88,13 +88,11 @@ class PagedStates:
         self._partition = Partition(self._subgroup_bytes(optimizer.param_groups))
         self._store = StateStore(
             files.tiers,
-            files.mover,
             device=files.device,
             num_slots=_NUM_SLOTS * len(files.tiers),
-            mark=files.mark,
+            copies=files.copies,
             block_bytes=files.block_bytes,
             host=files.host,
-            wait=files.wait,
         )
         self.lent: dict[Any, State] = {}
         """States that are in memory as they are, by parameter; what is on a drive of them is of earlier."""

@@ -20,14 +20,13 @@ import bisect
 import itertools
 import os
 import threading
-import weakref
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import BackendUnavailableError, ConfigError, StorageError
+from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, WrappedBackend
 from lightning_ssd.storage.spill_file import Arena
@@ -41,8 +40,8 @@ _AES_BLOCK_BYTES = 16
 class EncryptedBackend(WrappedBackend):
     """Encrypts on the way to the file and decrypts on the way back. Costs one pass over the bytes in either direction.
 
-    Any address will do without a further copy, because what is written has to be laid down elsewhere anyway. Arenas
-    that were opened here have a ``reader``: nobody else can make sense of their files.
+    Any address will do without a further copy, because what is written has to be laid down elsewhere anyway. Nobody
+    else can make sense of the files: they are never mapped.
 
     Args:
         inner: moves the encrypted bytes; must not move device memory, which no library encrypts in place.
@@ -79,7 +78,6 @@ class EncryptedBackend(WrappedBackend):
     def open_arena(self, directory: Path) -> Arena:
         arena = self.inner.open_arena(directory)
         arena.write_numbers = _WriteNumbers()
-        arena.reader = partial(self._read_part, weakref.ref(arena))
         return arena
 
     def write(self, arena: Arena, region: Region, offset: int) -> None:
@@ -113,20 +111,16 @@ class EncryptedBackend(WrappedBackend):
             raise StorageError(f"{arena.path} was opened by another backend; open arenas with the one that uses them")
         return numbers
 
-    def _read_part(self, arena_ref: weakref.ref[Arena], region: Region, offset: int) -> None:
-        """As :meth:`read`, for any offset and length: through a buffer of whole blocks, piece by piece."""
-        arena = arena_ref()
-        if arena is None:
-            raise ReferenceError("the arena is gone")
-        block, end = self.block_bytes, offset + region.nbytes
-        begin = offset - offset % block
-        for start in range(begin, end, DEFAULT_CHUNK_BYTES):
-            stop = min(start + DEFAULT_CHUNK_BYTES, end + -end % block)
-            first, last = max(start, offset), min(stop, end)
-            with self._staging.lease(stop - start) as buffer:
-                self.read(arena, buffer, start)
-                target = Region(region.address + first - offset, last - first)
-                target.view()[:] = buffer.view()[first - start : last - start]
+    def map_or_read(self, arena: Arena, view: FileView, start: int, offset: int, nbytes: int) -> None:
+        """Read, through a buffer of whole blocks, piece by piece: any offset and length will do."""
+        block, end = self.block_bytes, offset + nbytes
+        for begin in range(offset - offset % block, end, DEFAULT_CHUNK_BYTES):
+            stop = min(begin + DEFAULT_CHUNK_BYTES, end + -end % block)
+            first, last = max(begin, offset), min(stop, end)
+            with self._staging.lease(stop - begin) as buffer:
+                self.read(arena, buffer, begin)
+                target = Region(view.address + start + first - offset, last - first)
+                target.view()[:] = buffer.view()[first - begin : last - begin]
 
     def _apply(self, number: int, within: int, source: Region, target: Region) -> None:
         """XOR with the stream of a write, from ``within`` bytes of it on; may be done in place. Outside of the GIL."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
+from lightning_ssd.common.rounding import round_up
+
 __all__ = ["Extent", "ExtentAllocator"]
 
 
@@ -54,7 +56,7 @@ class ExtentAllocator:
         """``nbytes`` in whole blocks."""
         if nbytes <= 0:
             raise ValueError(f"an extent of {nbytes} bytes was asked for; allowed: at least 1 byte")
-        return -(-nbytes // self._block_bytes) * self._block_bytes
+        return round_up(nbytes, self._block_bytes)
 
     def allocate(self, nbytes: int) -> Extent | None:
         """The lowest free extent of at least ``nbytes`` bytes, or ``None`` where no free range is long enough."""

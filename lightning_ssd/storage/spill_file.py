@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OffloaderClosedError, OutOfSpaceError, StorageError
+from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.directories import MAX_VANISHED, open_private
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
 
@@ -78,11 +78,6 @@ class Arena:
         self.path = self.directory / f".lightning_ssd-{os.geteuid()}"
         self.block_bytes = block_bytes
         self.direct = direct
-        self.reader: Callable[[Region, int], None] | None = None
-        """Fills memory from any offset on, where the file holds other bytes than were written (encryption); else
-        ``None``: whoever maps the file sees what was written."""
-        self.is_mapped = False
-        """Whether parts of the file are, or were, shown as memory: that outlives :meth:`close`."""
         self.is_distrusted = False
         """Whether the system may have lost bytes on their way to it."""
         self.write_numbers: Any = None
@@ -96,6 +91,7 @@ class Arena:
         self._full_until = 0.0
         self._refused_bytes = 0
         self._num_users = 0
+        self._is_mapped = False
         self._closed = False
         # Guards allocator, growth, users and closing. A leaf lock: nothing else is locked and nobody called under it.
         self._lock = threading.Lock()
@@ -154,6 +150,12 @@ class Arena:
                     last = self._closed and self._num_users == 0
                 if last:
                     self._release()
+
+    def show(self, view: FileView, start: int, offset: int, nbytes: int) -> None:
+        """Show bytes of the file from ``offset`` on, at ``start`` of a view: whole pages, even beyond :meth:`close`."""
+        with self.use() as fd:
+            self._is_mapped = True
+            view.show(start, fd, offset, nbytes)
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of at least ``nbytes`` bytes; the file grows where needed. Zero bytes need no place in the file.
@@ -236,7 +238,7 @@ class Arena:
             )
 
     def _release(self) -> None:
-        if not self.is_mapped and os.getpid() == self._pid:
+        if not self._is_mapped and os.getpid() == self._pid:
             # Forked processes (workers of a DataLoader) have the file open too, and would keep its space.
             with suppress(OSError):
                 os.ftruncate(self._fd, 0)

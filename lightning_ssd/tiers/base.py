@@ -71,12 +71,31 @@ class Tier(Protocol):
             OffloaderClosedError: after close.
         """
 
-    def read(self, owner: ReadOwner, stored: StoredBytes, device: torch.device, *, urgent: bool) -> Transfer:
-        """Queue a read into new memory, which is allocated here, in the calling thread and on its stream.
+    def read(
+        self,
+        owner: ReadOwner,
+        stored: StoredBytes,
+        device: torch.device,
+        *,
+        urgent: bool,
+        into: torch.UntypedStorage | None = None,
+        after: StreamEvent | None = None,
+    ) -> Transfer:
+        """Queue a read.
+
+        Args:
+            owner: is told of the end.
+            stored: what to read.
+            device: of the memory to read into.
+            urgent: somebody waits for it.
+            into: that memory; ``None``: it is allocated here, in the calling thread and on its stream.
+            after: of ``into``: it may be written to once this has passed, since PyTorch lends memory of a device while
+                kernels of its former owner are still queued.
 
         Raises:
             OffloaderClosedError: after close.
             MemoryError: no memory (``torch.OutOfMemoryError`` on a device). Nothing was queued.
+            ValueError: ``into`` has another size.
         """
 
     def promote(self, read: Transfer) -> None:

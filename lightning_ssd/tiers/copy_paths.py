@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
@@ -41,6 +42,14 @@ class Edges(NamedTuple):
 
     head: bytes
     tail: bytes
+
+    def put_into(self, storage: torch.UntypedStorage) -> None:
+        """Write them to both ends of a storage."""
+        ctypes.memmove(storage.data_ptr(), self.head, len(self.head))
+        ctypes.memmove(storage.data_ptr() + storage.nbytes() - len(self.tail), self.tail, len(self.tail))
+
+
+_NO_EDGES = Edges(b"", b"")
 
 
 class Piece(NamedTuple):
@@ -76,7 +85,9 @@ class Mover(Protocol):
     def allocate(
         self, nbytes: int, edges: Edges, device: torch.device
     ) -> tuple[torch.UntypedStorage, StreamEvent | None]:
-        """Memory to reload into, from the consuming thread and stream; its mark guards its earlier user."""
+        """Memory for a read whose caller brings none, from the consuming thread and stream; its mark guards its earlier
+        user.
+        """
 
     def load(
         self,
@@ -111,13 +122,17 @@ class HostMover:
     Args:
         backend: moves aligned bodies.
         reload: gives recycled memory for reloads (first touches of fresh pages cost more than the read itself).
+            ``None``: for storages that are whole blocks and brought back to memory of the caller's. They have no edges:
+            the file has all of their bytes.
     """
 
-    def __init__(self, backend: Backend, reload: ReloadPool) -> None:
+    def __init__(self, backend: Backend, reload: ReloadPool | None) -> None:
         self._backend = backend
         self._reload = reload
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
+        if self._reload is None:
+            return _NO_EDGES
         address, nbytes = storage.data_ptr(), storage.nbytes()
         head = min(-address % self._backend.memory_alignment, nbytes)
         tail = (nbytes - head) % self._backend.block_bytes
@@ -133,11 +148,10 @@ class HostMover:
     def allocate(
         self, nbytes: int, edges: Edges, device: torch.device
     ) -> tuple[torch.UntypedStorage, StreamEvent | None]:
+        if self._reload is None:
+            raise RuntimeError(f"a read of {nbytes:,} bytes was not told where to; give read() its memory")
         alignment = self._backend.memory_alignment
-        storage = self._reload.take(nbytes, -len(edges.head) % alignment, alignment)
-        ctypes.memmove(storage.data_ptr(), edges.head, len(edges.head))
-        ctypes.memmove(storage.data_ptr() + nbytes - len(edges.tail), edges.tail, len(edges.tail))
-        return storage, None
+        return self._reload.take(nbytes, -len(edges.head) % alignment, alignment), None
 
     def load(
         self,
@@ -167,7 +181,7 @@ class StagedMover:
         self._copies = copies
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
-        return Edges(b"", b"")
+        return _NO_EDGES
 
     def store(
         self, storage: torch.UntypedStorage, piece: Piece, after: StreamEvent | None, *, check: bool
@@ -206,8 +220,7 @@ class StagedMover:
             return _Staged(self._copies, target, source, after, stack.pop_all())
 
     def _padded(self, piece: Piece) -> int:
-        block = self._backend.block_bytes
-        return -(-piece.nbytes // block) * block
+        return round_up(piece.nbytes, self._backend.block_bytes)
 
 
 class _Staged:
@@ -242,7 +255,7 @@ class DeviceMover:
         self._copies = copies
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
-        return Edges(b"", b"")
+        return _NO_EDGES
 
     def store(
         self, storage: torch.UntypedStorage, piece: Piece, after: StreamEvent | None, *, check: bool

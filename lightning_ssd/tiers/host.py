@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
@@ -26,8 +25,6 @@ __all__ = ["HostTier"]
 
 _log = logging.getLogger(__name__)
 
-Allocate = Callable[[int, torch.device], tuple[torch.UntypedStorage, StreamEvent | None]]
-
 
 class HostTier:
     """Host memory: locked for a CUDA device and reached by streams of our own, plain where there is none.
@@ -45,12 +42,11 @@ class HostTier:
     Args:
         room: most memory to take, in bytes; or a budget that others take from, too. It is taken as it is needed and
             given back at :meth:`close`.
-        copies: the device's copy streams; ``None`` copies on the CPU.
+        copies: between the device and the host.
         pin: lock the memory for CUDA; each part once, when it is first used.
         events: gets one event per move.
         chunk_bytes: largest single copy, so that urgent reads can overtake others there.
         num_workers: workers per direction.
-        allocate: gives the memory for a read on the device, and what the read has to wait for; ``None``: PyTorch does.
 
     Raises:
         MemoryError: the process may not have that many addresses.
@@ -61,16 +57,14 @@ class HostTier:
     def __init__(
         self,
         room: int | HostMemoryBudget,
-        copies: CopyEngine | None,
+        copies: CopyEngine,
         *,
         pin: bool,
         events: EventLog,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         num_workers: int = DEFAULT_WORKERS,
-        allocate: Allocate | None = None,
     ) -> None:
         self.copies = copies
-        self._allocate = allocate or self._fresh
         self.chunk_bytes = chunk_bytes
         self.arena = HostArena(room, pin=pin)
         # Guards what is freed while it is read. Taken before the arena's lock, and under the locks of layers above.
@@ -108,24 +102,35 @@ class HostTier:
             raise
         return True
 
-    def read(self, owner: ReadOwner, stored: StoredBytes, device: torch.device, *, urgent: bool) -> Transfer:
+    def read(
+        self,
+        owner: ReadOwner,
+        stored: StoredBytes,
+        device: torch.device,
+        *,
+        urgent: bool,
+        into: torch.UntypedStorage | None = None,
+        after: StreamEvent | None = None,
+    ) -> Transfer:
         mine = self._mine(stored)
-        storage, after = self._allocate(mine.nbytes, device)
+        if into is None:
+            into, after = self._allocate(mine.nbytes, device)
+        elif into.nbytes() != mine.nbytes:
+            raise ValueError(f"{mine.label} has {mine.nbytes:,} bytes, and was to be read into {into.nbytes():,}")
         with self._lock:
             if mine.freed:
                 raise ValueError(f"{mine.label} was freed; its bytes may be gone")
             mine.num_reads += 1
         try:
-            transfer = _Read(self, owner, mine, storage, after, urgent=urgent)
+            transfer = _Read(self, owner, mine, into, after, urgent=urgent)
             self._reads.submit(transfer)
         except BaseException:
             self.read_over(mine)
             raise
         return transfer
 
-    def _fresh(self, nbytes: int, device: torch.device) -> tuple[torch.UntypedStorage, StreamEvent | None]:
-        storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        return storage, None if self.copies is None else self.copies.mark()
+    def _allocate(self, nbytes: int, device: torch.device) -> tuple[torch.UntypedStorage, StreamEvent]:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage(), self.copies.mark()
 
     def promote(self, read: Transfer) -> None:
         self._reads.promote(read)
@@ -235,9 +240,6 @@ class _Write(Transfer):
     def _chunk(self, storage: torch.UntypedStorage, start: int, address: int, nbytes: int) -> Chunk:
         def run() -> None:
             copies = self._tier.copies
-            if copies is None:
-                ctypes.memmove(address, storage.data_ptr() + start, nbytes)
-                return
             after = self._after or copies.mark()
             mark = copies.copy_out(host_bytes(address, nbytes), storage_bytes(storage, start, nbytes), after)
             try:
@@ -279,7 +281,7 @@ class _Read(Transfer):
         urgent: bool,
     ) -> None:
         super().__init__("read", stored.nbytes, urgent=urgent)
-        self.outlasts = tier.copies is not None
+        self.outlasts = tier.copies.is_asynchronous
         self._tier = tier
         self._owner = owner
         self._stored = stored
@@ -303,12 +305,13 @@ class _Read(Transfer):
     def _chunk(self, storage: torch.UntypedStorage, start: int, address: int, nbytes: int) -> Chunk:
         def run() -> None:
             copies = self._tier.copies
-            if copies is None:
-                ctypes.memmove(storage.data_ptr() + start, address, nbytes)
-                return
             after = self._after or copies.mark()
+            target, source = storage_bytes(storage, start, nbytes), host_bytes(address, nbytes)
+            if not self.outlasts:
+                copies.copy_in(target, source, after)
+                return
             with self._order:
-                mark = copies.copy_in(storage_bytes(storage, start, nbytes), host_bytes(address, nbytes), after)
+                mark = copies.copy_in(target, source, after)
                 self._num_left -= 1
                 if self._num_left == 0:
                     # All copies of ours are queued on one stream, and this is the last: it stands for all, and

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lightning_ssd.common.rounding import round_up
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
@@ -170,7 +171,7 @@ class HostArena:
         if need > left:
             return False
         slab = min(max(self._growth_bytes, size // 4), _MAX_GROWTH_BYTES)
-        slab = self._share.grow(need, min(-(-max(slab, need) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, left))
+        slab = self._share.grow(need, min(round_up(max(slab, need), HUGE_PAGE_BYTES), left))
         if not slab:
             return False
         if not self._opened().make_usable(size, slab):

@@ -20,6 +20,7 @@ import torch
 
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, OutOfSpaceError, StorageError, forget_frames
+from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.telemetry.events import EventLog
@@ -122,10 +123,23 @@ class SsdTier:
         self._writes.submit(_Write(self, owner, nbytes, after, label))
         return True
 
-    def read(self, owner: ReadOwner, stored: StoredBytes, device: torch.device, *, urgent: bool) -> Transfer:
+    def read(
+        self,
+        owner: ReadOwner,
+        stored: StoredBytes,
+        device: torch.device,
+        *,
+        urgent: bool,
+        into: torch.UntypedStorage | None = None,
+        after: StreamEvent | None = None,
+    ) -> Transfer:
         mine = self._mine(stored)
-        storage, after = self.mover.allocate(mine.nbytes, mine.edges, device)
-        transfer = _Read(self, owner, mine, storage, after, urgent=urgent)
+        if into is None:
+            into, after = self.mover.allocate(mine.nbytes, mine.edges, device)
+        elif into.nbytes() != mine.nbytes:
+            raise ValueError(f"{mine.label} has {mine.nbytes:,} bytes, and was to be read into {into.nbytes():,}")
+        mine.edges.put_into(into)
+        transfer = _Read(self, owner, mine, into, after, urgent=urgent)
         self._reads.submit(transfer)
         return transfer
 
@@ -137,10 +151,10 @@ class SsdTier:
         if mine.extent.nbytes:
             mine.arena.free(mine.extent)
 
-    def locate(self, stored: StoredBytes) -> tuple[Arena, Extent]:
-        """Where the body of a storage lies, for readers of their own. It stays there until :meth:`free`."""
+    def show(self, stored: StoredBytes, view: FileView, start: int, offset: int, nbytes: int) -> None:
+        """Part of a body, from ``offset`` on, at ``start`` of a view. It stays as it is until :meth:`free`."""
         mine = self._mine(stored)
-        return mine.arena, mine.extent
+        self._backend.map_or_read(mine.arena, view, start, mine.extent.offset + offset, nbytes)
 
     def progress(self) -> Progress:
         return Progress(*self._writes.progress(), *self._reads.progress())

@@ -16,6 +16,7 @@ Note: Memory that several streams use
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,7 +24,7 @@ import torch
 from lightning_ssd.common.accelerators import Accelerator
 from lightning_ssd.common.profiling import spanned
 
-__all__ = ["CopyEngine", "StreamCopies", "StreamEvent"]
+__all__ = ["PASSED", "CopyEngine", "HostCopies", "StreamCopies", "StreamEvent"]
 
 
 class StreamEvent(Protocol):
@@ -40,7 +41,10 @@ class StreamEvent(Protocol):
 
 
 class CopyEngine(Protocol):
-    """Asynchronous copies of one device. Tests put adversarially slow ones in its place."""
+    """Copies between one device and the host. Tests put adversarially slow ones in its place."""
+
+    is_asynchronous: bool
+    """Whether work goes on when the call that asked for it has returned."""
 
     def mark(self) -> StreamEvent:
         """The current stream's present end: all that has been queued so far."""
@@ -59,6 +63,55 @@ class CopyEngine(Protocol):
 
     def protect(self, tensor: torch.Tensor) -> None:
         """The current stream uses ``tensor``: when it is freed, its memory may be reused only behind that use."""
+
+
+class _Passed:
+    """A point that was passed before anybody asked."""
+
+    __slots__ = ()
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+    def query(self) -> bool:
+        return True
+
+    def again(self) -> StreamEvent:
+        return self
+
+
+PASSED: StreamEvent = _Passed()
+"""The mark of all that is done when a call returns."""
+
+
+class HostCopies:
+    """Those of a CPU, whose memory is the host's: they are done when the call returns."""
+
+    is_asynchronous = False
+
+    def mark(self) -> StreamEvent:
+        return PASSED
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: StreamEvent) -> StreamEvent:
+        return self._copy(host, device, after)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: StreamEvent) -> StreamEvent:
+        return self._copy(device, host, after)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, after: StreamEvent) -> StreamEvent:
+        after.synchronize()
+        # PyTorch's own copy would start a pool of threads in each worker that calls it.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        return PASSED
+
+    def wait_on_current_stream(self, mark: StreamEvent) -> None:
+        mark.synchronize()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        """There is one stream only."""
 
 
 class _EventMark:
@@ -89,6 +142,8 @@ class _EventMark:
 class StreamCopies:
     """The real thing: two streams of our own on one device."""
 
+    is_asynchronous = True
+
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._out = accelerator.new_stream()
@@ -111,7 +166,8 @@ class StreamCopies:
         # A worker's device is 0 at first. Leaving the stream alone would go back there, and so set up a context on a
         # device that another process trains on; leaving the device does not.
         with self._accelerator.as_current(), self._accelerator.using(stream):
-            stream.wait_event(cast(_EventMark, after).event)
+            if after is not PASSED:
+                stream.wait_event(cast(_EventMark, after).event)
             event = self._accelerator.event()  # first: without one, nobody could tell when the buffer is free again
             target.copy_(source, non_blocking=True)
             try:

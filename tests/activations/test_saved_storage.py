@@ -25,6 +25,7 @@ from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.streams import HostCopies
 from tests.support.patience import PATIENCE_S
 from tests.support.threads import at_once
 
@@ -267,7 +268,7 @@ class _LostDevice:
 @pytest.fixture(params=["ssd", "host"])
 def tier(request: pytest.FixtureRequest, spill_dir: Path) -> Iterator[SsdTier | HostTier]:
     if request.param == "host":
-        with closing(HostTier(1 << 20, None, pin=False, events=EventLog())) as host:
+        with closing(HostTier(1 << 20, HostCopies(), pin=False, events=EventLog())) as host:
             yield host
         return
     with closing(PosixBackend([spill_dir])) as backend:

@@ -245,7 +245,7 @@ def test_reading_ahead_leaves_most_of_what_is_free(tmp_path: Path, monkeypatch: 
         for _ in range(2):
             loss = chain(offloader, leaf(), length=40)
             offloader.flush()
-            offloader._opened()._fetcher.prefetcher.budget._nbytes = 20 * NBYTES
+            offloader._opened()._budget._nbytes = 20 * NBYTES
             loss.backward()
             offloader.end_backward()
     assert NBYTES <= most <= 2 * NBYTES

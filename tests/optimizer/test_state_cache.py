@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
-from lightning_ssd.optimizer.store.buffers import SlotMover
 from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import Edges, HostMover
+from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import FaultyBackend, always, enospc
@@ -181,13 +179,10 @@ def test_a_full_drive_costs_no_checkpoint(spill_dir: Path) -> None:
 @contextmanager
 def store_with(copies: HeldCopies, directory: Path, *, num_slots: int = 2) -> Iterator[StateStore]:
     backend = PosixBackend([directory], direct=False)
-    mover = SlotMover(HostMover(backend, ReloadPool(0)))
     events = EventLog()
-    ssd = SsdTier(backend, mover, [directory], events=events, sampler=Sampler("full"))
-    host = HostTier(
-        1 << 20, copies, pin=False, events=events, allocate=lambda n, device: mover.allocate(n, Edges(b"", b""), device)
-    )
-    store = StateStore([ssd], mover, device=CPU, num_slots=num_slots, mark=copies.mark, host=host)
+    ssd = SsdTier(backend, HostMover(backend, None), [directory], events=events, sampler=Sampler("full"))
+    host = HostTier(1 << 20, copies, pin=False, events=events)
+    store = StateStore([ssd], device=CPU, num_slots=num_slots, copies=copies, host=host)
     store.add([0] * 6)
     try:
         yield store

@@ -26,9 +26,7 @@ def cuda() -> Iterator[PretendedCuda]:
 
 def copies_on(device: torch.device) -> CopyEngine:
     """Those that an offloader makes for itself on a device like this."""
-    copies = Offloader()._environment(device, None).copies
-    assert copies is not None
-    return copies
+    return Offloader()._environment(device, None).copies
 
 
 def train_on(index: int, directory: Path, cuda: PretendedCuda) -> None:

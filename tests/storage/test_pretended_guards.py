@@ -16,7 +16,6 @@ import torch
 from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.saved_storage import SavedStorage, State
 from lightning_ssd.memory.pools import StagingPool
-from lightning_ssd.optimizer.store.buffers import SlotMover
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
@@ -167,9 +166,9 @@ def dropped_and_found(directory: Path, device: PretendedDevice) -> None:
 def opened_store(directory: Path, device: PretendedDevice) -> Iterator[StateStore]:
     """Of states on the device, with one subgroup."""
     backend, staging = PosixBackend([directory], direct=False), StagingPool(1 << 20)
-    mover = SlotMover(StagedMover(backend, staging, device))
+    mover = StagedMover(backend, staging, device)
     tier = SsdTier(backend, mover, [directory], events=EventLog(), sampler=Sampler("off"))
-    store = StateStore([tier], mover, device=CPU, num_slots=2, mark=device.mark, wait=device.wait_on_current_stream)
+    store = StateStore([tier], device=CPU, num_slots=2, copies=device)
     store.add([0])
     put(store, 0, 1)
     store.wait_for_writes()
@@ -331,14 +330,14 @@ def without_wait_for_unused(patch: pytest.MonkeyPatch, device: PretendedDevice) 
 
 def without_mark_of_slots(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
     """A read of states begins while kernels of the memory's former owner are queued."""
-    first, offer = device.mark(), SlotMover.offer
-    patch.setattr(SlotMover, "offer", lambda mover, storage, after: offer(mover, storage, first))
+    first, read = device.mark(), SsdTier.read
+    patch.setattr(SsdTier, "read", lambda *args, **options: read(*args, **options | {"after": first}))
 
 
 def without_mark_of_host_reads(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
     """The same of reads from host memory."""
-    first, fresh = device.mark(), HostTier._fresh
-    patch.setattr(HostTier, "_fresh", lambda *args: (fresh(*args)[0], first))
+    first, allocate = device.mark(), HostTier._allocate
+    patch.setattr(HostTier, "_allocate", lambda *args: (allocate(*args)[0], first))
 
 
 def without_hold_of_extents(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:

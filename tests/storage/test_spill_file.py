@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage import spill_file as arena_module
 from lightning_ssd.storage.extents import Extent
 from lightning_ssd.storage.spill_file import Arena
@@ -247,8 +248,9 @@ class TestOwnership:
     @pytest.mark.parametrize("is_mapped", [False, True])
     def test_a_forked_child_keeps_no_space(self, arena: Arena, is_mapped: bool) -> None:
         """But where the file is shown as memory, which outlives it."""
-        arena.allocate(MIB)
-        arena.is_mapped = is_mapped
+        extent = arena.allocate(MIB)
+        if is_mapped:
+            arena.show(FileView(MIB), 0, extent.offset, MIB)
         size, mine = arena.size_bytes, os.dup(arena.fd)  # looks at the file after it is closed
         ours, theirs = os.pipe()
         child = os.fork()

@@ -34,6 +34,8 @@ class LateMark:
 class LateCopies:
     """Each stream is a thread that sleeps before each copy. Compute is "queued" too: a mark passes late."""
 
+    is_asynchronous = True
+
     def __init__(self, *, seed: int, max_delay_s: float, honest: bool = True) -> None:
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
@@ -133,6 +135,8 @@ class HeldCopies:
     waiting for it raises.
     """
 
+    is_asynchronous = True
+
     def __init__(self, *, held: bool = True) -> None:
         self.held = held
         self.fail: dict[int, Exception] = {}
@@ -202,6 +206,8 @@ class SeveralStreams:
     ``protected`` has every tensor that somebody said to use, with the stream that it was said on. ``work`` queues what
     a kernel would do.
     """
+
+    is_asynchronous = True
 
     def __init__(self) -> None:
         self.current = "main"

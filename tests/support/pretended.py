@@ -112,6 +112,8 @@ class PretendedDevice:
         real: where the bytes at an address can be reached, if not there.
     """
 
+    is_asynchronous = True
+
     def __init__(self, *, seed: int = 0, lag_s: float = 0.002, real: Callable[[int], int] = _where_it_is) -> None:
         self.faults: list[str] = []
         self.num_copies = self.num_backwards = 0

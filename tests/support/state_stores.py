@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from lightning_ssd.memory.pools import ReloadPool
-from lightning_ssd.optimizer.store.buffers import SlotMover
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.streams import HostCopies
 from tests.support.faults import FaultyBackend
 from tests.support.helpers import within
 from tests.support.patience import PATIENCE_S
@@ -42,16 +41,15 @@ class Drive(FaultyBackend):
 def store_on(*drives: tuple[Drive, Path], num_slots: int = 2, num: int = 6) -> Iterator[StateStore]:
     """A store of ``num`` subgroups, turn by turn on each of the drives."""
     with ExitStack() as stack:
-        tiers, mover = [], None
+        tiers = []
         for drive, directory in drives:
-            mover = SlotMover(HostMover(drive, ReloadPool(0)))
+            mover = HostMover(drive, None)
             tiers.append(
                 SsdTier(drive, mover, [directory], events=EventLog(), sampler=Sampler("full"), chunk_bytes=4096)
             )
             stack.callback(tiers[-1].close)
             stack.callback(drive.may_move.set)
-        assert mover is not None
-        store = StateStore(tiers, mover, device=CPU, num_slots=num_slots)
+        store = StateStore(tiers, device=CPU, num_slots=num_slots, copies=HostCopies())
         store.add(index % len(drives) for index in range(num))
         yield store
         store.close()

@@ -12,7 +12,7 @@ from lightning_ssd.storage.drive_lock import DriveLock
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers import transfer_queue
 from lightning_ssd.tiers.host import HostTier
-from lightning_ssd.tiers.streams import CopyEngine
+from lightning_ssd.tiers.streams import CopyEngine, HostCopies
 from tests.support.host_traffic import MIB, MakeTier
 from tests.support.late import HeldCopies
 
@@ -24,7 +24,7 @@ def make_tier() -> Iterator[MakeTier]:
     def make(
         copies: CopyEngine | None = None, *, capacity: int = 8 * MIB, events: EventLog | None = None, **extra: int
     ) -> HostTier:
-        tier = HostTier(capacity, copies, pin=False, events=events or EventLog(), **extra)
+        tier = HostTier(capacity, copies or HostCopies(), pin=False, events=events or EventLog(), **extra)
         tiers.append(tier)
         return tier
 

@@ -19,6 +19,7 @@ from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, 
 from lightning_ssd.tiers.base import Progress
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.streams import HostCopies
 
 MIB = 1 << 20
 
@@ -178,7 +179,7 @@ def test_the_host_tier_has_a_probe_and_a_capacity_of_its_own(wait: Callable[[flo
 
 
 def test_a_real_host_tier_can_be_read() -> None:
-    host = HostTier(MIB, None, pin=False, events=EventLog())
+    host = HostTier(MIB, HostCopies(), pin=False, events=EventLog())
     try:
         machine = BandwidthMeter(FakeTier().as_ssd, Probe(), host=host, probe_host=Probe(3e9, 4e9)).machine()
         assert machine.host == TierRates(write_bytes_per_s=3e9, read_bytes_per_s=4e9, capacity_bytes=MIB)

@@ -36,6 +36,17 @@ class TestExact:
         tier.free(owner.place)
         assert tier.used_bytes == 0
 
+    def test_a_read_goes_where_it_is_told(self, make_tier: MakeTier) -> None:
+        tier, mine = make_tier(), random_storage(5000, 1)
+        owner = stored(tier, 5000)
+        tier.read(owner, owner.place, CPU, urgent=False, into=mine).wait()
+        assert owner.reloaded is mine
+        assert owner.is_right()
+        with pytest.raises(ValueError, match="has 5,000 bytes, and was to be read into 4,999"):
+            tier.read(owner, owner.place, CPU, urgent=False, into=random_storage(4999))
+        tier.free(owner.place)
+        assert tier.used_bytes == 0
+
     def test_many_threads(self, make_tier: MakeTier) -> None:
         tier = make_tier(chunk_bytes=64 * KIB)
         run_traffic(tier, wait=lambda owner: None)
@@ -108,8 +119,7 @@ def run_traffic(tier: HostTier, *, wait: Callable[[Owner], None], turns: int = 6
         for turn in range(turns):
             nbytes = choose.randrange(1, MIB)
             owner = Owner(random_storage(nbytes, seed * 1000 + turn))
-            after = None if tier.copies is None else tier.copies.mark()
-            if tier.write(owner, nbytes, after, label=""):
+            if tier.write(owner, nbytes, tier.copies.mark(), label=""):
                 owner.wait()
                 owner.storage = None
                 held.append(owner)

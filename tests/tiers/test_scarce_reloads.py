@@ -102,7 +102,7 @@ def test_what_is_given_up_has_gone_before_memory_is_asked_for_again() -> None:
     record.mark = LateMark(reloaded)  # type: ignore[assignment]
     record.hold_ahead()
     passes: Any = [OnePass(record)]
-    has_dropped, reads = Prefetcher(record.accounting, passes, torch.device("cpu")).give_up()
+    has_dropped, reads = Prefetcher(record.accounting, passes, PrefetchBudget(), torch.device("cpu")).give_up()
     assert (has_dropped, reads) == (True, [])
     assert not record.key.alive()
 

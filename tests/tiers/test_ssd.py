@@ -95,6 +95,19 @@ def drive(tmp_path: Path) -> Drive:
     return Drive(tmp_path)
 
 
+def test_a_read_goes_where_it_is_told(drive: Drive, tmp_path: Path) -> None:
+    """With the edges, whatever the address."""
+    with tier_on(drive, tmp_path) as tier:
+        owner = stored(tier, CHUNK + 5)
+        for seed in range(3):
+            mine = random_storage(CHUNK + 5 + 4096, seed + 1)
+            tier.read(owner, owner.place, CPU, urgent=False, into=mine).wait()
+            assert owner.reloaded is mine
+            assert owner.is_right()
+        with pytest.raises(ValueError, match=r"was to be read into 1$"):
+            tier.read(owner, owner.place, CPU, urgent=False, into=random_storage(1))
+
+
 class TestWritesGiveWay:
     @pytest.mark.parametrize("promoted", [False, True])
     @pytest.mark.parametrize("fails", [False, True])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.common.dtensor import is_shard, local_of, spec_of, wrap
+from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.file_mapping import FileView
@@ -147,7 +148,7 @@ class TensorSpool:
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         nbytes, block = tensor.numel() * tensor.element_size(), self._files.block_bytes
-        storage = self._slots.take(-(-nbytes // block) * block)
+        storage = self._slots.take(round_up(nbytes, block))
         room = storage_bytes(storage, 0, nbytes).view(tensor.dtype).view(tensor.shape)
         room.copy_(tensor)
         copy = self._write(storage)
@@ -173,6 +174,6 @@ class TensorSpool:
 
     def _write_to(self, tier: SsdTier, storage: torch.UntypedStorage) -> StoredCopy | BaseException | None:
         write = _SpooledWrite(tier, storage, self._held)
-        tier.write(write, storage.nbytes(), self._files.mark(), label="a collected state")
+        tier.write(write, storage.nbytes(), self._files.copies.mark(), label="a collected state")
         write.ended.wait()
         return write.result

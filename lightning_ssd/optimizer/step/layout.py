@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.common.dtensor import local_of, spec_of, wrap
+from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.optimizer.step.aliases import are_apart, is_held, is_referred_to, spans_of, tensors_in
@@ -78,13 +79,13 @@ class Layout:
             unit = PAGE_BYTES if paged[part] else _LINE_NBYTES
             for key, value in state.items():
                 if moves(value, device):
-                    start = -(-end // unit) * unit
+                    start = round_up(end, unit)
                     local, spec = local_of(value), spec_of(value)
                     nbytes = local.numel() * local.dtype.itemsize
                     shape = tuple(local.shape)
                     fields.append(Field(part, key, local.dtype, shape, local.stride(), start, nbytes, spec))
                     end = start + nbytes
-        return cls(tuple(fields), -(-end // block_bytes) * block_bytes)
+        return cls(tuple(fields), round_up(end, block_bytes))
 
     def fill(self, templates: Sequence[State], storage: torch.UntypedStorage) -> list[State]:
         """The parts' states with their tensors in ``storage``; the templates say :data:`MOVED` in these places."""

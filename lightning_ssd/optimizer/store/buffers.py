@@ -7,16 +7,15 @@ slot is as large as the largest subgroup that it has held.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 import torch
 
 from lightning_ssd.common.accelerators import accelerator_of
+from lightning_ssd.common.rounding import round_up
 from lightning_ssd.memory.mmap import PAGE_BYTES, MappedBlock
-from lightning_ssd.tiers.copy_paths import Edges, Loaded, Mover, Piece, storage_bytes
-from lightning_ssd.tiers.streams import StreamEvent
+from lightning_ssd.tiers.copy_paths import storage_bytes
 
-__all__ = ["BufferPool", "SlotMover"]
+__all__ = ["BufferPool"]
 
 
 class BufferPool:
@@ -54,7 +53,7 @@ class BufferPool:
         else:
             if self._spare:
                 self._spare.pop()  # too small: a larger one takes its place
-            array = MappedBlock(-(-nbytes // PAGE_BYTES) * PAGE_BYTES).export()
+            array = MappedBlock(round_up(nbytes, PAGE_BYTES)).export()
         self._lent[ctypes.addressof(array)] = array
         return torch.frombuffer(array, dtype=torch.uint8, count=nbytes).untyped_storage()
 
@@ -80,55 +79,3 @@ class BufferPool:
     def clear(self) -> None:
         """Free what is not lent."""
         self._spare.clear()
-
-
-class SlotMover:
-    """A mover whose reads go into memory that was chosen beforehand.
-
-    Args:
-        mover: moves the bytes.
-    """
-
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
-        self._offered: tuple[torch.UntypedStorage, StreamEvent | None] | None = None
-
-    def offer(self, storage: torch.UntypedStorage, after: StreamEvent | None) -> None:
-        """The next read, which the same thread begins at once, goes here.
-
-        Args:
-            storage: where to.
-            after: a point in the work of the stream that the memory was allocated on. PyTorch lends memory of a device
-                while kernels of its former owner are still queued there.
-        """
-        self._offered = storage, after
-
-    def edges(self, storage: torch.UntypedStorage) -> Edges:
-        """None: slots are aligned, and whole blocks are moved."""
-        return Edges(b"", b"")
-
-    def store(
-        self, storage: torch.UntypedStorage, piece: Piece, after: StreamEvent | None, *, check: bool
-    ) -> int | None:
-        """As the other one."""
-        return self._mover.store(storage, piece, after, check=check)
-
-    def allocate(
-        self, nbytes: int, edges: Edges, device: torch.device
-    ) -> tuple[torch.UntypedStorage, StreamEvent | None]:
-        """The memory that was offered, and what the read has to wait for."""
-        offered, self._offered = self._offered, None
-        if offered is None or offered[0].nbytes() != nbytes:
-            raise RuntimeError(f"a read of {nbytes} bytes began without memory of this size; offer() it first")
-        return offered
-
-    def load(
-        self,
-        storage: torch.UntypedStorage,
-        piece: Piece,
-        after: StreamEvent | None,
-        expected: int | None,
-        wait: Callable[[StreamEvent], None],
-    ) -> Loaded | None:
-        """As the other one."""
-        return self._mover.load(storage, piece, after, expected, wait)

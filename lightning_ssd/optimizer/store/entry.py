@@ -10,10 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.tiers.base import StoredBytes, WriteOwner
 from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.host import HostTier
@@ -58,25 +56,15 @@ class StoredCopy:
         """Whether it is in host memory, not on a drive."""
         return isinstance(self.tier, HostTier)
 
-    def locate(self) -> tuple[Arena, Extent]:
-        """The file and where in it.
+    def show(self, view: FileView, start: int, offset: int, nbytes: int) -> None:
+        """Part of it, from ``offset`` on, at ``start`` of a view: mapped, or (where the file is encrypted) read.
 
         Raises:
             StorageError: it is in host memory.
         """
         if isinstance(self.tier, HostTier):
             raise StorageError("optimizer states are in host memory, in no file; flush() them first")
-        return self.tier.locate(self.stored)
-
-    def show(self, view: FileView, start: int, offset: int, nbytes: int) -> None:
-        """Part of it, from ``offset`` on, at ``start`` of a view: mapped, or (where the file is encrypted) read."""
-        arena, extent = self.locate()
-        if arena.reader is not None:
-            arena.reader(Region(view.address + start, nbytes), extent.offset + offset)
-            return
-        with arena.use() as fd:
-            arena.is_mapped = True
-            view.show(start, fd, extent.offset + offset, nbytes)
+        self.tier.show(self.stored, view, start, offset, nbytes)
 
     def release(self) -> None:
         """One holder less; the last one gives the extent back."""

@@ -11,13 +11,12 @@ import torch
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.memory.host_budget import BudgetShare
-from lightning_ssd.optimizer.store.buffers import SlotMover
 from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
 from lightning_ssd.tiers.base import Progress
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import StreamEvent
+from lightning_ssd.tiers.streams import CopyEngine
 
 __all__ = ["StateFiles"]
 
@@ -26,43 +25,37 @@ class StateFiles:
     """What one optimizer needs of the machine.
 
     Args:
-        tiers: one per directory; all move bytes by ``mover``.
-        mover: puts what is read into chosen memory.
+        tiers: one per directory; their files have all bytes of what is written.
         probes: measure the directories, where there are several.
         device: where states are updated.
-        mark: a point in the device's work that writes begin behind.
+        copies: between that device and the host.
         block_bytes: granularity of what moves.
         first: subgroup that the first step begins with.
-        host: a cache in host memory, where the device has memory of its own; moves bytes by ``mover``, too.
+        host: a cache in host memory, where the device has memory of its own.
         share: elsewhere: of the host memory in which more states may stay than a step needs there.
-        wait: lets the current stream wait for a mark.
         resources: closes the tiers and what they stand on.
     """
 
     def __init__(
         self,
         tiers: Sequence[SsdTier],
-        mover: SlotMover,
         probes: Sequence[Callable[[], Rates]],
         *,
         device: torch.device,
-        mark: Callable[[], StreamEvent | None],
+        copies: CopyEngine,
         block_bytes: int,
         first: int = 0,
         host: HostTier | None = None,
         share: BudgetShare | None = None,
-        wait: Callable[[StreamEvent], None],
         resources: ExitStack,
     ) -> None:
         self.tiers = tuple(tiers)
-        self.mover = mover
         self.device = device
-        self.mark = mark
+        self.copies = copies
         self.block_bytes = block_bytes
         self.first = first
         self.host = host
         self.share = share
-        self.wait = wait
         self._meters = [BandwidthMeter(tier, probe) for tier, probe in zip(tiers, probes, strict=True)]
         self._resources = resources
         self._last: list[Progress] | None = None

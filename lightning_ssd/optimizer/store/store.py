@@ -18,7 +18,7 @@ from lightning_ssd.common.waiting import Changes, Latch
 from lightning_ssd.errors import OffloaderClosedError, StorageError, forget_frames
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.memory.readings import is_out_of_memory
-from lightning_ssd.optimizer.store.buffers import BufferPool, SlotMover
+from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.optimizer.store.entry import (
     CopyPin,
     DeferredReleases,
@@ -32,7 +32,7 @@ from lightning_ssd.optimizer.store.entry import (
 from lightning_ssd.tiers.base import StoredBytes
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import StreamEvent
+from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
 
 __all__ = ["StateStore"]
 
@@ -74,34 +74,29 @@ class StateStore:
 
     Args:
         tiers: one per directory.
-        mover: of all tiers.
         device: where the memory is.
         num_slots: pieces of memory at most; each holds a subgroup. One more for each that cannot be written.
-        mark: a point in the device's work that writes begin behind; ``None`` on CPU.
+        copies: between that device and the host.
         block_bytes: memory that is asked for is a multiple of this many bytes.
-        host: a cache in host memory, for a device that has memory of its own; its reads go through ``mover`` too.
-        wait: lets the current stream wait for a mark.
+        host: a cache in host memory, for a device that has memory of its own.
     """
 
     def __init__(
         self,
         tiers: Sequence[SsdTier],
-        mover: SlotMover,
         *,
         device: torch.device,
         num_slots: int,
-        mark: Callable[[], StreamEvent | None] = lambda: None,
+        copies: CopyEngine,
         block_bytes: int = PAGE_BYTES,
         host: HostTier | None = None,
-        wait: Callable[[StreamEvent], None] = lambda mark: mark.synchronize(),
     ) -> None:
         self.tiers = tuple(tiers)
         self.block_bytes = block_bytes
         self.stall_s = 0.0
         self.kept_bytes = 0
-        self._device, self._mover, self._host = device, mover, host
+        self._device, self._copies, self._host = device, copies, host
         self.slots = BufferPool(device)
-        self._mark, self._wait_for = mark, wait
         # Guards everything below; told of every end of a move. Tiers' locks are taken under it, never it under theirs.
         self._changed = Changes()
         self._lock = self._changed.lock
@@ -185,7 +180,7 @@ class StateStore:
             if home.storage is not None:
                 self.slots.used_here(home.storage)
             if home.mark is not None:
-                self._wait_for(home.mark)
+                self._copies.wait_on_current_stream(home.mark)
                 home.mark = None
             return home.storage
 
@@ -367,7 +362,8 @@ class StateStore:
             raise RuntimeError("a subgroup without memory was to be written")
         # A write that was interrupted while it was queued may be in the queue all the same: then it is not this one.
         write = home.writer = _PendingWrite(self, index, tier, home.storage)
-        return tier.write(write, home.storage.nbytes(), self._mark(), label=f"optimizer states of subgroup {index}")
+        mark = self._copies.mark()
+        return tier.write(write, home.storage.nbytes(), mark, label=f"optimizer states of subgroup {index}")
 
     def _is_wanted(self, write: _PendingWrite) -> bool:
         with self._lock:
@@ -423,8 +419,8 @@ class StateStore:
         try:
             home.storage = storage = self.slots.take(copy.stored.body_nbytes)
             home.where = Residency.READING
-            self._mover.offer(storage, self._mark())
-            copy.tier.read(_PendingRead(self, index, storage), copy.stored, self._device, urgent=False)
+            owner, mark = _PendingRead(self, index, storage), self._copies.mark()
+            copy.tier.read(owner, copy.stored, self._device, urgent=False, into=storage, after=mark)
         except Exception as error:
             # What nobody waits for yet is asked for again later, and takes no other's place now.
             if is_out_of_memory(error) and home.is_wanted and self._let_go_of_one():
