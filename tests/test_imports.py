@@ -48,7 +48,7 @@ IMPORTS: dict[str, set[str]] = {
         *("_environment", "offloader"),
     },
     "__init__": {"config", "telemetry", "offloader", "monitor", "strategies"},
-    "cli": {"errors", "common", "config", "memory", "storage", "wear", "_environment"},
+    "cli": {"errors", "planning", "common", "config", "memory", "storage", "wear", "_environment"},
     "__main__": {"cli"},
 }
 # Library -> packages or modules that may import it, wherever in the file. Others may not at all.

@@ -222,7 +222,7 @@ def _notes(reports: Sequence[DirectoryReport], memory: dict[str, Any]) -> list[s
     ]
     if not memory["malloc_reuses_holes"]:
         notes.append(
-            "this malloc seldom reuses the memory of freed tensors; on a CPU, tcmalloc or glibc 2.38 makes moving cheaper"
+            "this malloc seldom reuses the memory of freed tensors: tcmalloc or glibc 2.38 make moving on a CPU cheaper"
         )
     return notes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from lightning_ssd.cli.bench import bench
 from lightning_ssd.cli.doctor import doctor
 
 __all__ = ["app"]
@@ -25,3 +26,6 @@ def _several_commands() -> None:
 
 
 app.command(epilog="Example: lightning-ssd doctor /mnt/nvme0 /mnt/nvme1 --json")(doctor)
+app.command(epilog="Example: lightning-ssd bench /mnt/nvme0 /mnt/nvme1 --size 8GiB --write conf/hardware/mine.yaml")(
+    bench
+)
