@@ -25,8 +25,10 @@ class MachineProfile:
     """Accelerators, each with a process of its own; 1 for a CPU."""
     device_memory_gb: float | None = None
     """Of each device; on a CPU the host's."""
-    device_tflops: float | None = None
-    """What matrix products reach on each device in the profile's precision: dense, and as achieved, not as printed."""
+    device_peak_tflops: float | None = None
+    """Of matrix products on each device in the precision of the profile, dense, as printed."""
+    compute_efficiency: float = 0.4
+    """Part of it that training reaches: 0.38 to 0.43 in bfloat16 on H100 (Llama 3, arXiv 2407.21783, section 3.3.2)."""
     link_gb_per_s: float | None = None
     """Between each device and the host, per direction; ``None`` on a CPU, where there is none."""
     host_memory_gb: float | None = None
@@ -43,8 +45,16 @@ class MachineProfile:
             if field.name in _COUNTS:
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise ConfigError(f"{name}; allowed: an integer of at least 1")
-            elif value is not None and not (_is_number(value) and 0 < value < math.inf):
+            elif not (_is_number(value) and 0 < value < math.inf) and not (value is None and field.default is None):
                 raise ConfigError(f"{name}; allowed: a number above 0, or None (null in YAML) if unknown")
+        if self.compute_efficiency > 1:
+            raise ConfigError(f"{type(self).__name__}.compute_efficiency={self.compute_efficiency!r}; allowed: up to 1")
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """What training reaches on one device; ``None``: unknown."""
+        peak = self.device_peak_tflops
+        return None if peak is None else peak * 1e12 * self.compute_efficiency
 
     def tiers(self, num_processes: int) -> Machine | None:
         """What one of so many processes gets of the drives: an equal part of all. ``None``: the rates are unknown."""
