@@ -20,7 +20,7 @@ from lightning_ssd.storage.backend import Backend
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.streams import CopyEngine
 
-__all__ = ["PATHS_VARIABLE", "Environment", "HostMemory", "rank_directory"]
+__all__ = ["PATHS_VARIABLE", "Environment", "HostMemory", "chosen_paths", "rank_directory"]
 
 PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
 _HOST_SHARE = 4
@@ -76,13 +76,8 @@ class Environment:
 
     @property
     def paths(self) -> list[Path]:
-        """The user's directories: from the profile, else the environment, else the default."""
-        paths: Sequence[str | os.PathLike[str]] = tuple(cast(Sequence[str], self.hardware.paths))
-        if not paths:
-            paths = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
-            refuse_misread(f"${PATHS_VARIABLE}", paths, "directories separated by ':'")
-        paths = paths or [self.default_directory or tempfile.gettempdir()]
-        return [Path(path).expanduser().absolute() for path in paths]
+        """The user's directories."""
+        return chosen_paths(self.hardware, self.default_directory)
 
     @property
     def directories(self) -> list[Path]:
@@ -98,6 +93,16 @@ class Environment:
     def is_discrete(self) -> bool:
         """Whether what waits in the host's memory has left the device's."""
         return _is_discrete(self.device)
+
+
+def chosen_paths(hardware: HardwareProfile, default_directory: str | os.PathLike[str] | None) -> list[Path]:
+    """The user's directories: from the profile, else the environment, else the default."""
+    paths: Sequence[str | os.PathLike[str]] = tuple(cast(Sequence[str], hardware.paths))
+    if not paths:
+        paths = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
+        refuse_misread(f"${PATHS_VARIABLE}", paths, "directories separated by ':'")
+    paths = paths or [default_directory or tempfile.gettempdir()]
+    return [Path(path).expanduser().absolute() for path in paths]
 
 
 def _is_discrete(device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.spill_file import Arena
 
-__all__ = ["KvikioBackend"]
+__all__ = ["KvikioBackend", "gds_status"]
 
 # What kvikio raises: its C++ errors arrive as one of these, by their C++ type.
 _KVIKIO_ERRORS = (RuntimeError, OSError, ValueError, IndexError)
@@ -95,6 +95,15 @@ class KvikioBackend:
                 ) from error
         if moved != region.nbytes:
             raise ShortTransferError(errno.EIO, f"{what} ({self.name}): {moved:,} bytes moved")
+
+
+def gds_status() -> tuple[bool, str]:
+    """Whether GDS is used on this machine, and why (not), in kvikio's and cuFile's own words. Changes nothing.
+
+    Raises:
+        BackendUnavailableError: if kvikio or the CUDA driver is missing or does not load.
+    """
+    return _gds_status(_import_kvikio())
 
 
 class _KvikioArena(Arena):

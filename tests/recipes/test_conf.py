@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_ssd
+from lightning_ssd.planning.machine_profile import MachineProfile
 from recipes.models import LanguageModel
 from recipes.schema import SCHEMA, ConfigMistake
 from recipes.train import main
@@ -56,7 +57,8 @@ def test_a_file_opens_with_what_it_is_and_commands_that_work(path: Path) -> None
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda word: word)
 def test_every_option_is_composed_and_built(group: str, option: str, tmp_path: Path) -> None:
-    config = compose([f"{group}={option}", "data.batch_size=2"], tmp_path)
+    # One device, because the machine of a test need not have those of the machine that is described.
+    config = compose([f"{group}={option}", "data.batch_size=2", "trainer.devices=1"], tmp_path)
     SCHEMA.check_config(config)
     assert isinstance(instantiate(config.model, _convert_="all"), LanguageModel)
     data = instantiate(config.data)
@@ -114,9 +116,47 @@ def test_a_setting_reaches_the_policy(overrides: list[str], name: str, value: An
     assert getattr(instantiate(compose(overrides, tmp_path).offload), name) == value
 
 
-def test_what_options_begin_with_is_no_option(tmp_path: Path) -> None:
-    with pytest.raises(ConfigMistake, match=r"offload=_offload: there is no such option.*\n.*auto"):
-        compose(["offload=_offload"], tmp_path)
+@pytest.mark.parametrize("group", ["offload", "hardware"])
+def test_what_options_begin_with_is_no_option(group: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigMistake, match=rf"{group}=_{group}: there is no such option.*\n.*auto"):
+        compose([f"{group}=_{group}"], tmp_path)
+
+
+HARDWARE = sorted((CONFIG_DIR / "hardware").glob("*.yaml"))
+WITHOUT_DRIVES = {"auto", "cpu", "h100", "h200"}
+
+
+@pytest.mark.parametrize("path", HARDWARE, ids=lambda path: path.stem)
+def test_hardware_names_every_field(path: Path, tmp_path: Path) -> None:
+    """So that each can be set without a plus sign, and a new field cannot be forgotten here."""
+    config = compose([f"hardware={path.stem}"], tmp_path)
+    for node, cls in ((config.hardware, lightning_ssd.HardwareProfile), (config.machine, MachineProfile)):
+        assert set(node) == {"_target_", *(field.name for field in dataclasses.fields(cls))}
+    assert config.trainer.devices == config.machine.num_devices
+
+
+@pytest.mark.parametrize("path", HARDWARE, ids=lambda path: path.stem)
+def test_facts_of_a_machine_have_a_source(path: Path, tmp_path: Path) -> None:
+    machine = instantiate(compose([f"hardware={path.stem}"], tmp_path).machine, _convert_="all")
+    assert isinstance(machine, MachineProfile)
+    assert (machine.tiers(machine.num_devices) is None) == (path.stem in WITHOUT_DRIVES)
+    text = path.read_text(encoding="utf-8")
+    if machine != MachineProfile():
+        assert re.search(r"https://|data sheet|docs/results/|Measured by", text)
+    if machine.device_peak_tflops is not None:
+        assert compose([f"hardware={path.stem}"], tmp_path).trainer.precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("+machine.num_drive=2", r"Did you mean machine\.num_drives"),
+        ("++machine.devices=2", "machine.devices: there is no such key"),
+    ],
+)
+def test_a_mistyped_fact_of_a_machine_is_refused(override: str, match: str) -> None:
+    with pytest.raises(ConfigMistake, match=match):
+        SCHEMA.check_overrides(["hardware=dgx_h100", override])
 
 
 def test_a_budget_that_would_be_ignored_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,7 @@
+"""``python -m lightning_ssd``: the same as the command ``lightning-ssd``."""
+
+from __future__ import annotations
+
+from lightning_ssd.cli.main import app
+
+app(prog_name="lightning-ssd")

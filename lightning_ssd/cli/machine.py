@@ -1,0 +1,80 @@
+"""Facts about this machine: versions, accelerator, memory, kvikio. Looking starts no device and writes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ssd.errors import BackendUnavailableError
+from lightning_ssd.memory.malloc import malloc_name, reuses_holes
+from lightning_ssd.memory.readings import cgroup_available_bytes, cgroup_limit_bytes, host_available_bytes
+from lightning_ssd.storage.kvikio import gds_status
+
+__all__ = ["accelerator", "kvikio", "memory", "versions"]
+
+_PACKAGES = ("lightning_ssd", "torch", "lightning", "hydra-core", "wandb")
+_KVIKIO_PACKAGES = ("kvikio-cu13", "kvikio-cu12", "kvikio")
+_NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
+_NVIDIA_FS_DRIVER = Path("/sys/module/nvidia_fs/version")
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python, of this package and of what it stands on; ``None``: not installed as a package."""
+    return {"python": platform.python_version(), **{package: _version(package) for package in _PACKAGES}}
+
+
+def accelerator() -> dict[str, Any]:
+    """Of this PyTorch; its ``type`` is ``None`` where there is only the CPU."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not torch.accelerator.is_available():
+        return {"type": None, "driver": _read(_NVIDIA_DRIVER), "built_for_cuda": torch.version.cuda}
+    found: dict[str, Any] = {"type": kind.type, "count": torch.accelerator.device_count()}
+    if kind.type == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"name": properties.name, "memory_bytes": properties.total_memory}
+    return found | {"driver": _read(_NVIDIA_DRIVER), "built_for_cuda": torch.version.cuda}
+
+
+def kvikio() -> dict[str, Any]:
+    """Whether kvikio loads here, and whether it says that it has GPUDirect Storage."""
+    version = next((found for package in _KVIKIO_PACKAGES if (found := _version(package))), None)
+    try:
+        has_gds, reason = gds_status()
+    except BackendUnavailableError as error:
+        return {"version": version, "is_usable": False, "has_gds": False, "reason": str(error)}
+    nvidia_fs = _read(_NVIDIA_FS_DRIVER)
+    return {"version": version, "is_usable": True, "has_gds": has_gds, "reason": reason, "nvidia_fs_driver": nvidia_fs}
+
+
+def memory() -> dict[str, Any]:
+    """Of the host, with what limits this process; ``None``: no limit, or unknown."""
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "host_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "host_available_bytes": host_available_bytes(),
+        "cgroup_limit_bytes": cgroup_limit_bytes(),
+        "cgroup_available_bytes": cgroup_available_bytes(),
+        "memlock_bytes": None if memlock == resource.RLIM_INFINITY else memlock,
+        "malloc": malloc_name(),
+        "malloc_reuses_holes": reuses_holes(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

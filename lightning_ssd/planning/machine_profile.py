@@ -1,0 +1,74 @@
+"""A machine as its data sheets, or a measurement, describe it: what planning for a machine that is not here needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.planning.plan import Machine, TierRates
+
+__all__ = ["MachineProfile"]
+
+_GB = 1e9
+_COUNTS = ("num_devices", "num_drives")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineProfile:
+    """Facts of one machine, in the units of data sheets (GB and TB are powers of 1,000).
+
+    Training never reads them: it measures. ``None``: unknown, so that what needs it cannot be predicted.
+    """
+
+    num_devices: int = 1
+    """Accelerators, each with a process of its own; 1 for a CPU."""
+    device_memory_gb: float | None = None
+    """Of each device; on a CPU the host's."""
+    device_peak_tflops: float | None = None
+    """Of matrix products on each device in the precision of the profile, dense, as printed."""
+    compute_efficiency: float = 0.4
+    """Part of it that training reaches: 0.38 to 0.43 in bfloat16 on H100 (Llama 3, arXiv 2407.21783, section 3.3.2)."""
+    link_gb_per_s: float | None = None
+    """Between each device and the host, per direction; ``None`` on a CPU, where there is none."""
+    host_memory_gb: float | None = None
+    num_drives: int = 1
+    drive_write_gb_per_s: float | None = None
+    """Of each drive, for long sequential writes."""
+    drive_read_gb_per_s: float | None = None
+    drive_capacity_tb: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            name = f"{type(self).__name__}.{field.name}={value!r}"
+            if field.name in _COUNTS:
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    raise ConfigError(f"{name}; allowed: an integer of at least 1")
+            elif not (_is_number(value) and 0 < value < math.inf) and not (value is None and field.default is None):
+                raise ConfigError(f"{name}; allowed: a number above 0, or None (null in YAML) if unknown")
+        if self.compute_efficiency > 1:
+            raise ConfigError(f"{type(self).__name__}.compute_efficiency={self.compute_efficiency!r}; allowed: up to 1")
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """What training reaches on one device; ``None``: unknown."""
+        peak = self.device_peak_tflops
+        return None if peak is None else peak * 1e12 * self.compute_efficiency
+
+    def tiers(self, num_processes: int) -> Machine | None:
+        """What one of so many processes gets of the drives: an equal part of all. ``None``: the rates are unknown."""
+        if self.drive_write_gb_per_s is None or self.drive_read_gb_per_s is None:
+            return None
+        share = self.num_drives / num_processes
+        link = math.inf if self.link_gb_per_s is None else self.link_gb_per_s
+        return Machine(
+            ssd=TierRates(
+                write_bytes_per_s=min(share * self.drive_write_gb_per_s, link) * _GB,
+                read_bytes_per_s=min(share * self.drive_read_gb_per_s, link) * _GB,
+            )
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

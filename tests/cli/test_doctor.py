@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lightning_ssd.cli import doctor as doctor_module
+from lightning_ssd.cli import machine
+from lightning_ssd.cli.main import app
+from lightning_ssd.errors import BackendUnavailableError
+from tests.support.patience import PATIENCE_S
+
+DEV_SHM = Path("/dev/shm")
+
+
+def run(*arguments: object) -> Result:
+    # Wide, so that no name is folded; how it looks at 80 columns has a test of its own.
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)], env={"COLUMNS": "300"})
+
+
+def findings(*arguments: object) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
+    return facts
+
+
+def everything_below(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*"))
+
+
+def test_a_directory_on_a_drive_is_ready_and_stays_as_it_was(spill_dir: Path) -> None:
+    done = run(spill_dir)
+    assert done.exit_code == 0, done.output
+    assert "Ready" in done.output
+    assert str(spill_dir) in done.output
+    assert "direct I/O" in done.output
+    assert not everything_below(spill_dir)
+
+
+def test_json_has_all_that_is_asked_for(spill_dir: Path) -> None:
+    facts = findings(spill_dir)
+    assert set(facts) == {
+        *("versions", "accelerator", "kvikio", "memory", "directories", "backend", "notes", "problems")
+    }
+    assert {"python", "torch", "lightning", "hydra-core", "wandb", "lightning_ssd"} == set(facts["versions"])
+    assert {"is_usable", "has_gds", "reason", "version"} <= set(facts["kvikio"])
+    assert {"host_bytes", "cgroup_limit_bytes", "memlock_bytes", "malloc"} <= set(facts["memory"])
+    (directory,) = facts["directories"]
+    assert directory["path"] == str(spill_dir)
+    assert directory["kind"] in ("local", "overlay")
+    assert 0 < directory["free_bytes"] <= directory["total_bytes"]
+    assert directory["drives"] or directory["endurance_unknown"]
+    assert facts["backend"]["asked"] == "auto"
+    assert facts["backend"]["chosen"] in ("posix O_DIRECT", "posix page cache", "kvikio GDS")
+    assert facts["problems"] == []
+
+
+def test_without_directories_those_of_training_are_taken(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (spill_dir / "one").mkdir()
+    monkeypatch.chdir(spill_dir)
+    assert [d["path"] for d in findings()["directories"]] == [str(spill_dir)]
+    monkeypatch.setenv("LIGHTNING_SSD_PATHS", str(spill_dir / "one"))
+    assert [d["path"] for d in findings()["directories"]] == [str(spill_dir / "one")]
+
+
+def test_a_missing_directory_is_judged_by_where_it_would_be_made(spill_dir: Path) -> None:
+    facts = findings(spill_dir / "not" / "yet")
+    assert facts["directories"][0]["looked_at"] == str(spill_dir)
+    assert facts["problems"] == []
+    assert not everything_below(spill_dir)
+
+
+def test_two_directories_of_one_file_system_are_told_of(spill_dir: Path) -> None:
+    done = run(spill_dir / "a", spill_dir / "b")
+    assert done.exit_code == 0
+    assert f"{spill_dir / 'a'} and {spill_dir / 'b'} lie on one file system" in done.output
+
+
+@pytest.mark.skipif(not os.path.ismount(DEV_SHM), reason="no tmpfs at /dev/shm")
+def test_memory_is_refused() -> None:
+    done = run(DEV_SHM)
+    assert done.exit_code == 1
+    assert "expected    a directory on a local SSD" in done.stderr
+    assert "got         /dev/shm lies on tmpfs, which is memory" in done.stderr
+    assert "what to do  name a directory on a drive" in done.stderr
+
+
+def test_a_network_file_system_is_refused(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ssd.storage.filesystem._mount_of", lambda path: ("nfs4", "server:/export"))
+    facts = findings(spill_dir)
+    assert facts["directories"][0]["kind"] == "network"
+    assert "nfs4, a network file system" in facts["problems"][0]["got"]
+
+
+def test_a_file_is_no_directory(spill_dir: Path) -> None:
+    file = spill_dir / "file"
+    file.write_bytes(b"mine")
+    done = run(file)
+    assert done.exit_code == 1
+    assert "exists and is no directory" in done.stderr
+    assert file.read_bytes() == b"mine"
+
+
+def test_a_directory_that_is_not_writable_is_refused(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module.os, "access", lambda *_: False)  # root may write anywhere
+    done = run(spill_dir / "below")
+    assert done.exit_code == 1
+    assert "is not writable for user" in done.stderr
+    assert "cannot be made there" in done.stderr
+
+
+def test_kvikio_that_is_not_here_is_refused_only_if_asked_for(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise BackendUnavailableError("kvikio does not load (test)")
+
+    monkeypatch.setattr("lightning_ssd.storage.kvikio._import_kvikio", missing)
+    assert findings(spill_dir)["problems"] == []
+    done = run(spill_dir, "--backend", "kvikio")
+    assert done.exit_code == 1
+    assert "expected    the backend kvikio" in done.stderr
+    assert "kvikio does not load (test)" in done.stderr
+
+
+def test_what_kvikio_says_of_gds_is_told(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gds_status", lambda: (True, "GDS is available (test)"))
+    facts = findings(spill_dir, "--backend", "posix")
+    assert facts["kvikio"]["has_gds"]
+    assert facts["kvikio"]["reason"] == "GDS is available (test)"
+    assert facts["backend"]["is_gds_active"] is False
+
+
+def test_an_accelerator_is_named() -> None:
+    found = {
+        "type": "cuda",
+        "count": 2,
+        "name": "H100",
+        "memory_bytes": 80 << 30,
+        "driver": "580",
+        "built_for_cuda": "13",
+    }
+    assert doctor_module._accelerator_text(found) == "2 x H100, 80.00 GiB each, driver 580, CUDA 13"
+
+
+def test_a_mistyped_backend_has_the_exit_code_of_usage(spill_dir: Path) -> None:
+    done = run(spill_dir, "--backend", "possix")
+    assert done.exit_code == 2
+    assert "possix" in done.stderr
+
+
+def test_help_has_an_example() -> None:
+    assert "lightning-ssd doctor /mnt/nvme0" in run("--help").output
+
+
+def test_eighty_columns_are_enough(spill_dir: Path) -> None:
+    """In a process of its own, as users start it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_ssd", "doctor", str(spill_dir)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "COLUMNS": "80"},
+        cwd=Path(doctor_module.__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "Backend" in done.stdout
