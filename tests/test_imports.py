@@ -49,7 +49,7 @@ IMPORTS: dict[str, set[str]] = {
         *("_environment", "offloader"),
     },
     "__init__": {"config", "telemetry", "offloader", "monitor", "strategies"},
-    "cli": {"errors", "planning", "common", "config", "memory", "storage", "wear", "_environment"},
+    "cli": {"errors", "planning", "common", "config", "memory", "storage", "wear", "reports", "_environment"},
     "__main__": {"cli"},
 }
 # Library -> packages or modules that may import it, wherever in the file. Others may not at all.
@@ -60,7 +60,8 @@ RESERVED: dict[str, set[str]] = {
     "cryptography": {"storage.encrypted"},
     "hydra": set(),
     "omegaconf": set(),
-    "wandb": {"reports.publish"},
+    "wandb": {"reports.publish", "reports.wandb_account"},
+    "wandb_workspaces": {"reports.dashboard"},
     "typer": {"cli"},
     "rich": {"cli"},
     "transformers": set(),

@@ -1,0 +1,162 @@
+"""``report``, ``sweep-table`` and ``dashboard``: what a finished run leaves becomes something to look at."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lightning_ssd.cli.main import app
+from lightning_ssd.reports.dashboard import DASHBOARD
+from lightning_ssd.reports.sweep import read_sweep
+from lightning_ssd.telemetry.metrics import METRICS
+from tests.support.step_records import made_report
+
+# wandb-workspaces declares its models in the way of Pydantic 1.
+pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(argument) for argument in arguments])
+
+
+def on_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+
+
+def test_report_makes_the_page_and_says_what_to_change(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="needs the extra `report`")
+    (tmp_path / "report.json").write_text(made_report(metrics={"wear/written_tb": 1.0}).to_json())
+    done = run("report", tmp_path, "--out", tmp_path / "page")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "page" / "report.html").is_file()
+    assert str(tmp_path / "page" / "report.html") in done.output.replace("\n", "")
+    assert "drive_endurance" in done.output
+    assert "200 MiB resident of 300 MiB & more" in on_one_line(done.output)
+
+
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_report_without_one_fails_with_advice(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "report.json").write_text(content)
+    done = run("report", tmp_path)
+    assert done.exit_code == 1
+    assert 'OffloadMonitor(report_dir="...")' in on_one_line(done.output)
+
+
+def test_report_says_where_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(made_report().to_json())
+    (tmp_path / "file").touch()
+    done = run("report", tmp_path, "--out", tmp_path / "file")
+    assert done.exit_code == 1
+    assert "--out" in done.output
+
+
+# -- sweep-table ------------------------------------------------------------------------------------------------------
+
+
+def make_sweep(folder: Path) -> None:
+    """Ten jobs as Hydra lays them out, all with ``seed=1``: nine of the recipes, and one with a report."""
+    for number in range(9):
+        job = folder / str(number)
+        (job / ".hydra").mkdir(parents=True)
+        (job / ".hydra" / "overrides.yaml").write_text(f"- seed=1\n- offload=ssd\n- 'data.batch_size={number}'\n")
+        summary = {"step_s": 1.0 + number, "peak_above_rest_bytes": number << 20, "counted": number > 0}
+        counts = ("resident_peak_bytes", "saved_peak_bytes", "written_bytes_per_step", "stall_s_per_step")
+        (job / "summary.json").write_text(json.dumps({**summary, **dict.fromkeys(counts, number)}))
+    (folder / "10" / ".hydra").mkdir(parents=True)
+    (folder / "10" / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
+    (folder / "10" / "page").mkdir()
+    (folder / "10" / "page" / "report.json").write_text(made_report().to_json())
+
+
+def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path: Path) -> None:
+    make_sweep(tmp_path)
+    done = run("sweep-table", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "data.batch_size=3" in done.output
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == [*map(str, range(9)), "10"]
+    assert rows[0]["resident_peak_bytes"] == "", "keep of the recipes counts nothing"
+    assert rows[4]["overrides"] == "offload=ssd data.batch_size=4"
+    assert float(rows[4]["step_s"]) == 5.0
+    assert int(rows[9]["resident_peak_bytes"]) == 200 << 20
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_jobs_are_what_their_files_say(tmp_path: Path) -> None:
+    make_sweep(tmp_path)
+    job = read_sweep(tmp_path)[9]
+    assert (job.name, job.overrides) == ("10", ())
+    assert (job.step_s, job.stall_s, job.written_bytes) == (2.5, 0.1, None)
+    assert job.peak_bytes == round(1.5 * (1 << 30))
+
+
+@pytest.mark.parametrize("content", [None, "{}", "["])
+def test_no_sweep_is_an_error(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "summary.json").write_text(content)
+    done = run("sweep-table", tmp_path)
+    assert done.exit_code == 1
+    assert str(tmp_path) in done.output.replace("\n", "")
+    assert not (tmp_path / "sweep.csv").exists()
+
+
+# -- dashboard --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+
+
+@pytest.mark.usefixtures("_no_key")
+def test_the_dashboard_is_written_and_sent_nowhere_without_a_key(tmp_path: Path) -> None:
+    pytest.importorskip("wandb_workspaces", reason="needs the extra `report`")
+    done = run("dashboard", "--project", "gpt", "--json", tmp_path / "dashboard.json")
+    assert done.exit_code == 0, done.output
+    assert "no key was found" in on_one_line(done.output)
+    content = json.loads((tmp_path / "dashboard.json").read_text())
+    assert content["project"] == "gpt"
+    sections = content["spec"]["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == [section.name for section in DASHBOARD]
+    drawn = [
+        key
+        for section in sections
+        for panel in section["panels"]
+        for key in panel["config"].get("metrics", []) + panel["config"].get("mediaKeys", [])
+    ]
+    assert drawn == [key for section in DASHBOARD for panel in section.panels for key in panel.keys]
+
+
+def test_every_panel_shows_what_there_is() -> None:
+    pictures = {"offload/memory_over_step", "offload/transfers", "offload/lifetimes"}
+    keys = {metric.key for metric in METRICS} | pictures
+    for section in DASHBOARD:
+        for panel in section.panels:
+            assert set(panel.keys) <= keys
+            assert (panel.kind == "media") is bool(set(panel.keys) & pictures)
+
+
+@pytest.mark.usefixtures("_no_key")
+def test_a_dashboard_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("wandb_workspaces", reason="needs the extra `report`")
+    done = run("dashboard", "--json", tmp_path / "none" / "dashboard.json")
+    assert done.exit_code == 1
+    assert "--json" in done.output
+
+
+@pytest.mark.parametrize("command", ["report", "sweep-table", "dashboard"])
+def test_help_has_an_example(command: str) -> None:
+    done = run(command, "--help")
+    assert done.exit_code == 0
+    assert f"Example: lightning-ssd {command}" in on_one_line(done.output)
