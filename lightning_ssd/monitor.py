@@ -6,7 +6,6 @@ import math
 import os
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -26,9 +25,10 @@ from lightning_ssd.reports.files import write_report
 from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
 from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import RunReport
-from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, compute, merge_ranks
-from lightning_ssd.telemetry.run_summary import RunFacts, summarize_run
+from lightning_ssd.telemetry.metrics import METRICS, RECORDED, MetricWindow, compute, merge_ranks
+from lightning_ssd.telemetry.run_summary import RunFacts, headline, summarize_run
 from lightning_ssd.telemetry.stats import OffloadStats
+from lightning_ssd.telemetry.step_record import PhaseName
 
 __all__ = ["OffloadMonitor"]
 
@@ -130,9 +130,9 @@ class OffloadMonitor(Callback):
         if trainer.barebones or trainer.fit_loop._should_accumulate():
             return
         sample = self._sample(trainer)
+        sample |= self._end_record(trainer)
         self._window.add(sample)
         self._run.add(sample)
-        self._end_record(trainer)
         if self.prog_bar and trainer.progress_bar_callback is not None:
             self._show(pl_module, sample)
         self._run_s, self._step_s = self._run_s + self._step_s, 0.0
@@ -159,17 +159,20 @@ class OffloadMonitor(Callback):
         offloader.begin_record(step, expected_s=expected_s, optimizers=trainer.optimizers)
         self._is_recording = True
 
-    def _end_record(self, trainer: pl.Trainer) -> None:
+    def _end_record(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Returns the metrics that only a recorded step has."""
         offloader = _offloader_of(trainer)
         if not self._is_recording or offloader is None:
-            return
+            return {}
         self._is_recording = False
         record = offloader.end_record()
         if record is None:
-            return
+            return {}
         self._log_of_run.add_record(record)
         for experiment in _experiments(trainer):
             publish_charts(step_charts(record), experiment, trainer.fit_loop.epoch_loop._batches_that_stepped)
+        phases: tuple[PhaseName, ...] = ("forward", "backward", "update")
+        return dict(zip(RECORDED, map(record.waited_s, phases), strict=True))
 
     def _show(self, pl_module: pl.LightningModule, sample: dict[str, float]) -> None:
         if "io/stall_s" not in sample:
@@ -210,22 +213,22 @@ class OffloadMonitor(Callback):
             self._written_now = stats.with_optimizers(optimizers).bytes_written
         plan = None if offloader is None else offloader.plan_report
         metrics = self._run.result()
-        self.summary = summarize_run(
-            RunFacts(
-                stats=stats,
-                optimizers=optimizers,
-                policy=None if offloader is None else offloader.policy,
-                backend="" if offloader is None else offloader.description,
-                metrics=metrics,
-                step_s=self._run_s + self._step_s,
-                num_processes=trainer.world_size,
-                unusable=None if offloader is None else offloader.unusable,
-                plan=None if plan is None else plan.text(),
-                drive_life_days=metrics.get("wear/drive_life_days"),
-            )
+        facts = RunFacts(
+            stats=stats,
+            optimizers=optimizers,
+            policy=None if offloader is None else offloader.policy,
+            backend="" if offloader is None else offloader.description,
+            metrics=metrics,
+            step_s=self._run_s + self._step_s,
+            num_processes=trainer.world_size,
+            unusable=None if offloader is None else offloader.unusable,
+            plan=None if plan is None else plan.text(),
+            slowdown=None if plan is None else plan.slowdown,
+            drive_life_days=metrics.get("wear/drive_life_days"),
         )
+        self.summary = summarize_run(facts)
         if trainer.is_global_zero:
-            self._publish_verdict(trainer)
+            self._publish_verdict(trainer, headline(facts))
             self._write_report(trainer, metrics)
 
     def _publish_settings(self, trainer: pl.Trainer) -> None:
@@ -233,12 +236,12 @@ class OffloadMonitor(Callback):
         for experiment in _experiments(trainer):
             publish_facts(experiment, config=config, summary={})
 
-    def _publish_verdict(self, trainer: pl.Trainer) -> None:
+    def _publish_verdict(self, trainer: pl.Trainer, line: str) -> None:
         offloader = _offloader_of(trainer)
         plan = None if offloader is None else offloader.plan_report
         config = {} if plan is None else {"plan": asdict(plan)}
         for experiment in _experiments(trainer):
-            publish_facts(experiment, config=config, summary={"offload/verdict": self.summary})
+            publish_facts(experiment, config=config, summary={"offload/verdict": line, "offload/summary": self.summary})
 
     def _write_report(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
         if self.report_dir is None:
@@ -262,7 +265,7 @@ class OffloadMonitor(Callback):
         ssd = None if machine is None else machine.ssd
         return RunReport(
             title=type(trainer.lightning_module).__name__,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),  # for people: nothing is computed from it
             summary=self.summary or "",
             num_steps=num_steps,
             step_s=(self._run_s + self._step_s) / num_steps if num_steps else 0.0,

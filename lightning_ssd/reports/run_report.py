@@ -24,7 +24,7 @@ class RunReport:
 
     title: str
     created: str
-    """When, in the form of ISO 8601."""
+    """When, for people."""
     summary: str
     """The verdict of ``OffloadMonitor``."""
     num_steps: int

@@ -19,6 +19,7 @@ from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = [
     "METRICS",
+    "RECORDED",
     "Metric",
     "MetricWindow",
     "PlanReadings",
@@ -65,6 +66,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("io/forwarded_gib", "bytes taken back before or during their write, without a read", GIB, "mean", "sum"),
     Metric("io/stall_s", "time that training threads waited for transfers", 1, "mean"),
     Metric("io/stall_ratio", "the same, as a share of time/step_s", 1, "mean"),
+    Metric("io/stall_forward_s", "the same in forward, of recorded steps; absent in others", 1, "mean"),
+    Metric("io/stall_backward_s", "the same in backward", 1, "mean"),
+    Metric("io/stall_update_s", "the same in the optimizer's step", 1, "mean"),
     Metric(
         "io/overlap_ratio",
         "1 - time with a stall / time with a transfer in flight, clipped to [0, 1]; absent when nothing moved",
@@ -102,6 +106,8 @@ METRICS: tuple[Metric, ...] = (
 """Peaks hold since the start or the last reset, ``io/`` numbers since the last sample. No key is called ``step`` or
 lies under ``system/``: Lightning and W&B take those for themselves."""
 
+RECORDED = ("io/stall_forward_s", "io/stall_backward_s", "io/stall_update_s")
+"""Keys that only a recorded step has."""
 _RATES = {"io/write_gib_per_s": "io/write_gib", "io/read_gib_per_s": "io/read_gib"}
 
 
@@ -189,6 +195,7 @@ def compute(
         "io/forwarded_gib": stats_now.bytes_forwarded - stats_before.bytes_forwarded,
         "io/stall_s": stall_s,
         "io/stall_ratio": stall_s / step_s if step_s else None,
+        **dict.fromkeys(RECORDED),
         "wear/written_tb": stats_now.bytes_written,
         "wear/drive_life_days": None if drive_life_days == math.inf else drive_life_days,
     }

@@ -9,7 +9,7 @@ from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
 
-__all__ = ["RunFacts", "summarize_run"]
+__all__ = ["RunFacts", "headline", "summarize_run"]
 
 _GIB = 1 << 30
 
@@ -32,6 +32,8 @@ class RunFacts:
     """Why nothing could be moved to a drive; ``None``: it could."""
     plan: str | None = None
     """Predicted against measured; ``None``: no step has followed a plan."""
+    slowdown: float | None = None
+    """Typical time of passes that moved, relative to those that kept everything; ``None``: not measured."""
     drive_life_days: float | None = None
     """At the vendor's rating and this run's rate of writing, day and night."""
     optimizers: Sequence[OptimizerStats] = ()
@@ -44,6 +46,26 @@ def summarize_run(run: RunFacts) -> str:
     if run.num_processes > 1:
         sentences.append(f"Numbers of the first of {run.num_processes} processes.")
     return " ".join(sentences)
+
+
+def headline(run: RunFacts) -> str:
+    """A line to compare runs by, such as ``activations 2.4 -> 0.5 GiB, step +0.6 %, 18 GiB/h written, drive life 4.1
+    years``. What is not known is left out; empty where nothing offloads.
+    """
+    if run.stats is None:
+        return ""
+    saved = max(run.stats.saved_peak_bytes, _bytes(run.metrics, "memory/activations_saved_peak_gib"))
+    resident = max(run.stats.resident_peak_bytes, _bytes(run.metrics, "memory/activations_resident_peak_gib"))
+    before, after = format_sizes(saved, resident)
+    parts = [f"activations {before.partition(' ')[0]} -> {after}"]
+    if run.slowdown is not None:
+        parts.append(f"step {100 * (run.slowdown - 1):+.1f} %")
+    written = run.stats.with_optimizers(run.optimizers).bytes_written
+    if written and run.step_s > 0:
+        parts.append(f"{format_sizes(written * 3600 / run.step_s)[0]}/h written")
+    if run.drive_life_days is not None:
+        parts.append(f"drive life {run.drive_life_days / 365.25:,.1f} years")
+    return ", ".join(parts)
 
 
 def _activations(run: RunFacts) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lightning_ssd.telemetry.events import Event, StallEvent, TransferEvent
 
-__all__ = ["Bytes", "Level", "Life", "Move", "Phase", "StepRecord", "StepRecorder", "Wait"]
+__all__ = ["Bytes", "Level", "Life", "Move", "Phase", "PhaseName", "StepRecord", "StepRecorder", "Wait"]
 
 PhaseName = Literal["data", "forward", "backward", "update"]
 Fate = Literal["kept", "taken back", "host", "ssd"]

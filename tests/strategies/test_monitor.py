@@ -15,7 +15,7 @@ from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.reports.run_report import load_report
 from lightning_ssd.scheduling.move_search import NUM_KEPT
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
-from lightning_ssd.telemetry.metrics import METRICS
+from lightning_ssd.telemetry.metrics import METRICS, RECORDED
 from tests.support.patience import PATIENCE_S
 from tests.support.trainers import LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, one_thread
 
@@ -23,7 +23,13 @@ pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
 PLAN_KEYS = {metric.key for metric in METRICS if metric.key.startswith("plan/")}
 # What a run without a plan and without rated drives has to tell on a CPU.
-ABSENT = {"memory/device_peak_gib", "memory/worst_rank", "memory/states_resident_gib", "wear/drive_life_days"}
+ABSENT = {
+    "memory/device_peak_gib",
+    "memory/worst_rank",
+    "memory/states_resident_gib",
+    "wear/drive_life_days",
+    *RECORDED,
+}
 KEYS_ON_CPU = {metric.key for metric in METRICS} - PLAN_KEYS - ABSENT
 BAR = {"resident_gib", "ssd_gib", "stall_pct"}
 
@@ -356,6 +362,8 @@ def test_a_report_is_written_and_told_of(tmp_path, caplog):
     assert report.num_steps == NUM_BATCHES
     assert [row["step"] for row in report.rows] == list(range(NUM_BATCHES))
     assert [record.step for record in report.records] == [2, 4]
+    stalls = ["io/stall_forward_s", "io/stall_backward_s", "io/stall_update_s"]
+    assert [all(key in row for key in stalls) for row in report.rows] == [False, True, False, True, False, False]
     for record in report.records:
         assert {phase.name for phase in record.phases} >= {"forward", "backward", "update"}
         assert record.moves

@@ -122,8 +122,8 @@ def _learn_of_writes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None
     """Who takes states that have been written knows what the worker knew, which has told so under a lock."""
     take, told = StateStore.take, WeakKeyDictionary[StateStore, dict[int, Clock]]()
 
-    def written(store: StateStore, index: int, *args: Any) -> None:
-        told.setdefault(store, {})[index] = device.knowledge()
+    def written(store: StateStore, write: Any, *args: Any) -> None:
+        told.setdefault(store, {})[write.index] = device.knowledge()
 
     def take_and_learn(store: StateStore, index: int) -> torch.UntypedStorage | None:
         storage = take(store, index)

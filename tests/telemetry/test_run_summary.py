@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_ssd import OffloadPolicy, OffloadStats
-from lightning_ssd.telemetry.run_summary import RunFacts, summarize_run
+from lightning_ssd.telemetry.run_summary import RunFacts, headline, summarize_run
 from lightning_ssd.telemetry.stats import OptimizerStats
 
 GIB = 1 << 30
@@ -170,3 +170,11 @@ def test_optimizer_states_are_told_of_whatever_becomes_of_activations(activation
 def test_two_optimizers_are_told_of_together():
     text = summarize_run(run(optimizers=[STATES, STATES]))
     assert "at most 1.00 GiB of 16.00 GiB in memory; 140.00 GiB written, 120.00 GiB read; steps waited 24.7 s" in text
+
+
+def test_a_line_to_compare_runs_by():
+    assert headline(run()) == "activations 3.00 -> 0.75 GiB, 432.00 GiB/h written"
+    told = headline(run(slowdown=1.0061, drive_life_days=1500.0))
+    assert told == "activations 3.00 -> 0.75 GiB, step +0.6 %, 432.00 GiB/h written, drive life 4.1 years"
+    assert headline(run(stats=None)) == ""
+    assert "written" not in headline(run(stats=OffloadStats(bytes_saved=1, saved_peak_bytes=1)))
