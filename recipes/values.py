@@ -71,6 +71,7 @@ def _batches(low: int) -> Rule:
     )
 
 
+_POSITIVE = Rule("a number above 0", lambda value: _is_number(value) and value > 0, "1.5")
 _SWITCH = Rule("true or false", lambda value: isinstance(value, bool), "true")
 _TEXT = Rule("text", lambda value: isinstance(value, str), "mine")
 _PATH = Rule("a path", lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value, "./mine")
@@ -115,6 +116,20 @@ _RULES: dict[str, Rule] = {
     "trainer.enable_progress_bar": _SWITCH.or_one_of(None),
     "trainer.default_root_dir": _PATH.or_one_of(None),
     "trainer.devices": _DEVICES.or_one_of("auto", -1),
+    "callbacks.offload_monitor.report_dir": _PATH.or_one_of(None),
+    "machine": Rule(
+        "null, or its facts as in hardware", lambda value: value is None or isinstance(value, dict), "null"
+    ),
+    "machine.num_devices": _whole(1),
+    "machine.num_drives": _whole(1),
+    "machine.compute_efficiency": Rule("above 0, up to 1", lambda v: _is_number(v) and 0 < v <= 1, "0.4"),
+    **{
+        f"machine.{name}": _POSITIVE.or_one_of(None)
+        for name in (
+            *("device_memory_gb", "device_peak_tflops", "link_gb_per_s", "host_memory_gb"),
+            *("drive_write_gb_per_s", "drive_read_gb_per_s", "drive_capacity_tb"),
+        )
+    },
     "logger.csv.save_dir": _PATH,
     "logger.csv.name": _TEXT,
     "logger.csv.version": Rule("text or a number", lambda value: isinstance(value, str) or _is_whole(value), "mine"),
