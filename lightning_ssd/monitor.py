@@ -25,10 +25,11 @@ from lightning_ssd.reports.files import write_report
 from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
 from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import RunReport
-from lightning_ssd.telemetry.metrics import METRICS, RECORDED, MetricWindow, compute, merge_ranks
+from lightning_ssd.telemetry.metrics import MEASURED, METRICS, RECORDED, MetricWindow, compute, merge_ranks
 from lightning_ssd.telemetry.run_summary import RunFacts, headline, summarize_run
 from lightning_ssd.telemetry.stats import OffloadStats
 from lightning_ssd.telemetry.step_record import PhaseName
+from lightning_ssd.telemetry.throughput import BatchSize, batch_size_of
 
 __all__ = ["OffloadMonitor"]
 
@@ -79,6 +80,7 @@ class OffloadMonitor(Callback):
         self._window = MetricWindow()
         self._run = MetricWindow()
         self._batch_started_s = self._step_s = self._run_s = 0.0
+        self._sizes: list[BatchSize] = []  # of the batches of the step under way
         self._written_before = self._written_now = 0
         self._warned = False
         self._log_of_run = RunLog()
@@ -96,6 +98,7 @@ class OffloadMonitor(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._window, self._run = MetricWindow(), MetricWindow()
         self._step_s = self._run_s = 0.0
+        self._sizes = []
         self._written_before, self._written_now = self._written_before + self._written_now, 0
         self.summary = None
         self._log_of_run, self._is_recording = RunLog(), False
@@ -127,10 +130,11 @@ class OffloadMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         self._step_s += time.perf_counter() - self._batch_started_s
+        self._sizes.append(batch_size_of(batch))
         if trainer.barebones or trainer.fit_loop._should_accumulate():
             return
         sample = self._sample(trainer)
-        sample |= self._end_record(trainer)
+        sample |= self._end_record(trainer) | self._rates()
         self._window.add(sample)
         self._run.add(sample)
         if self.prog_bar and trainer.progress_bar_callback is not None:
@@ -138,6 +142,13 @@ class OffloadMonitor(Callback):
         self._run_s, self._step_s = self._run_s + self._step_s, 0.0
         if trainer._logger_connector.should_update_logs:
             self._log(trainer)
+
+    def _rates(self) -> dict[str, float]:
+        """Samples and tokens per second of the step that is over, where each of its batches tells them."""
+        sizes, self._sizes = self._sizes, []
+        totals = [None if None in counts else sum(counts) for counts in zip(*sizes, strict=True)]
+        rates = zip(MEASURED, totals, strict=True)
+        return {key: total / self._step_s for key, total in rates if total is not None and self._step_s > 0}
 
     def _sample(self, trainer: pl.Trainer) -> dict[str, float]:
         offloader = _offloader_of(trainer)

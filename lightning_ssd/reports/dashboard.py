@@ -50,6 +50,7 @@ DASHBOARD = (
         "What does it cost?",
         (
             Panel("One step (s)", ("time/step_s",)),
+            Panel("Samples and tokens per second", ("time/samples_per_s", "time/tokens_per_s")),
             Panel("Waiting, share of the step", ("io/stall_ratio",)),
             Panel("Moved steps / kept steps", ("plan/slowdown_ratio",)),
         ),

@@ -18,6 +18,7 @@ from lightning_ssd.telemetry.events import Event, StallEvent, TransferEvent
 from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = [
+    "MEASURED",
     "METRICS",
     "RECORDED",
     "Metric",
@@ -54,6 +55,8 @@ class Metric:
 
 METRICS: tuple[Metric, ...] = (
     Metric("time/step_s", "one training step, without data loading; absent in loops of your own", 1, "mean"),
+    Metric("time/samples_per_s", "of training; absent where a batch does not tell its size", 1, "mean", "sum"),
+    Metric("time/tokens_per_s", "the same for batches of text (`input_ids`)", 1, "mean", "sum"),
     Metric("memory/device_peak_gib", "peak of PyTorch's CUDA allocator on our device; absent on CPU", GIB, "max"),
     Metric("memory/host_peak_gib", "peak resident set of this process; absent without /proc", GIB, "max"),
     Metric("memory/activations_resident_peak_gib", "saved activations in memory at the worst moment", GIB, "max"),
@@ -106,6 +109,8 @@ METRICS: tuple[Metric, ...] = (
 """Peaks hold since the start or the last reset, ``io/`` numbers since the last sample. No key is called ``step`` or
 lies under ``system/``: Lightning and W&B take those for themselves."""
 
+MEASURED = ("time/samples_per_s", "time/tokens_per_s")
+"""Keys that only a loop knows."""
 RECORDED = ("io/stall_forward_s", "io/stall_backward_s", "io/stall_update_s")
 """Keys that only a recorded step has."""
 _RATES = {"io/write_gib_per_s": "io/write_gib", "io/read_gib_per_s": "io/read_gib"}
@@ -195,7 +200,7 @@ def compute(
         "io/forwarded_gib": stats_now.bytes_forwarded - stats_before.bytes_forwarded,
         "io/stall_s": stall_s,
         "io/stall_ratio": stall_s / step_s if step_s else None,
-        **dict.fromkeys(RECORDED),
+        **dict.fromkeys((*MEASURED, *RECORDED)),
         "wear/written_tb": stats_now.bytes_written,
         "wear/drive_life_days": None if drive_life_days == math.inf else drive_life_days,
     }
