@@ -48,7 +48,10 @@ IMPORTS: dict[str, set[str]] = {
         *("_environment", "offloader"),
     },
     "__init__": {"config", "telemetry", "offloader", "monitor", "strategies"},
-    "cli": {"errors", "planning", "common", "config", "memory", "storage", "wear", "_environment"},
+    "cli": {
+        *("errors", "planning", "common", "config", "memory", "recompute", "storage", "wear", "scheduling"),
+        "_environment",
+    },
     "__main__": {"cli"},
 }
 # Library -> packages or modules that may import it, wherever in the file. Others may not at all.
@@ -57,8 +60,8 @@ RESERVED: dict[str, set[str]] = {
     "pytorch_lightning": set(),
     "kvikio": {"storage.kvikio"},
     "cryptography": {"storage.encrypted"},
-    "hydra": set(),
-    "omegaconf": set(),
+    "hydra": {"cli.conf_files"},
+    "omegaconf": {"cli.conf_files"},
     "wandb": set(),
     "typer": {"cli"},
     "rich": {"cli"},

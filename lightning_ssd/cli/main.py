@@ -6,6 +6,7 @@ import typer
 
 from lightning_ssd.cli.bench import bench
 from lightning_ssd.cli.doctor import doctor
+from lightning_ssd.cli.plan import plan
 
 __all__ = ["app"]
 
@@ -29,3 +30,6 @@ app.command(epilog="Example: lightning-ssd doctor /mnt/nvme0 /mnt/nvme1 --json")
 app.command(epilog="Example: lightning-ssd bench /mnt/nvme0 /mnt/nvme1 --size 8GiB --write conf/hardware/mine.yaml")(
     bench
 )
+app.command(
+    epilog="Example: lightning-ssd plan --model llama_8b --batch 1 --sequence 8192 --hardware dgx_h100 --budget 40%"
+)(plan)
