@@ -190,6 +190,7 @@ def run_python(source: str) -> str:
 LIGHTNING_FIRST = """
 import sys
 unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "xxhash", "cryptography")
+unwanted += ("typer", "rich")
 def loaded(): return {name for name in unwanted if name in sys.modules}
 import lightning.pytorch
 before = loaded()

@@ -50,7 +50,6 @@ _STATE_BYTES = 8
 """Per trained parameter: AdamW's two states in float32."""
 _HOST_SHARE = 4
 """One part in so many of the host's memory is for host tiers, as in training."""
-_MIN_SIZE = OffloadPolicy().min_tensor_bytes
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
@@ -332,10 +331,9 @@ def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
     yield "Model", [f"{escape_control(title)}, {task.described.precision}: {model.num_trained:,} trained parameters"]
     (saved,) = format_sizes(trace.saved_peak_bytes)
     storages = pluralize(len(trace.storages), "storage", "storages")
-    yield (
-        "Pass",
-        [f"{model.flops / 1e12:.3g} TFLOP; {saved} saved in {storages} of {len(trace.blocks)} blocks and rest"],
-    )
+    blocks = pluralize(len(trace.blocks), "block", "blocks")
+    least = OffloadPolicy().min_tensor_bytes
+    yield "Pass", [f"{model.flops / 1e12:.3g} TFLOP; {saved} saved in {storages} of {least} or more; {blocks}"]
     weights, gradients, states = format_sizes(
         model.parameter_bytes, model.gradient_bytes, _STATE_BYTES * model.num_trained
     )
@@ -343,16 +341,16 @@ def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
     lines = [f"{escape_control(task.described.name)}: {task.basis}"]
     if ssd is not None:
         write, read = ssd.write_bytes_per_s / _GB, ssd.read_bytes_per_s / _GB
-        share = f" for each of {machine.num_devices} devices" if machine.num_devices > 1 else ""
         drives = pluralize(machine.num_drives, "drive", "drives")
-        lines.append(f"{drives}{share}: {write:.3g} GB/s written, {read:.3g} GB/s read")
+        shared = f" shared by {machine.num_devices} devices, for each of them" if machine.num_devices > 1 else ""
+        lines.append(f"{drives}{shared}: {write:.3g} GB/s written, {read:.3g} GB/s read")
     yield "Machine", lines
 
 
 def _table(task: _Task, found: Sequence[Outlook]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("activations=", no_wrap=True)
-    for header in ("peak\nGiB", "in all\nGiB", "step\ns", "stalls\ns", "written\nGB", "read\nGB", "drive\nlife"):
+    for header in ("peak\nGiB", "in all\nGiB", "step\ns", "stalls\ns", "to SSD\nGB", "to host\nGB", "drive\nlife"):
         table.add_column(header, justify="right", no_wrap=True)
     room = task.described.machine.device_memory_gb
     for outlook in found:
@@ -366,7 +364,7 @@ def _table(task: _Task, found: Sequence[Outlook]) -> Table:
             _seconds(prediction.step_s),
             _seconds(prediction.stall_s),
             f"{prediction.written_bytes / _GB:.1f}",
-            f"{prediction.read_bytes / _GB:.1f}",
+            f"{prediction.host_bytes / _GB:.1f}",
             _life_text(outlook.life_days),
         )
     return table
