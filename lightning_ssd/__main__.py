@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_ssd.cli.main import app
 
-__all__: list[str] = []
+__all__ = ["app"]
 
 if __name__ == "__main__":
     app(prog_name="lightning-ssd")

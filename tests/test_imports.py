@@ -49,7 +49,10 @@ IMPORTS: dict[str, set[str]] = {
         *("_environment", "offloader"),
     },
     "__init__": {"config", "telemetry", "offloader", "monitor", "strategies"},
-    "cli": {"errors", "planning", "common", "config", "memory", "storage", "wear", "reports", "_environment"},
+    "cli": {
+        *("errors", "planning", "common", "config", "memory", "recompute", "storage", "wear", "scheduling"),
+        *("reports", "_environment"),
+    },
     "__main__": {"cli"},
 }
 # Library -> packages or modules that may import it, wherever in the file. Others may not at all.
@@ -58,8 +61,8 @@ RESERVED: dict[str, set[str]] = {
     "pytorch_lightning": set(),
     "kvikio": {"storage.kvikio"},
     "cryptography": {"storage.encrypted"},
-    "hydra": set(),
-    "omegaconf": set(),
+    "hydra": {"cli.conf_files"},
+    "omegaconf": {"cli.conf_files"},
     "wandb": {"reports.publish", "reports.wandb_account"},
     "wandb_workspaces": {"reports.dashboard"},
     "typer": {"cli"},
@@ -190,6 +193,7 @@ def run_python(source: str) -> str:
 LIGHTNING_FIRST = """
 import sys
 unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "plotly", "xxhash", "cryptography")
+unwanted += ("typer", "rich")
 def loaded(): return {name for name in unwanted if name in sys.modules}
 import lightning.pytorch
 before = loaded()

@@ -7,6 +7,7 @@ import typer
 from lightning_ssd.cli.bench import bench
 from lightning_ssd.cli.dashboard import dashboard
 from lightning_ssd.cli.doctor import doctor
+from lightning_ssd.cli.plan import plan
 from lightning_ssd.cli.report import report
 from lightning_ssd.cli.sweep_table import sweep_table
 
@@ -32,6 +33,9 @@ app.command(epilog="Example: lightning-ssd doctor /mnt/nvme0 /mnt/nvme1 --json")
 app.command(epilog="Example: lightning-ssd bench /mnt/nvme0 /mnt/nvme1 --size 8GiB --write conf/hardware/mine.yaml")(
     bench
 )
+app.command(
+    epilog="Example: lightning-ssd plan --model llama_8b --batch 1 --sequence 8192 --hardware dgx_h100 --budget 40%"
+)(plan)
 app.command(epilog="Example: lightning-ssd report outputs/report --out /tmp/page")(report)
 app.command(epilog="Example: lightning-ssd dashboard --project gpt --json dashboard.json")(dashboard)
 app.command(epilog="Example: lightning-ssd sweep-table outputs/sweep/2026-01-01_12-00-00")(sweep_table)

@@ -83,8 +83,9 @@ class Units:
     def of(trace: Trace, *, max_units: int) -> Units:
         """Group storages that are neighbours in pack order, where there are more than ``max_units``.
 
-        A group holds only storages of one sort (movable or not, wanted or not). There may be a few more than
-        ``max_units`` groups.
+        A group holds only storages of one sort: movable or not, wanted or not, held by others until forward is over or
+        not. The last are autocast's copies of weights, one beside nearly every activation: what they are merged with
+        could not leave before they can. There may be a few more than ``max_units`` groups.
         """
         storages = trace.storages
         if len(storages) <= max_units:
@@ -93,10 +94,10 @@ class Units:
         share = 2 * sum(s.nbytes for s in storages) / max_units
         count = -(-8 * len(storages) // max_units)
         groups: list[list[int]] = []
-        open_groups: dict[tuple[bool, bool], list[int]] = {}
-        held: dict[tuple[bool, bool], int] = {}
+        open_groups: dict[tuple[bool, bool, bool], list[int]] = {}
+        held: dict[tuple[bool, bool, bool], int] = {}
         for i, s in enumerate(storages):
-            sort = (s.movable, s.wanted_s is None)
+            sort = (s.movable, s.wanted_s is None, s.last_used_s >= trace.forward_end_s)
             group = open_groups.get(sort)
             if group is None or held[sort] + s.nbytes > share or len(group) >= count:
                 group = open_groups[sort] = []

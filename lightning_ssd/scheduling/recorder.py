@@ -53,9 +53,13 @@ class Recorder:
     Args:
         clock: of the device.
         level: bytes of device memory in use (on CPU: of the process), asked for now and then.
+        released: whether nobody but the pass holds a storage.
     """
 
-    def __init__(self, clock: Clock, level: Callable[[], int]) -> None:
+    def __init__(
+        self, clock: Clock, level: Callable[[], int], *, released: Callable[[StorageKey], bool] = is_released
+    ) -> None:
+        self._is_released = released
         self._clock = clock
         self._level = level
         self._seen: list[_Seen] = []
@@ -84,7 +88,7 @@ class Recorder:
         seen = self._seen[index]
         if seen.wanted is None:
             seen.wanted = self._clock.stamp()
-            if seen.released is None and is_released(seen.key):
+            if seen.released is None and self._is_released(seen.key):
                 seen.released = seen.wanted
             self._order.append(index)
 
@@ -230,7 +234,7 @@ class Recorder:
         """Whose memory would have gone by now, if we did not hold it?"""
         for _ in range(min(num_watched, len(self._watched))):
             seen = self._watched.popleft()
-            if is_released(seen.key):
+            if self._is_released(seen.key):
                 seen.released = moment
             elif seen.wanted is None:
                 self._watched.append(seen)

@@ -253,3 +253,18 @@ def test_four_thousand_storages_take_less_than_five_seconds(goal: PlanObjective)
     assert play(case, machine, plan).prediction == plan.prediction
     assert plan.prediction.peak_bytes <= (goal.budget_bytes or case.saved_peak_bytes)
     assert len(Units.of(case, max_units=200).members) <= 250
+
+
+def test_what_is_held_until_forward_ends_holds_back_nothing_else() -> None:
+    """Under autocast the copy of a weight is saved beside nearly every activation, and its cache holds it so long."""
+    case = network(20, 20)
+    copies = [i % 2 == 1 for i in range(len(case.storages))]
+    held = [
+        replace(s, last_used_s=case.forward_end_s) if is_copy else s
+        for s, is_copy in zip(case.storages, copies, strict=True)
+    ]
+    case = replace(case, storages=tuple(held))
+    copied_bytes = sum(s.nbytes for s, is_copy in zip(held, copies, strict=True) if is_copy)
+    assert smallest_budget(case, ssd(1e6), PlanObjective()) <= 1.05 * copied_bytes
+    plan = make_plan(case, ssd(1e6), PlanObjective())
+    assert plan.prediction.peak_bytes <= 1.05 * copied_bytes

@@ -1,0 +1,141 @@
+"""Reads options of ``conf``: models to build, hardware to plan for. The only file that imports Hydra and OmegaConf."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+
+from lightning_ssd.cli.output import CommandError
+from lightning_ssd.common.formatting import escape_control
+from lightning_ssd.config import HardwareProfile
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.planning.machine_profile import MachineProfile
+
+__all__ = ["Described", "load_hardware", "model_builder"]
+
+_PRIMARY = "train.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """An option of hardware."""
+
+    name: str
+    hardware: HardwareProfile
+    machine: MachineProfile
+    accelerator: str
+    precision: str
+
+
+def load_hardware(name: str) -> Described:
+    """An option of ``conf/hardware``, or the path of a file in that form.
+
+    Raises:
+        CommandError: there is no such option or file, or it is of another form.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else _option("hardware", name)
+    if not path.is_file():
+        raise CommandError("a hardware profile", f"{escape_control(path)} does not exist", "name a file that exists")
+    try:
+        content: Any = OmegaConf.load(path)
+        if "defaults" in content:
+            content = OmegaConf.merge(OmegaConf.load(_conf() / "_hardware.yaml"), content)
+        plain: Any = OmegaConf.to_container(content, resolve=True)
+        return Described(
+            name=path.stem,
+            hardware=HardwareProfile(**_settings(plain["hardware"])),
+            machine=MachineProfile(**_settings(plain.get("machine") or {})),
+            accelerator=plain["trainer"]["accelerator"],
+            precision=str(plain["trainer"]["precision"]),
+        )
+    except (OmegaConfBaseException, ConfigError, TypeError, KeyError, AttributeError) as error:
+        got = f"{escape_control(path)}: {error}"
+        raise CommandError("a hardware profile with hardware, machine and trainer", got, "see conf/hardware") from error
+
+
+def model_builder(name: str, sequence: int) -> Callable[[], nn.Module]:
+    """Builds an option of ``conf/model``, or what ``package.module:name`` returns when it is called without arguments.
+
+    Args:
+        name: of the option, or an import path with a colon.
+        sequence: length of a window of tokens, which some options are built for.
+
+    Raises:
+        CommandError: there is no such option or name.
+    """
+    if ":" in name:
+        return _imported(name)
+    path = _option("model", name)
+    data: Any = OmegaConf.load(_conf() / "data" / "text.yaml")
+    data.sequence_length = sequence
+    config: Any = OmegaConf.create({"model": OmegaConf.load(path), "data": data, "seed": 0})
+    if str(_conf().parent) not in sys.path:
+        sys.path.insert(0, str(_conf().parent))  # of the classes that options name
+
+    def build() -> nn.Module:
+        try:
+            model: nn.Module = instantiate(config.model, _convert_="all")
+        except HydraException as error:
+            got = f"{escape_control(path)}: {error}"
+            raise CommandError("a model that can be built", got, "run it with recipes.train first") from error
+        return model
+
+    return build
+
+
+def _imported(name: str) -> Callable[[], nn.Module]:
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        got = f"{name}: {error}"
+        raise CommandError("a class or function that can be imported", got, "write package.module:name") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    if not callable(found):
+        raise CommandError("a class or function", f"{name} is a {type(found).__name__}", "name what returns the model")
+
+    def build() -> nn.Module:
+        model = found()
+        if not isinstance(model, nn.Module):
+            got = f"{name}() returned a {type(model).__name__}"
+            raise CommandError("a torch.nn.Module", got, "name what returns the model")
+        return model
+
+    return build
+
+
+def _conf() -> Path:
+    """Of the current directory, else of the checkout that this package is in."""
+    places = (Path.cwd() / "conf", Path(__file__).resolve().parents[2] / "conf")
+    for place in places:
+        if (place / _PRIMARY).is_file():
+            return place
+    got = f"no {_PRIMARY} in {' or '.join(escape_control(place) for place in places)}"
+    raise CommandError("the directory conf", got, "run this in a checkout of lightning_ssd")
+
+
+def _option(group: str, name: str) -> Path:
+    folder = _conf() / group
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(option.stem for option in folder.glob("*.yaml")))
+        other = "a file that ends in .yaml" if group == "hardware" else "an import path such as package.module:name"
+        got = escape_control(name)
+        raise CommandError(f"an option of conf/{group} ({known}) or {other}", got, "take one of them")
+    return path
+
+
+def _settings(node: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if key != "_target_"}

@@ -1,0 +1,378 @@
+"""A pass of a model that is not there: what it saves, in which order, for how long, without memory or computing.
+
+The model is built and run under PyTorch's fake tensors, which have sizes and no bytes. So a model of any size is traced
+in seconds on any machine. Time is counted in floating-point operations of matrix products, convolutions and attention,
+divided by a rate; what lies between them takes no time of its own, because rates of training count it in.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lightning_ssd.cli.output import CommandError
+from lightning_ssd.common.first_calls import settle_first_calls
+from lightning_ssd.common.tensors import StorageKey
+from lightning_ssd.memory.readings import host_available_bytes
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.recompute.block_discovery import find_blocks
+from lightning_ssd.scheduling.recorder import Recorder
+
+__all__ = ["ModelTrace", "measure_flops_per_s", "trace_model"]
+
+_MOMENT_S = 1e-9
+_MAX_TIMED_FLOPS = 1.5e12
+"""Twice this takes half a minute on two cores."""
+_SPARE = 2
+"""Temporaries, and what the allocator loses."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTrace:
+    """What one pass of a model is like."""
+
+    trace: Trace
+    flops: int
+    """Of forward and backward."""
+    parameter_bytes: int
+    gradient_bytes: int
+    num_trained: int
+    """Trained parameters."""
+
+
+def trace_model(
+    build: Callable[[], nn.Module],
+    *,
+    batch: int,
+    sequence: int,
+    flops_per_s: float,
+    precision: str,
+    min_tensor_nbytes: int,
+    fused_attention: bool,
+) -> ModelTrace:
+    """Run forward and backward without bytes.
+
+    Args:
+        build: makes the model.
+        batch: sequences per pass.
+        sequence: tokens in each.
+        flops_per_s: for the times of the trace.
+        precision: Lightning's name of it.
+        min_tensor_nbytes: smaller saved storages are left out, as in training.
+        fused_attention: attention with dropout saves no more than without, as on CUDA; PyTorch's for CPUs is not fused.
+
+    Raises:
+        CommandError: the model cannot be run so.
+    """
+    settle_first_calls()  # not under fake tensors, where it would count as done
+    try:
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+            warnings.simplefilter("ignore")
+            model = build_here(build)
+            if precision.endswith("-true") and precision != "32-true":
+                model = model.to(_dtype(precision))
+            inputs = example_batch(model, batch, sequence)
+            run = _Pass(model, flops_per_s, min_tensor_nbytes)
+            without_dropout = _WithoutAttentionDropout() if fused_attention else nullcontext()
+            with _one_sequence_per_row(), without_dropout:
+                trace = run.play(inputs, precision)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            return ModelTrace(
+                trace=trace,
+                flops=run.clock.flops,
+                parameter_bytes=sum(p.nbytes for p in model.parameters()),
+                gradient_bytes=sum(p.nbytes for p in trained),
+                num_trained=sum(p.numel() for p in trained),
+            )
+    except CommandError:
+        raise
+    except Exception as error:  # whatever the user's own code raises when it is run without data
+        said = str(error).strip().partition("\n")[0]
+        raise CommandError(
+            "a model whose forward and backward do not depend on the values of its tensors",
+            f"{type(error).__name__}: {said}",
+            "measure instead: train some steps with OffloadPolicy(activations='keep') and read the monitor's summary",
+        ) from error
+
+
+def build_here(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model in training mode, with the weights that Lightning would let it make."""
+    model = build()
+    configure = getattr(model, "configure_model", None)
+    if configure is not None:
+        configure()
+    return model.train()
+
+
+def example_batch(model: nn.Module, batch: int, sequence: int) -> Any:
+    """What the model's own ``example_batch(batch, sequence)`` gives, else token numbers."""
+    own = getattr(model, "example_batch", None)
+    return torch.ones(batch, sequence, dtype=torch.int64) if own is None else own(batch, sequence)
+
+
+def training_loss(model: nn.Module, inputs: Any) -> torch.Tensor:
+    """By ``training_step`` where there is one, else by calling the model.
+
+    Raises:
+        CommandError: what comes out is nothing to call ``backward`` on.
+    """
+    step = getattr(model, "training_step", None)
+    result: Any = model(inputs) if step is None else step(inputs, 0)
+    if isinstance(result, dict):
+        result = result.get("loss")
+    loss: Any = getattr(result, "loss", None)
+    loss = result if loss is None else loss
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        got = f"{type(model).__name__} returned a {type(result).__name__} without one"
+        raise CommandError("a loss with gradients from training_step or forward", got, "return the loss")
+    return loss if loss.dim() == 0 else loss.float().mean()
+
+
+def autocast(precision: str) -> Any:
+    """As Lightning's precision plugins do, by the CPU's rules."""
+    return torch.autocast("cpu", dtype=_dtype(precision)) if precision.endswith("-mixed") else nullcontext()
+
+
+def _dtype(precision: str) -> torch.dtype:
+    known = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
+    dtype = known.get(precision.partition("-")[0])
+    if dtype is None:
+        raise CommandError("a precision of 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true", precision, "set one")
+    return dtype
+
+
+class _FlopClock:
+    """A clock of the recorder that goes by work."""
+
+    lag = 0
+    noise_s = 0.0
+
+    def __init__(self, flops_per_s: float) -> None:
+        self.flops = 0
+        self._num_stamps = 0
+        self._flops_per_s = flops_per_s
+
+    def stamp(self) -> float:
+        self._num_stamps += 1  # no two moments are one, or what is freed after a pack would seem to make room for it
+        return self.flops / self._flops_per_s + self._num_stamps * _MOMENT_S
+
+    @staticmethod
+    def has_passed(stamp: float) -> bool:
+        return True
+
+    @staticmethod
+    def seconds(start: float, end: float) -> float:
+        return end - start
+
+
+class _WithoutAttentionDropout(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is nn.functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _one_sequence_per_row() -> Iterator[None]:
+    """Where transformers cannot read positions to see that it is so, it takes a mask that real passes do without."""
+    module: Any = sys.modules.get("transformers.masking_utils")
+    before = getattr(module, "find_packed_sequence_indices", None)
+    if before is None:
+        yield
+        return
+    module.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        module.find_packed_sequence_indices = before
+
+
+class _Lease:
+    """Dies with the last saved tensor of a storage."""
+
+    __slots__ = ("__weakref__", "index", "kept")
+
+    def __init__(self, index: int, kept: torch.Tensor) -> None:
+        self.index = index
+        self.kept = kept
+        """Holds the storage, once, as the record of a real pass does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    lease: _Lease
+    view: tuple[Any, ...]
+    dtype: torch.dtype
+
+
+class _Pass(TorchDispatchMode):
+    """One forward and backward, watched as training watches it."""
+
+    def __init__(self, model: nn.Module, flops_per_s: float, min_tensor_nbytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.clock = _FlopClock(flops_per_s)
+        self._model = model
+        self._min_nbytes = max(min_tensor_nbytes, 1)
+        alone = torch.empty(1)
+        sole = _num_holders(alone.untyped_storage()._cdata)  # a fake tensor holds its storage more than once
+        self._recorder = Recorder(self.clock, lambda: 0, released=lambda key: _num_holders(key.cdata) <= sole)
+        self._parameters = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        self._leases: dict[tuple[int, int], weakref.ref[_Lease]] = {}
+        self._num_storages = 0
+        self._live: dict[int, weakref.ref[_Lease]] = {}
+        self._depth = 0
+
+    def play(self, inputs: Any, precision: str) -> Trace:
+        with self, self._watched_blocks():
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), autocast(precision):
+                loss = training_loss(self._model, inputs)
+            self._recorder.forward_ended()
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            self._look_for_freed()
+        return self._recorder.trace(self.clock.stamp())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._look_for_freed()
+        result = func(*args, **kwargs)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.clock.flops += count(*args, **kwargs, out_val=result)
+        elif "scaled_dot_product" in str(func):  # the CPU's, which PyTorch's own table lacks
+            self.clock.flops += _attention_flops(func, args)
+        return result
+
+    # -- saved tensors -------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        storage = tensor.untyped_storage()
+        base = tensor if tensor._base is None else tensor._base
+        is_weight = storage._cdata in self._parameters or (base.is_leaf and base.requires_grad)
+        if is_weight or storage.nbytes() < self._min_nbytes or tensor.layout is not torch.strided:
+            return tensor
+        place = (storage._cdata, tensor._version)
+        known = self._leases.get(place)
+        lease = None if known is None else known()
+        if lease is None:
+            self._look_for_freed()
+            lease = _Lease(self._num_storages, tensor.detach())
+            self._num_storages += 1
+            self._recorder.packed(storage.nbytes(), StorageKey(storage))
+            self._leases[place] = self._live[lease.index] = weakref.ref(lease)
+        view = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Saved(lease, view, tensor.dtype)
+
+    def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self._look_for_freed()
+        self._recorder.wanted(saved.lease.index)
+        size, stride, offset = saved.view
+        if saved.dtype == saved.lease.kept.dtype:
+            return saved.lease.kept.as_strided(size, stride, offset)
+        return torch.empty_strided(size, stride, dtype=saved.dtype)
+
+    def _look_for_freed(self) -> None:
+        """Asked with each operation, since nothing of ours runs when a graph lets go."""
+        for place, reference in list(self._live.items()):
+            if reference() is None:
+                self._recorder.freed(place)
+                del self._live[place]
+
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _watched_blocks(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, block in find_blocks(self._model).items():
+                enter = block.register_forward_pre_hook(self._enters(name), with_kwargs=True)
+                leave = block.register_forward_hook(self._leaves)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            yield
+
+    def _enters(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._depth += 1
+            if self._depth == 1:  # a block in a block belongs to the outer one
+                self._recorder.block_enters(name, recompute=False)
+                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+                self._recorder.block_inputs(sum(n for cdata, n in storages.items() if cdata not in self._parameters))
+
+        return enter
+
+    def _leaves(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._recorder.block_leaves()
+
+
+def _num_holders(cdata: int) -> int:
+    return int(torch._C._storage_Use_Count(cdata))
+
+
+def _attention_flops(func: Any, args: Any) -> int:
+    is_backward = "backward" in str(func)
+    count: Any = sdpa_backward_flop_count if is_backward else sdpa_flop_count
+    return int(count(*(tensor.shape for tensor in args[: 4 if is_backward else 3])))
+
+
+def measure_flops_per_s(
+    build: Callable[[], nn.Module], traced: ModelTrace, *, batch: int, sequence: int
+) -> tuple[float, int]:
+    """Train a real pass on this CPU and take the time.
+
+    Args:
+        build: makes the model.
+        traced: what its pass is like.
+        batch: sequences per pass.
+        sequence: tokens in each.
+
+    Returns:
+        Operations per second, and how many sequences were timed: one, where all would take too much memory or time.
+
+    Raises:
+        CommandError: not even one sequence can be run here.
+    """
+    room = host_available_bytes()
+    for timed in dict.fromkeys((batch, 1)):
+        share = timed / batch
+        need = traced.parameter_bytes + traced.gradient_bytes + share * traced.trace.saved_peak_bytes
+        fits = room is None or _SPARE * need <= room
+        if fits and share * traced.flops <= _MAX_TIMED_FLOPS:
+            return share * traced.flops / _seconds_of(build, timed, sequence), timed
+    raise CommandError(
+        "a model of which this CPU can run one sequence in half a minute",
+        f"one that takes {traced.flops / batch / 1e12:.3g} TFLOP and {need / 1e9:.3g} GB",
+        "name the machine that it is for with --hardware, such as dgx_h100",
+    )
+
+
+def _seconds_of(build: Callable[[], nn.Module], batch: int, sequence: int) -> float:
+    model = build_here(build)
+    inputs = example_batch(model, batch, sequence)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):  # the first pass makes what later ones have
+            begin_s = time.perf_counter()
+            training_loss(model, inputs).backward()  # type: ignore[no-untyped-call]
+            seconds = time.perf_counter() - begin_s
+    return seconds

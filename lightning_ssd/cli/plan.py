@@ -1,0 +1,409 @@
+"""``lightning-ssd plan``: what training a model would take, in memory, time and drives, before it is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+from torch import nn
+
+from lightning_ssd._environment import chosen_paths
+from lightning_ssd.cli.conf_files import Described, load_hardware, model_builder
+from lightning_ssd.cli.model_trace import ModelTrace, measure_flops_per_s, trace_model
+from lightning_ssd.cli.output import (
+    FAILED,
+    CommandError,
+    Problem,
+    console,
+    facts_table,
+    reported_errors,
+    show_problems,
+)
+from lightning_ssd.common.formatting import escape_control, format_sizes, pluralize
+from lightning_ssd.common.validation import parse_size
+from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.planning.candidates import windows
+from lightning_ssd.planning.machine_profile import MachineProfile
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import Machine, PlanObjective, Prediction, TierRates
+from lightning_ssd.planning.planner import TOLERANCE, BudgetTooSmall, make_plan
+from lightning_ssd.planning.recompute_trace import recomputable, recomputed
+from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.storage.drive_probe import measure_rates
+from lightning_ssd.storage.factory import open_backend
+from lightning_ssd.wear.endurance import Drive, life_days
+
+__all__ = ["Outlook", "outlooks", "plan"]
+
+_GIB, _GB = 1 << 30, 10**9
+_STATE_BYTES = 8
+"""Per trained parameter: AdamW's two states in float32."""
+_HOST_SHARE = 4
+"""One part in so many of the host's memory is for host tiers, as in training."""
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """One way to train, as the simulator predicts it for one device."""
+
+    mode: str
+    prediction: Prediction
+    num_recomputed: int
+    """Blocks."""
+    life_days: float | None
+    """Of the first drive to reach its rating; ``None``: no drive is rated."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is to be predicted for."""
+
+    model: ModelTrace
+    tiers: Machine
+    described: Described
+    basis: str
+    """Where the compute time comes from."""
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="An option of conf/model, or package.module:name (class or function).")
+    ],
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per device and pass.")],
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens in each, as in data.sequence_length.")],
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="For saved activations: 40% of what keeping holds, or a size such as 4GiB."),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="An option of conf/hardware, or a YAML file. Default: this machine, timed (CPU only)."
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices that share the drives; default: as in the profile.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for programs.")] = False,
+) -> None:
+    """Predict peak memory of saved activations, step time, stalls, bytes and drive life, before anything is trained.
+
+    The model runs once with tensors that have sizes and no bytes, so that any size works on any machine. A step is
+    forward and backward; what is predicted is what OffloadPolicy(activations=...) of that name would do.
+    """
+    with reported_errors():
+        builder = model_builder(model, sequence)
+        task = _described_task(builder, batch, sequence, hardware, devices) if hardware else None
+        task = task or _task_here(builder, batch, sequence, devices)
+        keep_bytes = task.model.trace.saved_peak_bytes
+        limit = None if budget is None else _budget_bytes(budget, keep_bytes)
+        problems: list[Problem] = []
+        found = list(outlooks(task.model.trace, task.tiers, _life(task), limit, problems))
+    if as_json:
+        typer.echo(json.dumps(_as_json(task, found, problems), indent=2))
+    else:
+        _show(task, found, f"{model}, batch {batch} x {sequence}")
+        show_problems(problems)
+    if problems:
+        raise typer.Exit(FAILED)
+
+
+# -- the ways to train -------------------------------------------------------------------------------------------------
+
+
+def outlooks(
+    trace: Trace,
+    tiers: Machine,
+    life: Callable[[Prediction], float | None],
+    budget_bytes: int | None,
+    problems: list[Problem],
+) -> Iterator[Outlook]:
+    """Predict each mode.
+
+    Args:
+        trace: of a pass that keeps everything.
+        tiers: what one process has.
+        life: days that the drives last.
+        budget_bytes: for the planned ones; ``None``: the lowest peak within the default slowdown.
+        problems: gets what no plan can do.
+    """
+
+    def outlook(mode: str, prediction: Prediction, num_recomputed: int = 0) -> Outlook:
+        return Outlook(mode=mode, prediction=prediction, num_recomputed=num_recomputed, life_days=life(prediction))
+
+    blocks = frozenset(recomputable(trace))
+    yield outlook("keep", _kept(trace, tiers))
+    yield outlook("offload", _moved(trace, tiers))
+    if blocks:
+        again, _ = recomputed(trace, blocks)
+        yield outlook("recompute", _kept(again, tiers), len(blocks))
+        yield outlook("recompute_offload", _moved(again, tiers), len(blocks))
+    # Without a budget training recomputes nothing with "auto", whatever it may.
+    for mode, may_recompute in (("auto", False), ("auto, blocks", True)):
+        if may_recompute and (budget_bytes is None or not blocks):
+            continue
+        goal = PlanObjective(
+            max_slowdown=OffloadPolicy().max_slowdown, budget_bytes=budget_bytes, recompute=may_recompute
+        )
+        try:
+            made = make_plan(trace, tiers, goal)
+        except BudgetTooSmall as error:
+            least, asked = (f"{nbytes / _GIB:.3f} GiB" for nbytes in (error.smallest_bytes, budget_bytes or 0))
+            problems.append(Problem(f"a budget of at least {least} for {mode}", asked, "raise --budget"))
+        else:
+            yield outlook(mode, made.prediction, len(made.recompute))
+
+
+def _kept(trace: Trace, tiers: Machine) -> Prediction:
+    return simulate(trace, [Placement.KEEP] * len(trace.storages), tiers, limit_bytes=None, ahead_bytes=0).prediction
+
+
+def _moved(trace: Trace, tiers: Machine) -> Prediction:
+    """All that can be, with the least look-ahead that costs no time."""
+    placements = [Placement.SSD if storage.movable else Placement.KEEP for storage in trace.storages]
+    sizes = [storage.nbytes for storage in trace.storages if storage.movable]
+    played = [
+        simulate(trace, placements, tiers, limit_bytes=None, ahead_bytes=ahead).prediction for ahead in windows(sizes)
+    ]
+    fastest_s = min(prediction.step_s for prediction in played)
+    return min((p for p in played if p.step_s <= TOLERANCE * fastest_s), key=lambda p: p.peak_bytes)
+
+
+# -- what is predicted for ---------------------------------------------------------------------------------------------
+
+
+def _described_task(
+    builder: Callable[[], nn.Module], batch: int, sequence: int, hardware: str, devices: int | None
+) -> _Task:
+    """For a machine that need not be here."""
+    described = _with_devices(load_hardware(hardware), devices)
+    machine, name = described.machine, escape_control(described.name)
+    tiers, flops_per_s = machine.tiers(machine.num_devices), machine.flops_per_s
+    if tiers is None:
+        raise CommandError(
+            "drive_write_gb_per_s and drive_read_gb_per_s",
+            f"hardware {name} leaves them open",
+            "measure them with `lightning-ssd bench DIR --write FILE`, or take a profile with drives, such as dgx_h100",
+        )
+    if flops_per_s is None:
+        raise CommandError(
+            "device_peak_tflops, for the time of a step",
+            f"hardware {name} leaves it open",
+            "set it under machine: in the profile; without --hardware this machine is timed",
+        )
+    is_accelerator = described.accelerator not in ("cpu", "auto") or machine.link_gb_per_s is not None
+    traced = trace_model(
+        builder,
+        batch=batch,
+        sequence=sequence,
+        flops_per_s=flops_per_s,
+        precision=described.precision,
+        min_tensor_nbytes=OffloadPolicy().min_tensor_nbytes,
+        fused_attention=is_accelerator,
+    )
+    basis = (
+        f"{flops_per_s / 1e12:.4g} TFLOPS per device, estimated as {machine.compute_efficiency:.0%} of "
+        f"{machine.device_peak_tflops:g}"
+    )
+    return _Task(traced, replace(tiers, host=_host_tier(machine)), described, basis)
+
+
+def _task_here(builder: Callable[[], nn.Module], batch: int, sequence: int, devices: int | None) -> _Task:
+    """For this machine's CPU and drives, timed with the model itself."""
+    if torch.accelerator.is_available():
+        raise CommandError(
+            "--hardware on a machine with an accelerator",
+            "none",
+            "name a profile such as h100 with the rates that `lightning-ssd bench` tells; only CPUs are timed here",
+        )
+
+    def trace(flops_per_s: float) -> ModelTrace:
+        return trace_model(
+            builder,
+            batch=batch,
+            sequence=sequence,
+            flops_per_s=flops_per_s,
+            precision="32-true",
+            min_tensor_nbytes=OffloadPolicy().min_tensor_nbytes,
+            fused_attention=False,
+        )
+
+    described = _with_devices(_this_machine(), devices)
+    flops_per_s, timed_batch = measure_flops_per_s(builder, trace(1e12), batch=batch, sequence=sequence)
+    tiers = described.machine.tiers(described.machine.num_devices)
+    if tiers is None:
+        raise AssertionError("what was measured is known")
+    basis = f"{flops_per_s / 1e12:.3g} TFLOPS, timed here with this model and batch {timed_batch}"
+    return _Task(trace(flops_per_s), tiers, described, basis)
+
+
+def _this_machine() -> Described:
+    hardware = HardwareProfile()
+    paths = chosen_paths(hardware, Path.cwd())
+    device = torch.device("cpu")
+    backend, _ = open_backend(hardware.backend, directories=paths, device=device)
+    try:
+        rates = [measure_rates(backend, path) for path in paths]
+    finally:
+        backend.close()
+    memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GB
+    machine = MachineProfile(
+        device_memory_gb=memory_gb,
+        host_memory_gb=memory_gb,
+        num_drives=len(paths),
+        drive_write_gb_per_s=sum(rate.write_per_s for rate in rates) / len(paths) / _GB,
+        drive_read_gb_per_s=sum(rate.read_per_s for rate in rates) / len(paths) / _GB,
+    )
+    return Described("this machine", hardware, machine, "cpu", "32-true")
+
+
+def _with_devices(described: Described, devices: int | None) -> Described:
+    if devices is None:
+        return described
+    return replace(described, machine=replace(described.machine, num_devices=devices))
+
+
+def _host_tier(machine: MachineProfile) -> TierRates | None:
+    """On a CPU none: its memory is the device's."""
+    if machine.link_gb_per_s is None or machine.host_memory_gb is None:
+        return None
+    rate = machine.link_gb_per_s * _GB
+    capacity = machine.host_memory_gb * _GB / _HOST_SHARE / machine.num_devices
+    return TierRates(write_bytes_per_s=rate, read_bytes_per_s=rate, capacity_bytes=int(capacity))
+
+
+def _budget_bytes(budget: str, keep_bytes: int) -> int:
+    match = _PERCENT.fullmatch(budget)
+    nbytes = parse_size(budget, name="--budget") if match is None else int(float(match[1]) / 100 * keep_bytes)
+    if not nbytes:
+        raise CommandError("a budget above 0", budget, "take a part such as 40%, or a size such as 4GiB")
+    return nbytes
+
+
+def _life(task: _Task) -> Callable[[Prediction], float | None]:
+    machine = task.described.machine
+    drive = Drive(task.described.hardware.drive_endurance_nbytes, share=1 / machine.num_drives)
+
+    def life(prediction: Prediction) -> float | None:
+        return life_days([drive], prediction.written_bytes * machine.num_devices, prediction.step_s)
+
+    return life
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def _fixed_bytes(model: ModelTrace) -> int:
+    return model.parameter_bytes + model.gradient_bytes + _STATE_BYTES * model.num_trained
+
+
+def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
+    out = console()
+    out.print(facts_table(_facts(task, title)))
+    out.print()
+    out.print(_table(task, found))
+    notes = ["Predicted, not measured. A step is forward and backward of one batch on each device."]
+    room = task.described.machine.device_memory_gb
+    if room is not None:
+        notes.append(
+            f"'in all' adds weights, gradients and AdamW's states, not temporaries; ! marks more than {room:.3g} GB."
+        )
+    if task.described.machine.link_gb_per_s is None:
+        notes.append("On a CPU moving also takes time to map memory anew, which is not in these numbers.")
+    out.print()
+    out.print("\n".join(notes))
+
+
+def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
+    model, machine, ssd = task.model, task.described.machine, task.tiers.ssd
+    trace = model.trace
+    yield "Model", [f"{escape_control(title)}, {task.described.precision}: {model.num_trained:,} trained parameters"]
+    (saved,) = format_sizes(trace.saved_peak_bytes)
+    storages = pluralize(len(trace.storages), "storage", "storages")
+    blocks = pluralize(len(trace.blocks), "block", "blocks")
+    least = OffloadPolicy().min_tensor_bytes
+    yield "Pass", [f"{model.flops / 1e12:.3g} TFLOP; {saved} saved in {storages} of {least} or more; {blocks}"]
+    weights, gradients, states = format_sizes(
+        model.parameter_bytes, model.gradient_bytes, _STATE_BYTES * model.num_trained
+    )
+    yield "Besides", [f"weights {weights}, gradients {gradients}, AdamW's states {states} per device"]
+    lines = [f"{escape_control(task.described.name)}: {task.basis}"]
+    if ssd is not None:
+        write, read = ssd.write_bytes_per_s / _GB, ssd.read_bytes_per_s / _GB
+        drives = pluralize(machine.num_drives, "drive", "drives")
+        shared = f" shared by {machine.num_devices} devices, for each of them" if machine.num_devices > 1 else ""
+        lines.append(f"{drives}{shared}: {write:.3g} GB/s written, {read:.3g} GB/s read")
+    yield "Machine", lines
+
+
+def _table(task: _Task, found: Sequence[Outlook]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("activations=", no_wrap=True)
+    for header in ("peak\nGiB", "in all\nGiB", "step\ns", "stalls\ns", "to SSD\nGB", "to host\nGB", "drive\nlife"):
+        table.add_column(header, justify="right", no_wrap=True)
+    room = task.described.machine.device_memory_gb
+    for outlook in found:
+        prediction = outlook.prediction
+        total = prediction.peak_bytes + _fixed_bytes(task.model)
+        mark = "!" if room is not None and total > room * _GB else ""
+        table.add_row(
+            outlook.mode,
+            f"{prediction.peak_bytes / _GIB:.2f}",
+            f"{mark}{total / _GIB:.1f}",
+            _seconds(prediction.step_s),
+            _seconds(prediction.stall_s),
+            f"{prediction.written_bytes / _GB:.1f}",
+            f"{prediction.host_bytes / _GB:.1f}",
+            _life_text(outlook.life_days),
+        )
+    return table
+
+
+def _seconds(value: float) -> str:
+    return "0" if value < 5e-5 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _life_text(days: float | None) -> str:
+    if days is None:
+        return "unknown"
+    if math.isinf(days):
+        return "unused"
+    return f"{days:.0f} days" if days < 365 else f"{days / 365:.1f} years"
+
+
+def _as_json(task: _Task, found: Sequence[Outlook], problems: Sequence[Problem]) -> dict[str, object]:
+    def finite(days: float | None) -> float | None:
+        return None if days is None or math.isinf(days) else days
+
+    return {
+        "machine": {"name": task.described.name, "basis": task.basis, **asdict(task.described.machine)},
+        "model": {
+            "flops": task.model.flops,
+            "parameter_bytes": task.model.parameter_bytes,
+            "fixed_bytes": _fixed_bytes(task.model),
+            "saved_peak_bytes": task.model.trace.saved_peak_bytes,
+            "num_storages": len(task.model.trace.storages),
+            "num_blocks": len(task.model.trace.blocks),
+        },
+        "modes": [
+            {
+                "mode": outlook.mode,
+                **asdict(outlook.prediction),
+                "num_recomputed": outlook.num_recomputed,
+                "life_days": finite(outlook.life_days),
+            }
+            for outlook in found
+        ],
+        "problems": [asdict(problem) for problem in problems],
+    }

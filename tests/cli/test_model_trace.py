@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.cli import model_trace
+from lightning_ssd.cli.conf_files import model_builder
+from lightning_ssd.cli.model_trace import ModelTrace, measure_flops_per_s, trace_model
+from lightning_ssd.cli.output import CommandError
+from lightning_ssd.planning.trace import Trace
+from tests.support.planned_models import NUM_BLOCKS, WIDTH
+
+with suppress(ImportError):  # here, because it sets an environment variable, which tests may not
+    import recipes.models  # noqa: F401
+
+SMALL_NBYTES = 4096
+BATCH, SEQUENCE = 2, 64
+ROWS = BATCH * SEQUENCE
+NET = "tests.support.planned_models:Net"
+
+
+def traced(name: str, precision: str = "32-true", *, fused: bool = False, flops_per_s: float = 1e9) -> ModelTrace:
+    return trace_model(
+        model_builder(name, SEQUENCE),
+        batch=BATCH,
+        sequence=SEQUENCE,
+        flops_per_s=flops_per_s,
+        precision=precision,
+        min_tensor_nbytes=SMALL_NBYTES,
+        fused_attention=fused,
+    )
+
+
+def really_traced(name: str, precision: str, directory: Path) -> Trace:
+    """By training, as the library traces."""
+    model = model_trace.build_here(model_builder(name, SEQUENCE))
+    inputs = model_trace.example_batch(model, BATCH, SEQUENCE)
+    policy = OffloadPolicy(recompute_modules="blocks", min_tensor_bytes=SMALL_NBYTES)
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[directory])) as offloader:
+        offloader.register_module(model)
+        while offloader.trace is None:
+            with offloader.saved_tensors(), model_trace.autocast(precision):
+                loss = model_trace.training_loss(model, inputs)
+            loss.backward()
+            offloader.end_backward()
+        return offloader.trace
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, because there is no Trainer to log to
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(NET, "32-true"), ("gpt", "32-true"), ("llama", "bf16-mixed"), ("bert", "bf16-mixed"), ("t5", "32-true")],
+)
+def test_a_trace_without_bytes_is_that_of_real_training(name: str, precision: str, spill_dir: Path) -> None:
+    """All but the times: which storages, in which order, of which blocks, and what they hold together at most."""
+    if ":" not in name:
+        pytest.importorskip("transformers")
+    pretended, real = traced(name, precision).trace, really_traced(name, precision, spill_dir)
+    assert [s.nbytes for s in pretended.storages] == [s.nbytes for s in real.storages]
+    assert [s.block for s in pretended.storages] == [s.block for s in real.storages]
+    assert [s.movable for s in pretended.storages] == [s.movable for s in real.storages]
+    assert pretended.order == real.order
+    assert pretended.saved_peak_bytes == real.saved_peak_bytes
+    assert [(b.name, b.input_nbytes) for b in pretended.blocks] == [(b.name, b.input_nbytes) for b in real.blocks]
+    assert len(pretended.storages) > NUM_BLOCKS
+
+
+def test_time_is_work_by_the_rate() -> None:
+    """Each product is done once in forward and twice in backward, but the first, whose input wants no gradient."""
+    found = traced(NET, flops_per_s=1e9)
+    product = 2 * ROWS * WIDTH * WIDTH
+    assert found.flops == 3 * 2 * NUM_BLOCKS * product - product
+    assert found.trace.end_s == pytest.approx(found.flops / 1e9, rel=1e-3)
+    assert found.trace.forward_end_s == pytest.approx(2 * NUM_BLOCKS * product / 1e9, rel=1e-3)
+    slower = traced(NET, flops_per_s=1e8).trace
+    assert slower.end_s == pytest.approx(10 * found.trace.end_s, rel=1e-3)
+    assert found.num_trained == 2 * NUM_BLOCKS * (WIDTH + 1) * WIDTH
+    assert found.parameter_bytes == found.gradient_bytes == 4 * found.num_trained
+
+
+class Attention(torch.nn.Module):
+    """With dropout, for which PyTorch's attention on CPUs is not fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def example_batch(self, batch: int, sequence: int) -> torch.Tensor:
+        return torch.randn(batch, 4, sequence, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x * self.scale
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).sum()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_fused_attention_saves_no_matrix(fused: bool) -> None:
+    found = trace_model(
+        Attention,
+        batch=1,
+        sequence=256,
+        flops_per_s=1e9,
+        precision="32-true",
+        min_tensor_nbytes=1,
+        fused_attention=fused,
+    )
+    matrix_nbytes = 4 * 256 * 256 * 4
+    assert any(s.nbytes == matrix_nbytes for s in found.trace.storages) is not fused
+    forward, backward = 2 * (2 * 4 * 256 * 256 * 32), (5 if fused else 4) * (2 * 4 * 256 * 256 * 32)
+    assert found.flops == forward + backward  # a fused backward computes the matrix again
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [("NeedsValues", "do not depend on the values"), ("NoLoss", "a loss with gradients")],
+)
+def test_what_cannot_be_traced_is_refused(name: str, match: str) -> None:
+    with pytest.raises(CommandError, match=match):
+        traced(f"tests.support.planned_models:{name}")
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(CommandError, match="got transformer-engine"):
+        traced(NET, "transformer-engine-mixed")
+
+
+def test_a_cpu_is_timed_with_as_much_of_the_batch_as_it_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, build = traced(NET), model_builder(NET, SEQUENCE)
+    rate, timed = measure_flops_per_s(build, found, batch=BATCH, sequence=SEQUENCE)
+    assert timed == BATCH
+    assert 1e6 < rate < 1e14
+    monkeypatch.setattr(model_trace, "_MAX_TIMED_FLOPS", found.flops / 2)
+    assert measure_flops_per_s(build, found, batch=BATCH, sequence=SEQUENCE)[1] == 1
+    monkeypatch.setattr(model_trace, "host_available_bytes", lambda: 1 << 20)
+    with pytest.raises(CommandError, match="one sequence"):
+        measure_flops_per_s(build, found, batch=BATCH, sequence=SEQUENCE)

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import lightning_ssd
+from lightning_ssd import HardwareProfile
+from lightning_ssd.cli.hardware_yaml import hardware_yaml
+from lightning_ssd.cli.main import app
+from lightning_ssd.planning.machine_profile import MachineProfile
+from tests.support.patience import PATIENCE_S
+
+NET = "tests.support.planned_models:Net"
+ROOT = Path(lightning_ssd.__file__).parents[1]
+SIZES = ("--batch", "8", "--sequence", "256")
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A machine that is as fast as the test model needs, with drives that can be worn."""
+    machine = MachineProfile(
+        num_devices=2,
+        device_memory_gb=1,
+        device_peak_tflops=0.5,
+        compute_efficiency=1.0,
+        num_drives=4,
+        drive_write_gb_per_s=0.5,
+        drive_read_gb_per_s=1.0,
+    )
+    path = tmp_path / "mine.yaml"
+    path.write_text(hardware_yaml("mine", HardwareProfile(drive_endurance="600TB"), machine, comment=["For a test."]))
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "300"})
+
+
+def predicted(*arguments: object) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    done = run(*arguments, "--json")
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts, {row["mode"]: row for row in facts["modes"]}
+
+
+def test_each_way_to_train_is_predicted(profile: Path) -> None:
+    facts, rows = predicted("--model", NET, *SIZES, "--hardware", profile)
+    assert list(rows) == ["keep", "offload", "recompute", "recompute_offload", "auto"]
+    keep, offload, again = rows["keep"], rows["offload"], rows["recompute"]
+    assert keep["peak_bytes"] == facts["model"]["saved_peak_bytes"]
+    assert keep["written_bytes"] == keep["stall_s"] == 0
+    assert keep["life_days"] is None
+    assert keep["step_s"] == pytest.approx(facts["model"]["flops"] / 0.5e12, rel=1e-3)
+    assert offload["peak_bytes"] < keep["peak_bytes"]
+    assert offload["written_bytes"] > 0
+    daily = offload["written_bytes"] / offload["step_s"] * 86_400 * 2 / 4  # two devices write to four drives
+    assert offload["life_days"] == pytest.approx(600e12 / daily)
+    assert again["peak_bytes"] < keep["peak_bytes"]
+    assert again["num_recomputed"] == facts["model"]["num_blocks"] == 6
+    assert again["step_s"] > keep["step_s"]
+    assert rows["recompute_offload"]["peak_bytes"] <= again["peak_bytes"]
+    assert rows["auto"]["peak_bytes"] <= keep["peak_bytes"]
+    assert rows["auto"]["step_s"] <= 1.02 * keep["step_s"]
+
+
+@pytest.mark.parametrize("budget", ["60%", "{size}"])
+def test_a_budget_is_kept(budget: str, profile: Path) -> None:
+    facts, _ = predicted("--model", NET, *SIZES, "--hardware", profile)
+    limit = int(0.6 * facts["model"]["saved_peak_bytes"])
+    _, rows = predicted("--model", NET, *SIZES, "--hardware", profile, "--budget", budget.format(size=f"{limit}B"))
+    assert rows["auto"]["peak_bytes"] <= limit
+    assert rows["auto, blocks"]["peak_bytes"] <= limit
+    assert rows["auto, blocks"]["step_s"] <= 1.01 * rows["auto"]["step_s"]
+
+
+def test_a_budget_that_no_plan_keeps_is_told_with_the_least_one(profile: Path) -> None:
+    done = run("--model", NET, *SIZES, "--hardware", profile, "--budget", "1%")
+    assert done.exit_code == 1
+    assert "expected    a budget of at least" in done.stderr
+    assert "keep" in done.stdout, "what can be predicted is"
+    assert "auto" not in done.stdout.partition("life")[2].partition("Predicted")[0]
+
+
+def test_more_devices_share_the_drives(profile: Path) -> None:
+    few, one = predicted("--model", NET, *SIZES, "--hardware", profile, "--devices", "1")
+    many, eight = predicted("--model", NET, *SIZES, "--hardware", profile, "--devices", "8")
+    assert (few["machine"]["num_devices"], many["machine"]["num_devices"]) == (1, 8)
+    assert eight["offload"]["peak_bytes"] > one["offload"]["peak_bytes"]
+
+
+def test_what_does_not_fit_is_marked(profile: Path) -> None:
+    done = run("--model", NET, "--batch", 64, "--sequence", 256, "--hardware", profile)
+    assert done.exit_code == 0, done.output
+    keep = next(line for line in done.output.splitlines() if line.startswith("keep"))
+    assert keep.split()[2].startswith("!")
+    assert "! marks more than 1 GB" in done.output
+
+
+def test_without_a_profile_this_machine_is_timed(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_SSD_PATHS", str(spill_dir))
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    done = run("--model", NET, *SIZES)
+    assert done.exit_code == 0, done.output
+    assert "timed here with this model and batch 8" in done.output
+    assert "this machine" in done.output
+    assert not list(spill_dir.iterdir())
+
+
+def test_a_gpu_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    done = run("--model", NET, *SIZES)
+    assert done.exit_code == 1
+    assert "--hardware on a machine with an accelerator" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--model", "gptt", "--hardware", "dgx_h100"], "an option of conf/model"),
+        (["--model", NET, "--hardware", "dgx_h1000"], "an option of conf/hardware"),
+        (["--model", NET, "--hardware", "missing.yaml"], "missing.yaml does not exist"),
+        (["--model", NET, "--hardware", "h100"], "drive_write_gb_per_s and drive_read_gb_per_s"),
+        (["--model", NET, "--hardware", "conf/trainer/default.yaml"], "a hardware profile with hardware, machine"),
+        (["--model", NET, "--hardware", "dgx_h100", "--budget", "lots"], "is not a size"),
+        (["--model", NET, "--hardware", "dgx_h100", "--budget", "0%"], "a budget above 0"),
+        (["--model", "tests.support.planned_models:no_model", "--hardware", "dgx_h100"], "a torch.nn.Module"),
+        (["--model", "tests.support.planned_models:Nett", "--hardware", "dgx_h100"], "can be imported"),
+        (["--model", "tests.support.planned_models:NOT_CALLABLE", "--hardware", "dgx_h100"], "a class or function"),
+        (["--model", "tests.support.planned_models:NeedsValues", "--hardware", "dgx_h100"], "measure instead"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments: list[str], match: str) -> None:
+    done = run(*arguments, *SIZES)
+    assert done.exit_code == 1
+    assert match in done.stderr
+    assert "what to do" in done.stderr or "error: " in done.stderr
+    assert not done.stdout
+
+
+def test_a_profile_without_a_rate_of_computing_is_refused(tmp_path: Path) -> None:
+    """As `bench` writes it."""
+    path = tmp_path / "mine.yaml"
+    machine = MachineProfile(drive_write_gb_per_s=1.0, drive_read_gb_per_s=1.0)
+    path.write_text(hardware_yaml("mine", HardwareProfile(), machine, comment=["For a test."]))
+    done = run("--model", NET, *SIZES, "--hardware", path)
+    assert done.exit_code == 1
+    assert "device_peak_tflops" in done.stderr
+
+
+def test_a_mistyped_fact_in_a_profile_is_refused(profile: Path) -> None:
+    profile.write_text(profile.read_text().replace("num_drives", "num_drive"))
+    done = run("--model", NET, *SIZES, "--hardware", profile)
+    assert done.exit_code == 1
+    assert "num_drive" in done.stderr
+
+
+def test_help_has_an_example() -> None:
+    assert "Example: lightning-ssd plan --model llama_8b" in run("--help").output
+
+
+def test_a_model_of_conf_in_eighty_columns() -> None:
+    """In a process of its own, as users start it."""
+    pytest.importorskip("transformers")
+    command = ["--model", "llama_8b", "--batch", "1", "--sequence", "2048", "--hardware", "dgx_h200"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_ssd", "plan", *command],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "COLUMNS": "80"},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "8,030,261,248 trained parameters" in done.stdout
+    assert "estimated as 40% of 989" in done.stdout
