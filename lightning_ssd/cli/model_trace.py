@@ -90,14 +90,7 @@ def trace_model(
             without_dropout = _WithoutAttentionDropout() if fused_attention else nullcontext()
             with _one_sequence_per_row(), without_dropout:
                 trace = run.play(inputs, precision)
-            trained = [p for p in model.parameters() if p.requires_grad]
-            return ModelTrace(
-                trace=trace,
-                flops=run.clock.flops,
-                parameter_bytes=sum(p.nbytes for p in model.parameters()),
-                gradient_bytes=sum(p.nbytes for p in trained),
-                num_trained=sum(p.numel() for p in trained),
-            )
+            return _summary(model, trace, run.clock.flops)
     except CommandError:
         raise
     except Exception as error:  # whatever the user's own code raises when it is run without data
@@ -107,6 +100,17 @@ def trace_model(
             f"{type(error).__name__}: {said}",
             "measure instead: train some steps with OffloadPolicy(activations='keep') and read the monitor's summary",
         ) from error
+
+
+def _summary(model: nn.Module, trace: Trace, flops: int) -> ModelTrace:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return ModelTrace(
+        trace=trace,
+        flops=flops,
+        parameter_bytes=sum(p.nbytes for p in model.parameters()),
+        gradient_bytes=sum(p.nbytes for p in trained),
+        num_trained=sum(p.numel() for p in trained),
+    )
 
 
 def build_here(build: Callable[[], nn.Module]) -> nn.Module:
