@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import lightning_ssd
 from lightning_ssd.cli.main import app
 
-COMMANDS = [command.callback.__name__ for command in app.registered_commands if command.callback]
+COMMANDS = [command.callback.__name__.replace("_", "-") for command in app.registered_commands if command.callback]
 
 
 def test_the_command_of_the_project_is_this_application() -> None:
@@ -22,7 +22,7 @@ def test_the_command_of_the_project_is_this_application() -> None:
 def test_help_lists_the_commands() -> None:
     done = CliRunner().invoke(app, ["--help"])
     assert done.exit_code == 0
-    assert set(COMMANDS) == {"bench", "doctor", "plan"}
+    assert set(COMMANDS) == {"bench", "dashboard", "doctor", "plan", "report", "sweep-table"}
     assert all(command in done.output for command in COMMANDS)
 
 
