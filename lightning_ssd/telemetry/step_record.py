@@ -297,6 +297,9 @@ class StepRecorder:
     def _sample(self) -> None:
         while not self._is_over:
             self._levels.append(Level(self._now(), self._level()))
+            if len(self._levels) >= _MAX_ROWS:  # much longer than expected, or nobody ends it: rarer and rarer
+                self._levels = _thinned(self._levels, lambda level: level.nbytes, _MAX_ROWS // 2)
+                self._every_s *= 2
             time.sleep(self._every_s)
 
 
@@ -308,7 +311,7 @@ def _ended(life: _Open, now_s: float, tier: str | None) -> Life:
     return Life(life.nbytes, life.saved_s, now_s, tuple(away), fate)
 
 
-def _thinned(points: Sequence[Any], size: Callable[[Any], int]) -> list[Any]:
-    """At most some thousand of them; of each run of neighbours the largest one stays, so that no peak is lost."""
-    width = -(-len(points) // _MAX_ROWS) or 1
+def _thinned(points: Sequence[Any], size: Callable[[Any], int], most: int = _MAX_ROWS) -> list[Any]:
+    """At most so many of them; of each run of neighbours the largest one stays, so that no peak is lost."""
+    width = -(-len(points) // most) or 1
     return [max(points[i : i + width], key=size) for i in range(0, len(points), width)]
