@@ -147,8 +147,9 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
             backend = open_exclusive(stack, backend, directories, environment.agree)
         mover = _open_mover(stack, policy, backend, environment, reload=None)
         tiers, sampler = [], Sampler(policy.verify)
-        for directory in directories:
-            tiers.append(SsdTier(backend, mover, [directory], events=environment.events, sampler=sampler))
+        for number, directory in enumerate(directories):
+            drive = number if len(directories) > 1 else None
+            tiers.append(SsdTier(backend, mover, [directory], events=environment.events, sampler=sampler, drive=drive))
             stack.callback(tiers[-1].close)
         host = share = None
         if environment.is_discrete:

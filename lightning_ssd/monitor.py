@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -13,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -45,9 +48,10 @@ class OffloadMonitor(Callback):
     Once per optimizer step it takes the numbers of :data:`lightning_ssd.telemetry.metrics.METRICS` from the strategy's
     offloader. Every ``log_every_n_steps`` the steps since the last row are merged (mean per step, largest peak) and
     given to all loggers of the Trainer, under the keys of that table. Rows of several processes are merged by that
-    table's rules (the worst peak, all bytes together), with one collective per row; ``memory/worst_rank`` says whose
-    peak it is. The verdict has rank zero's own numbers. Where the strategy does not offload, the monitor says so once
-    and records time and memory peaks alone, so that runs with and without us can be compared with one callback.
+    table's rules (the worst peak, all bytes together), with one collective per row, so that every process needs the
+    callback; ``memory/worst_rank`` says whose peak it is. The verdict has rank zero's own numbers. Where the strategy
+    does not offload, the monitor says so once and records time and memory peaks alone, so that runs with and without us
+    can be compared with one callback.
 
     Optimizer steps 2, 4, 8, 16 ... are recorded where somebody looks: memory over the step, transfers beside what the
     model does, and the lives of the largest saved tensors. W&B and TensorBoard get them as pictures (``offload/...``),
@@ -79,12 +83,14 @@ class OffloadMonitor(Callback):
         """The verdict on the last ``fit`` that ended well."""
         self._window = MetricWindow()
         self._run = MetricWindow()
-        self._batch_started_s = self._step_s = self._run_s = 0.0
+        self._batch_started_s = self._step_s = self._run_s = self._last_step_s = 0.0
         self._sizes: list[BatchSize] = []  # of the batches of the step under way
         self._written_before = self._written_now = 0
         self._warned = False
         self._log_of_run = RunLog()
         self._wants_records = self._is_recording = False
+        self._config: dict[str, Any] = {}
+        self._told: set[str] = set()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -130,25 +136,37 @@ class OffloadMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         self._step_s += time.perf_counter() - self._batch_started_s
+        if trainer.barebones:
+            return
         self._sizes.append(batch_size_of(batch))
-        if trainer.barebones or trainer.fit_loop._should_accumulate():
+        if trainer.fit_loop._should_accumulate():
+            if self._is_recording and (offloader := _offloader_of(trainer)) is not None:
+                offloader.mark_record("data")
             return
         sample = self._sample(trainer)
-        sample |= self._end_record(trainer) | self._rates()
+        sample |= self._end_record(trainer) | self._rates(trainer)
         self._window.add(sample)
         self._run.add(sample)
         if self.prog_bar and trainer.progress_bar_callback is not None:
             self._show(pl_module, sample)
-        self._run_s, self._step_s = self._run_s + self._step_s, 0.0
-        if trainer._logger_connector.should_update_logs:
+        self._last_step_s, self._run_s, self._step_s = self._step_s, self._run_s + self._step_s, 0.0
+        if _is_due(trainer):
             self._log(trainer)
 
-    def _rates(self) -> dict[str, float]:
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        offloader = _offloader_of(trainer)
+        if self._is_recording and offloader is not None:  # in the middle of a step: it would be taken for a part of it
+            self._is_recording = False
+            offloader.end_record()
+
+    def _rates(self, trainer: pl.Trainer) -> dict[str, float]:
         """Samples and tokens per second of the step that is over, where each of its batches tells them."""
         sizes, self._sizes = self._sizes, []
         totals = [None if None in counts else sum(counts) for counts in zip(*sizes, strict=True)]
+        share = _share_of_samples(trainer)
         rates = zip(MEASURED, totals, strict=True)
-        return {key: total / self._step_s for key, total in rates if total is not None and self._step_s > 0}
+        return {key: share * total / self._step_s for key, total in rates if total is not None and self._step_s > 0}
 
     def _sample(self, trainer: pl.Trainer) -> dict[str, float]:
         offloader = _offloader_of(trainer)
@@ -164,11 +182,14 @@ class OffloadMonitor(Callback):
 
     def _begin_record(self, trainer: pl.Trainer) -> None:
         offloader, step = _offloader_of(trainer), self._run.num_steps + 1
-        if not self._wants_records or self._is_recording or offloader is None or not RunLog.wants_record(step):
+        is_first = not self._sizes  # batch of the step: half a step is no record
+        if not (self._wants_records and is_first and RunLog.wants_record(step)) or offloader is None:
             return
-        expected_s = self._run_s / self._run.num_steps if self._run.num_steps else 1.0
-        offloader.begin_record(step, expected_s=expected_s, optimizers=trainer.optimizers)
-        self._is_recording = True
+        self._is_recording = offloader.begin_record(
+            trainer.fit_loop.epoch_loop._batches_that_stepped + 1,
+            expected_s=max(self._last_step_s, 1e-3),
+            optimizers=trainer.optimizers,
+        )
 
     def _end_record(self, trainer: pl.Trainer) -> dict[str, float]:
         """Returns the metrics that only a recorded step has."""
@@ -180,8 +201,11 @@ class OffloadMonitor(Callback):
         if record is None:
             return {}
         self._log_of_run.add_record(record)
-        for experiment in _experiments(trainer):
-            publish_charts(step_charts(record), experiment, trainer.fit_loop.epoch_loop._batches_that_stepped)
+        takers = [experiment for experiment in _experiments(trainer) if takes_charts(experiment)]
+        charts = step_charts(record) if takers else []
+        for experiment in takers:
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            self._try("log pictures", partial(publish_charts, charts, experiment, step))
         phases: tuple[PhaseName, ...] = ("forward", "backward", "update")
         return dict(zip(RECORDED, map(record.waited_s, phases), strict=True))
 
@@ -197,7 +221,7 @@ class OffloadMonitor(Callback):
 
     def _log(self, trainer: pl.Trainer) -> None:
         row, self._window = self._window.result(), MetricWindow()
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and (trainer.loggers or self.report_dir is not None):
             row = _over_ranks(row, trainer)
         if trainer.is_global_zero:
             self._log_of_run.add_row(trainer.fit_loop.epoch_loop._batches_that_stepped, row)
@@ -243,30 +267,39 @@ class OffloadMonitor(Callback):
             self._write_report(trainer, metrics)
 
     def _publish_settings(self, trainer: pl.Trainer) -> None:
-        config = {**_settings(_offloader_of(trainer)), "versions": _versions()}
+        self._config = {**_settings(_offloader_of(trainer)), "versions": _versions()}
         for experiment in _experiments(trainer):
-            publish_facts(experiment, config=config, summary={})
+            self._try("log its settings", partial(publish_facts, experiment, config=self._config, summary={}))
 
     def _publish_verdict(self, trainer: pl.Trainer, line: str) -> None:
         offloader = _offloader_of(trainer)
         plan = None if offloader is None else offloader.plan_report
-        config = {} if plan is None else {"plan": asdict(plan)}
+        config = self._config if plan is None else {**self._config, "plan": asdict(plan)}
+        summary = {"offload/verdict": line, "offload/summary": self.summary}
         for experiment in _experiments(trainer):
-            publish_facts(experiment, config=config, summary={"offload/verdict": line, "offload/summary": self.summary})
+            self._try("log its verdict", partial(publish_facts, experiment, config=config, summary=summary))
 
     def _write_report(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
         if self.report_dir is None:
             return
+        directory = self.report_dir
+
+        def write() -> None:
+            rank_zero_info(f"Report: {write_report(self._report(trainer, metrics), directory)[0]}")
+
+        self._try(f"write its report to {os.fspath(directory)}", write)
+
+    def _try(self, what: str, work: Callable[[], None]) -> None:
+        """Look at a run without ending it: of what others' libraries raise, and full disks, the user is warned once."""
         try:
-            written = write_report(self._report(trainer, metrics), self.report_dir)
-        except OSError as error:  # a run that has trained well is not lost for its report
-            rank_zero_warn(
-                f"OffloadMonitor could not write its report to {os.fspath(self.report_dir)} ({error}); nothing else is "
-                "affected. Name a directory with room in report_dir",
-                category=UserWarning,
-            )
-        else:
-            rank_zero_info(f"Report: {written[0]}")
+            work()
+        except Exception as error:
+            if what not in self._told:
+                self._told.add(what)
+                rank_zero_warn(
+                    f"OffloadMonitor could not {what} ({error!r}); training and all else are not affected",
+                    category=UserWarning,
+                )
 
     def _report(self, trainer: pl.Trainer, metrics: dict[str, float]) -> RunReport:
         offloader, num_steps = _offloader_of(trainer), self._run.num_steps
@@ -322,8 +355,23 @@ def _offloader_of(trainer: pl.Trainer) -> Offloader | None:
 
 
 def _experiments(trainer: pl.Trainer) -> list[Any]:
-    """What the loggers of rank zero log to; loggers without an experiment (CSV files) have nothing to show pictures."""
-    return [logger.experiment for logger in trainer.loggers if hasattr(logger, "experiment")]
+    """What the loggers of rank zero log to. Dummies, which Lightning puts there for a trial, take anything."""
+    loggers = [logger for logger in trainer.loggers if not isinstance(logger, DummyLogger)]
+    return [logger.experiment for logger in loggers if hasattr(logger, "experiment")]
+
+
+def _is_due(trainer: pl.Trainer) -> bool:
+    """Whether a row is to be logged. Several processes must agree on it: one alone may have been told to stop."""
+    if trainer.world_size == 1:
+        return trainer._logger_connector.should_update_logs
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+    return bool(every) and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
+
+
+def _share_of_samples(trainer: pl.Trainer) -> float:
+    """What one process counts of its batch: processes that share a model by its tensors see the same one."""
+    sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return float(sampling.get("num_replicas", trainer.world_size)) / trainer.world_size
 
 
 def _settings(offloader: Offloader | None) -> dict[str, Any]:

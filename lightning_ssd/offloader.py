@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterable
@@ -18,6 +19,7 @@ from lightning_ssd.activations.parameter_filter import device_of
 from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.common.accelerators import accelerator_of, has_streams, with_index
 from lightning_ssd.common.collectives import AllReduceMin
+from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.exit_guard import close_at_exit
 from lightning_ssd.common.first_calls import settle_first_calls
 from lightning_ssd.common.restore import put_back_all
@@ -36,7 +38,7 @@ from lightning_ssd.storage.backend import Backend
 from lightning_ssd.telemetry import metrics
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
-from lightning_ssd.telemetry.step_record import StepRecord, StepRecorder
+from lightning_ssd.telemetry.step_record import PhaseName, StepRecord, StepRecorder
 from lightning_ssd.tiers.streams import CopyEngine, HostCopies, StreamCopies
 from lightning_ssd.wear.meter import WearMeter
 
@@ -215,8 +217,10 @@ class Offloader:
         """Returns a read's failure, and whether an optimizer was bypassed."""
         is_bypassed = any(optimizer.is_bypassed for optimizer in self._optimizers)  # closing writes lent states back
         try:
-            self.end_record()
-            failure = cache.close()
+            try:
+                self.end_record()
+            finally:
+                failure = cache.close()
         finally:
             try:
                 self._last_stats = self._snapshot()
@@ -393,8 +397,8 @@ class Offloader:
             return self._cache.snapshot(disk_bytes=0, busy_s=(0.0, 0.0), num_retries=0)
         return self._cache.snapshot(disk_bytes=ssd.disk_bytes, busy_s=ssd.busy_s, num_retries=ssd.num_retries)
 
-    def begin_record(self, step: int = 0, *, expected_s: float = 1.0, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Record from now on what is in memory, what moves and who waits, until :meth:`end_record`. At most one step.
+    def begin_record(self, step: int = 0, *, expected_s: float = 1.0, optimizers: Iterable[Optimizer] = ()) -> bool:
+        """Record from now on what is in memory, what moves and who waits, until :meth:`end_record`. One step at a time.
 
         A thread reads the memory in use some hundred times; each saved storage costs a few microseconds more.
 
@@ -402,23 +406,44 @@ class Offloader:
             step: its number, for the record.
             expected_s: about how long the step will take (seconds).
             optimizers: whose states are counted, besides those that are offloaded.
+
+        Returns:
+            Whether it has begun: somebody else's record may be under way.
+
+        Raises:
+            ConfigError: ``expected_s`` is no length of time.
         """
+        if not 0 < expected_s < math.inf:
+            raise ConfigError(f"begin_record(expected_s={expected_s!r}); allowed: a number of seconds above 0")
         cache = self._opened()
-        self.end_record()
+        if self._recorder is not None:
+            return False
         self._recorder = recorder = cache.begin_record(step, expected_s=expected_s)
         recorder.sized(
             weight_bytes=cache.parameters.weight_bytes,
             gradient_bytes=cache.parameters.gradient_bytes,
             state_bytes=sum(states.resident_bytes for states in self.optimizer_stats) + _state_bytes(optimizers),
         )
+        return True
+
+    def mark_record(self, phase: PhaseName) -> None:
+        """Say what the training thread does from now on, where a step is being recorded and nobody else can tell:
+        ``"data"`` between the batches of one step, for example.
+        """
+        if self._recorder is not None:
+            self._recorder.mark(phase)
 
     def end_record(self) -> StepRecord | None:
         """The step that began with :meth:`begin_record` is over. ``None``: none had begun."""
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
         if recorder is None:
             return None
-        if self._cache is not None and not self._is_foreign:
-            self._cache.end_record()
+        recorder.stop()
+        try:
+            if self._cache is not None and not self._is_foreign:
+                self._cache.end_record()
+        finally:
+            self._recorder = None
         recorder.happened(self._events.peek())
         return recorder.finish()
 
@@ -475,6 +500,7 @@ def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
     """Of states that stay in memory. An offloaded optimizer counts its own: looking would bring them back."""
     states = [o.state for o in optimizers if not isinstance(o, OffloadedOptimizer)]
     values = [value for state in states for held in state.values() if isinstance(held, dict) for value in held.values()]
-    dense = [value for value in values if type(value) is torch.Tensor and value.layout is torch.strided]
+    tensors = [local_of(value) for value in values if isinstance(value, torch.Tensor)]
+    dense = [value for value in tensors if type(value) is torch.Tensor and value.layout is torch.strided]
     storages = {value.untyped_storage()._cdata: value.untyped_storage() for value in dense}
     return sum(storage.nbytes() for storage in storages.values())

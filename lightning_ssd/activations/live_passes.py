@@ -195,7 +195,8 @@ class LivePasses:
         Only by signature are passes known to be alike. Now and then one is looked at again.
         """
         seen = None if signature is None else self._seen.get(signature)
-        if seen is None or seen.num_plain >= _MAX_PLAIN or not keeps(seen.nbytes):
+        is_recorded = self._accounting.recorder is not None
+        if seen is None or is_recorded or seen.num_plain >= _MAX_PLAIN or not keeps(seen.nbytes):
             return False
         seen.num_plain += 1
         return True

@@ -58,7 +58,8 @@ class ParameterStorages:
         modules = [module for reference in list(self._modules.values()) if (module := reference()) is not None]
         parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
         gradients = [local_of(p.grad) for p in parameters.values() if p.grad is not None]
-        return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+        parts = [(g._indices(), g._values()) if g.layout is torch.sparse_coo else (g,) for g in gradients]
+        return sum(part.numel() * part.element_size() for tensors in parts for part in tensors)
 
     def refresh(self) -> None:
         """Ask the modules again, since they change, and forget storages that are gone."""

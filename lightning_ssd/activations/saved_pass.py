@@ -216,6 +216,8 @@ class SavedPass:
         """Backward unpacks this storage; what lies before it in the expected order is not prefetched any more."""
         if record.wanted_s is None:
             record.wanted_s = now_s
+            if record.accounting.recorder is not None:
+                record.accounting.recorder.backward_wants()
             self.order.append(record.index)
             if self.recorder is not None and not self.is_spoilt:
                 self.recorder.wanted(record.index)

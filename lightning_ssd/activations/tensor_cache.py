@@ -167,7 +167,7 @@ class TensorCache:
             with self.accounting.lock:
                 self._deferred.send_all()
                 if self.accounting.recorder is not None:
-                    self.accounting.recorder.mark("backward")
+                    self.accounting.recorder.forward_left()
 
     def end_backward(self) -> None:
         """A backward is over: learn from it, plan, tell of failed writes. A missed call costs time only.
@@ -278,10 +278,12 @@ class TensorCache:
     def end_record(self) -> None:
         """Nobody looks any more. What is dead by now has been told."""
         with self.accounting.lock:
-            self.accounting.settle()
-            self.accounting.sweep_all()
-            self._settle_stalls()
-            self.accounting.recorder = None
+            try:
+                self.accounting.settle()
+                self.accounting.sweep_all()
+                self._settle_stalls()
+            finally:  # whatever a broken device or an interrupt says
+                self.accounting.recorder = None
 
     def reset_peaks(self) -> None:
         """Start the peaks anew at what is in memory now."""
@@ -313,6 +315,9 @@ class TensorCache:
 
     def close(self) -> BaseException | None:
         """No more passes. Returns the last read that failed for good, to be raised once more."""
+        recorder, self.accounting.recorder = self.accounting.recorder, None
+        if recorder is not None:
+            recorder.stop()
         self._fetcher.close()
         forget_threads(self)
         self.cancel_writes()

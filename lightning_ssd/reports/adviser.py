@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.reports.run_report import RunReport
+from lightning_ssd.telemetry.metrics import intersection, union_s
 from lightning_ssd.telemetry.step_record import PhaseName, StepRecord
 
 __all__ = ["advise"]
@@ -52,14 +53,10 @@ def _reads_limit(report: RunReport) -> str | None:
         return None
     waited_s = record.waited_s("backward")
     reads = [move for move in record.moves if move.direction == "read" and not move.lane.startswith("host")]
-    phases = [phase for phase in record.phases if phase.name == "backward"]
     read_s = sum(move.end_s - move.start_s for move in reads)
-    inside_s = sum(
-        max(min(wait.end_s, move.end_s, phase.end_s) - max(wait.start_s, move.start_s, phase.start_s), 0.0)
-        for wait in record.waits
-        for move in reads
-        for phase in phases
-    )
+    phases = [(phase.start_s, phase.end_s) for phase in record.phases if phase.name == "backward"]
+    waits = intersection(phases, [(wait.start_s, wait.end_s) for wait in record.waits])
+    inside_s = union_s(intersection(waits, [(move.start_s, move.end_s) for move in reads]))
     if inside_s < _BUSY * waited_s or read_s <= 0:
         return None
     rate = report.rates.get("read_bytes_per_s") or sum(move.nbytes for move in reads) / read_s

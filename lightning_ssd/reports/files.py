@@ -37,6 +37,8 @@ def write_report(report: RunReport, directory: str | os.PathLike[str]) -> list[P
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     written = [_write(folder / JSON_NAME, report.to_json())]
+    for former in folder.glob("trace_step_*.json"):
+        former.unlink()
     for record in report.records:
         written.append(_write(folder / f"trace_step_{record.step}.json", json.dumps(trace_events(record))))
     try:

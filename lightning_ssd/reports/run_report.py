@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -58,11 +59,24 @@ class RunReport:
         """The file's text."""
         content = asdict(self)
         content["records"] = [record.to_json() for record in self.records]
-        return json.dumps({"format": _FORMAT, **content}, default=os.fspath, allow_nan=False)
+        return json.dumps(_finite({"format": _FORMAT, **content}), default=os.fspath, allow_nan=False)
 
     def stat(self, name: str) -> float:
         """A counter; 0 where nothing offloads."""
         return float(self.stats.get(name, 0))
+
+
+def _finite(value: Any) -> Any:
+    """The same without entries whose numbers JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items() if _is_finite(part)}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return value
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def load_report(run: str | os.PathLike[str]) -> RunReport:

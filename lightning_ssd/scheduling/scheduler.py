@@ -151,7 +151,7 @@ class Scheduler:
         most = room if limit is None else limit  # memory may have become less since a plan was made
         plans = [
             k
-            for k in reversed(kind.plans.values())
+            for k in reversed(list(kind.plans.values()))  # another thread may put a plan in force
             if (available_bytes is None or k.plan.prediction.peak_bytes <= most)
             and not (is_free and kind.keeps(k.sizes))
         ]

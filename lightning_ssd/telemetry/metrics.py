@@ -25,6 +25,7 @@ __all__ = [
     "MetricWindow",
     "PlanReadings",
     "compute",
+    "intersection",
     "merge_ranks",
     "overlap_ratio",
     "union_s",
@@ -33,7 +34,7 @@ __all__ = [
 GIB = 1 << 30
 TB = 10**12
 
-Merge = Literal["mean", "max", "last", "bytes_weighted", "rate"]
+Merge = Literal["mean", "max", "last", "bytes_weighted", "time_weighted", "rate"]
 Ranks = Literal["max", "min", "mean", "sum"]
 
 
@@ -48,15 +49,15 @@ class Metric:
     """Raw bytes or seconds (or a ratio) divided by this give the number."""
     merge: Merge
     """How several steps become one number: the mean per step, the largest, the last, the mean weighted with the bytes
-    moved, or all bytes over all busy time."""
+    moved or with the time of the step, or all bytes over all busy time."""
     ranks: Ranks = "max"
     """How several processes become one number: the worst one, their mean, or all together."""
 
 
 METRICS: tuple[Metric, ...] = (
     Metric("time/step_s", "one training step, without data loading; absent in loops of your own", 1, "mean"),
-    Metric("time/samples_per_s", "of training; absent where a batch does not tell its size", 1, "mean", "sum"),
-    Metric("time/tokens_per_s", "the same for batches of text (`input_ids`)", 1, "mean", "sum"),
+    Metric("time/samples_per_s", "of training; absent where a batch does not tell its size", 1, "time_weighted", "sum"),
+    Metric("time/tokens_per_s", "the same for batches of text (`input_ids`)", 1, "time_weighted", "sum"),
     Metric("memory/device_peak_gib", "peak of PyTorch's CUDA allocator on our device; absent on CPU", GIB, "max"),
     Metric("memory/host_peak_gib", "peak resident set of this process; absent without /proc", GIB, "max"),
     Metric("memory/activations_resident_peak_gib", "saved activations in memory at the worst moment", GIB, "max"),
@@ -145,6 +146,31 @@ def union_s(intervals: Iterable[tuple[float, float]]) -> float:
             total += end - start
             covered_until = end
     return total
+
+
+def intersection(
+    first: Iterable[tuple[float, float]], second: Iterable[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Return when both unions of ``(start, end)`` intervals cover, in order."""
+    one, other = _union(first), _union(second)
+    found: list[tuple[float, float]] = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if end > start:
+            found.append((start, end))
+        i, j = (i + 1, j) if one[i][1] < other[j][1] else (i, j + 1)
+    return found
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        elif end > start:
+            merged.append((start, end))
+    return merged
 
 
 def overlap_ratio(stalls: Iterable[tuple[float, float]], transfers: Iterable[tuple[float, float]]) -> float | None:
@@ -287,6 +313,8 @@ def _weight(metric: Metric, value: float, sample: Mapping[str, float], moved: fl
     """A rate weighs as long as it lasted, so that the merged one is all bytes over all busy time."""
     if metric.merge == "rate":
         return sample.get(_RATES[metric.key], 0.0) / value if value > 0 else 0.0
+    if metric.merge == "time_weighted":
+        return sample.get("time/step_s", 0.0)
     return moved if metric.merge == "bytes_weighted" else 1.0
 
 

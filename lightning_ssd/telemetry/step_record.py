@@ -6,14 +6,18 @@ A :class:`StepRecorder` collects while the step runs, and :meth:`StepRecorder.fi
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 from lightning_ssd.telemetry.events import Event, StallEvent, TransferEvent
+from lightning_ssd.telemetry.metrics import intersection, union_s
 
 __all__ = ["Bytes", "Level", "Life", "Move", "Phase", "PhaseName", "StepRecord", "StepRecorder", "Wait"]
 
@@ -24,6 +28,7 @@ _NUM_SAMPLES = 400
 _MIN_SAMPLE_S, _MAX_SAMPLE_S = 0.002, 0.1
 _NUM_LIVES = 48
 _MAX_ROWS = 4096
+_MAX_EVENTS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +116,8 @@ class StepRecord:
 
     def waited_s(self, name: PhaseName) -> float:
         """Seconds of a phase in which the training thread waited for transfers."""
-        phases = [phase for phase in self.phases if phase.name == name]
-        return sum(
-            max(min(wait.end_s, phase.end_s) - max(wait.start_s, phase.start_s), 0.0)
-            for wait in self.waits
-            for phase in phases
-        )
+        phases = [(phase.start_s, phase.end_s) for phase in self.phases if phase.name == name]
+        return union_s(intersection(phases, [(wait.start_s, wait.end_s) for wait in self.waits]))
 
     def to_json(self) -> dict[str, Any]:
         """Numbers, strings and lists alone."""
@@ -157,6 +158,9 @@ class _Open:
 class StepRecorder:
     """Collects one step. The callers of the methods about storages hold one lock; the phases come from one thread.
 
+    A thread reads the memory in use. It knows the recorder weakly, and so ends with it, whatever an interrupt or a
+    broken device has left undone.
+
     Args:
         step: its number, for the record.
         level: bytes in use now; asked for in a thread of its own.
@@ -182,13 +186,13 @@ class StepRecorder:
         self._activations = [Bytes(0.0, resident_bytes, saved_bytes)]
         self._levels: list[Level] = []
         self._open: dict[int, _Open] = {}
-        self._lives: list[Life] = []
-        self._events: list[Event] = []
+        self._lives: list[tuple[int, int, Life]] = []  # a heap of the largest ones
+        self._num_lives = 0
+        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self._sizes = {"weight_bytes": 0, "gradient_bytes": 0, "state_bytes": 0}
         self._every_s = min(max(expected_s / _NUM_SAMPLES, _MIN_SAMPLE_S), _MAX_SAMPLE_S)
         self._is_over = False
-        self._thread = threading.Thread(target=self._sample, name="lightning_ssd-record", daemon=True)
-        self._thread.start()
+        threading.Thread(target=_sample, args=(weakref.ref(self),), name="lightning_ssd-record", daemon=True).start()
 
     # -- told while the step runs --------------------------------------------------------------------------------
 
@@ -196,6 +200,15 @@ class StepRecorder:
         """A phase begins, and the one before it is over. Nothing changes where it goes on."""
         if self._marks[-1][1] != name:
             self._marks.append((self._now(), name))
+
+    def forward_left(self) -> None:
+        """The hooks are off. Backward follows, unless it has been and gone inside of them."""
+        self.backward_wants()
+
+    def backward_wants(self) -> None:
+        """Backward asks for a storage: forward is over."""
+        if self._marks[-1][1] == "forward":
+            self.mark("backward")
 
     def sized(self, **sizes: int) -> None:
         """Note ``weight_bytes``, ``gradient_bytes`` or ``state_bytes``; the largest one counts."""
@@ -208,6 +221,8 @@ class StepRecorder:
 
     def saved(self, key: int, nbytes: int) -> None:
         """Autograd has saved a storage. Its memory is counted by :meth:`entered`."""
+        if self._marks[-1][1] in ("data", "update"):  # another network's forward, in one training step
+            self.mark("forward")
         self._open[key] = _Open(nbytes, self._now())
         self._saved_bytes += nbytes
 
@@ -241,17 +256,21 @@ class StepRecorder:
         self._count(now_s, 0)
         life = self._open.pop(key, None)
         if life is not None:
-            self._lives.append(_ended(life, now_s, tier))
+            self._keep(_ended(life, now_s, tier))
 
     # -- the sum -------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """No more readings."""
+        self._is_over = True
 
     def finish(self) -> StepRecord:
         """The step is over."""
         length_s = self._now()
-        self._is_over = True
-        self._thread.join()
-        lives = [*self._lives, *(_ended(life, length_s, None) for life in self._open.values())]
-        largest = sorted(lives, key=lambda life: -life.nbytes)[:_NUM_LIVES]
+        self.stop()
+        for life in self._open.values():
+            self._keep(_ended(life, length_s, None))
+        levels = list(self._levels)  # a last reading may be under way
         marks = [*self._marks, (length_s, "data")]
         phases = [Phase(name, begin, end) for (begin, name), (end, _) in pairwise(marks)]
         return StepRecord(
@@ -259,14 +278,14 @@ class StepRecorder:
             length_s=length_s,
             phases=tuple(phase for phase in phases if phase.end_s > phase.start_s),
             activations=tuple(_thinned(self._activations, lambda point: point.resident_bytes)),
-            levels=tuple(_thinned(self._levels, lambda point: point.nbytes)),
+            levels=tuple(_thinned(levels, lambda point: point.nbytes)),
             moves=tuple(self._moves(length_s)),
             waits=tuple(
                 Wait(max(event.start_s - self._begin_s, 0.0), event.end_s - self._begin_s)
                 for event in self._events
                 if isinstance(event, StallEvent) and self._is_inside(event, length_s)
             ),
-            lives=tuple(sorted(largest, key=lambda life: life.saved_s)),
+            lives=tuple(sorted((life for _, _, life in self._lives), key=lambda life: life.saved_s)),
             **self._sizes,
         )
 
@@ -293,14 +312,36 @@ class StepRecorder:
     def _count(self, now_s: float, change: int) -> None:
         self._resident_bytes += change
         self._activations.append(Bytes(now_s, self._resident_bytes, self._saved_bytes))
+        if len(self._activations) >= 2 * _MAX_ROWS:
+            self._activations = _thinned(self._activations, lambda point: point.resident_bytes)
 
-    def _sample(self) -> None:
-        while not self._is_over:
+    def _keep(self, life: Life) -> None:
+        self._num_lives += 1
+        heapq.heappush(self._lives, (life.nbytes, -self._num_lives, life))
+        if len(self._lives) > _NUM_LIVES:
+            heapq.heappop(self._lives)
+
+    def read_level(self) -> float | None:
+        """Note the memory in use; for the thread. Return seconds until the next reading; ``None``: there is none."""
+        if self._is_over:
+            return None
+        try:
             self._levels.append(Level(self._now(), self._level()))
-            if len(self._levels) >= _MAX_ROWS:  # much longer than expected, or nobody ends it: rarer and rarer
-                self._levels = _thinned(self._levels, lambda level: level.nbytes, _MAX_ROWS // 2)
-                self._every_s *= 2
-            time.sleep(self._every_s)
+        except OSError:  # out of file descriptors, say: one reading less
+            return self._every_s
+        if len(self._levels) >= _MAX_ROWS:  # much longer than expected, or nobody ends it: rarer and rarer
+            self._levels = _thinned(self._levels, lambda level: level.nbytes, _MAX_ROWS // 2)
+            self._every_s *= 2
+        return self._every_s
+
+
+def _sample(recorder: weakref.ref[StepRecorder]) -> None:
+    while (recording := recorder()) is not None:
+        every_s = recording.read_level()
+        del recording
+        if every_s is None:
+            return
+        time.sleep(every_s)
 
 
 def _ended(life: _Open, now_s: float, tier: str | None) -> Life:

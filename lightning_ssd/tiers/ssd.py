@@ -66,6 +66,7 @@ class SsdTier:
         num_workers: workers per direction.
         first: number of the directory that the first storage goes to. Processes that share the directories save the
             same sizes at the same moments: with equal ones they would all write to one drive, then to the next.
+        drive: where the tier has but one directory, its number among those of others, for events.
 
     Note [writes give way]: reads and writes share the drives. While somebody waits for a read, no worker begins a write
     or the next chunk of one (see ``tiers/read_priority.py`` for how long at most).
@@ -84,6 +85,7 @@ class SsdTier:
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         num_workers: int = DEFAULT_WORKERS,
         first: int = 0,
+        drive: int | None = None,
     ) -> None:
         self._backend = backend
         self.mover = mover
@@ -91,6 +93,7 @@ class SsdTier:
         self._chunk_bytes = max(chunk_bytes // backend.block_bytes, 1) * backend.block_bytes
         self._arenas: list[Arena] = []
         self._turn = itertools.count(first)
+        self._drive = drive
         self.num_retries = 0
         self._late_error: BaseException | None = None
         self._lost: list[object] = []
@@ -205,7 +208,7 @@ class SsdTier:
 
     def drive_of(self, arena: Arena) -> int | None:
         """Number of the directory of an arena, for events; ``None``: there is but one."""
-        return self._arenas.index(arena) if len(self._arenas) > 1 else None
+        return self._arenas.index(arena) if len(self._arenas) > 1 else self._drive
 
     def wants_check(self) -> bool:
         """Whether the next storage gets checksums."""

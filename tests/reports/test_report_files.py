@@ -167,3 +167,15 @@ def test_rows_of_a_long_run_are_thinned_and_records_bounded() -> None:
     gaps = {int(b["step"] - a["step"]) for a, b in zip(log.rows, log.rows[1:], strict=False)}
     assert gaps == {8}
     assert [record.step for record in log.records] == [2048, 4096, 8192]
+
+
+def test_traces_of_an_earlier_run_go(tmp_path: Path) -> None:
+    write_report(made_report(records=(made_record(step=2), made_record(step=64))), tmp_path)
+    write_report(made_report(), tmp_path)
+    assert [file.name for file in tmp_path.glob("trace_*")] == ["trace_step_4.json"]
+
+
+def test_numbers_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
+    report = made_report(metrics={"wear/drive_life_days": float("inf"), "io/stall_s": float("nan")})
+    (tmp_path / "report.json").write_text(report.to_json())
+    assert load_report(tmp_path).metrics == {}

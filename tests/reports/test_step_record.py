@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer import paged_states
 from lightning_ssd.telemetry import step_record
 from lightning_ssd.telemetry.step_record import Bytes, StepRecord, StepRecorder
 from tests.support.patience import PATIENCE_S
@@ -31,6 +34,14 @@ def step(offloader: Offloader, model: torch.nn.Module, number: int) -> list[torc
     loss.backward()
     offloader.end_backward()
     return gradients(model)
+
+
+def assert_no_reader() -> None:
+    """The thread that reads the memory ends by itself soon after its record."""
+    deadline = time.monotonic() + PATIENCE_S
+    while any(thread.name == "lightning_ssd-record" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a thread goes on reading"
+        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep", "auto"])
@@ -83,16 +94,16 @@ def test_recording_changes_no_bit_and_nothing_is_left(tmp_path: Path) -> None:
         recorded = step(offloader, model, 3)
         assert offloader.end_record() is not None
         assert offloader.end_record() is None
-        assert not [thread for thread in threading.enumerate() if thread.name == "lightning_ssd-record"]
+        assert_no_reader()
     assert all(torch.equal(a, b) for a, b in zip(expected, recorded, strict=True) if a is not None and b is not None)
 
 
 def test_a_record_that_nobody_ends_goes_with_the_offloader(tmp_path: Path) -> None:
     with offloader_in(tmp_path) as offloader:
-        offloader.begin_record(1)
-        offloader.begin_record(2)  # instead of the first one
+        assert offloader.begin_record(1)
+        assert not offloader.begin_record(2), "somebody else's is under way"
         assert sum(thread.name == "lightning_ssd-record" for thread in threading.enumerate()) == 1
-    assert not [thread for thread in threading.enumerate() if thread.name == "lightning_ssd-record"]
+    assert_no_reader()
 
 
 def test_passes_without_hooks_have_hooks_while_somebody_looks(tmp_path: Path) -> None:
@@ -160,3 +171,108 @@ def test_a_step_much_longer_than_expected_is_read_rarer_and_keeps_its_peak(monke
     record = recorder.finish()
     assert 1 <= len(record.levels) <= 16
     assert max(sample.nbytes for sample in record.levels) == 1 << 40
+
+
+def test_a_dropped_offloader_takes_its_reader_along(tmp_path: Path) -> None:
+    offloader = offloader_in(tmp_path).open()
+    offloader.begin_record(1)
+    del offloader
+    gc.collect()
+    assert_no_reader()
+
+
+def test_a_device_that_breaks_leaves_no_reader_and_the_cache_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = offloader_in(tmp_path).open()
+    cache = offloader._cache
+    assert cache is not None
+    offloader.begin_record(1)
+
+    def broken() -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(cache, "_settle_stalls", broken)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        offloader.close()
+    assert cache.accounting.recorder is None
+    assert_no_reader()
+
+
+def test_readings_that_fail_are_left_out() -> None:
+    def full() -> int:
+        raise OSError(24, "Too many open files")
+
+    recorder = StepRecorder(1, full, expected_s=0.001)
+    time.sleep(0.02)
+    assert recorder.finish().levels == ()
+    assert_no_reader()
+
+
+@pytest.mark.parametrize("expected_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_length_that_is_none_is_refused(expected_s: float, tmp_path: Path) -> None:
+    with offloader_in(tmp_path) as offloader, pytest.raises(ConfigError, match="expected_s"):
+        offloader.begin_record(1, expected_s=expected_s)
+
+
+def test_phases_of_two_networks_in_one_context(tmp_path: Path) -> None:
+    """As manual optimization runs them: forward, backward and update of one, then of the other."""
+    models = make_model(), make_model()
+    with offloader_in(tmp_path) as offloader:
+        for model in models:
+            offloader.register_module(model)
+        offloader.begin_record(1)
+        with offloader.saved_tensors():
+            for number, model in enumerate(models):
+                loss_of(model, number).backward()
+                offloader.end_backward()
+        record = offloader.end_record()
+    assert record is not None
+    names = [phase.name for phase in record.phases]
+    assert names == ["data", "forward", "backward", "update", "forward", "backward", "update"]
+
+
+@pytest.mark.parametrize("activations", ["offload", "keep"])
+def test_each_forward_of_a_step_is_recorded(activations: str, tmp_path: Path) -> None:
+    model = make_model()
+    with offloader_in(tmp_path, activations) as offloader:
+        offloader.register_module(model)
+        offloader.begin_record(1)
+        for number in range(4):
+            with offloader.saved_tensors(signature="same"):
+                loss = loss_of(model, number)
+            loss.backward()
+            offloader.end_backward()
+            offloader.mark_record("data")
+        record = offloader.end_record()
+    assert record is not None
+    assert [phase.name for phase in record.phases] == ["data", *["forward", "backward", "update", "data"] * 4]
+    assert len(record.lives) % 4 == 0
+    assert len(record.lives) > 4
+
+
+def test_sparse_gradients_count_what_they_hold(tmp_path: Path) -> None:
+    table = torch.nn.Embedding(1000, 16, sparse=True)
+    with offloader_in(tmp_path) as offloader:
+        offloader.register_module(table)
+        table(torch.tensor([1, 5])).sum().backward()
+        cache = offloader._cache
+        assert cache is not None
+        assert cache.parameters.gradient_bytes == 2 * 16 * 4 + 2 * 8
+
+
+def test_drives_of_optimizer_states_have_lanes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_states, "_MIN_SUBGROUP_BYTES", 1 << 14)
+    monkeypatch.setattr(paged_states, "_MAX_SUBGROUP_BYTES", 1 << 16)
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(16)))
+    paths = [tmp_path / "a", tmp_path / "b"]
+    policy = OffloadPolicy(activations="keep", optimizer_states="offload")
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=paths, allow_unsuitable_paths=True)) as offloader:
+        optimizer = offloader.offload_optimizer(torch.optim.AdamW(model.parameters()))
+        offloader.begin_record(1)
+        for _ in range(3):
+            model(torch.ones(4, 128)).sum().backward()
+            optimizer.step()
+        record = offloader.end_record()
+    assert record is not None
+    assert {move.lane for move in record.moves} == {"ssd 0", "ssd 1"}

@@ -4,12 +4,14 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd import monitor as monitor_module
 from lightning_ssd.common.formatting import pluralize
 from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.reports.run_report import load_report
@@ -144,6 +146,7 @@ def test_barebones_is_left_alone(tmp_path):
         ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary", "num_sanity_val_steps")
     )
     _, monitor = fit_monitored(tmp_path, barebones=True, log_every_n_steps=None, **unset)
+    assert monitor._sizes == []
     assert monitor.summary is None
 
 
@@ -382,7 +385,7 @@ def test_micro_batches_of_a_step_are_one_record(tmp_path):
 def test_a_report_that_cannot_be_written_costs_no_run(tmp_path):
     (tmp_path / "file").touch()
     monitor = OffloadMonitor(report_dir=tmp_path / "file" / "below", verdict=False)
-    with pytest.warns(UserWarning, match="could not write its report"):
+    with pytest.warns(UserWarning, match="could not write its report to .*below"):
         fit_monitored(tmp_path, monitor)
     assert monitor.summary
 
@@ -399,3 +402,97 @@ def test_without_a_strategy_of_ours_there_is_a_report_that_says_so(tmp_path):
 @pytest.mark.parametrize("settings", [{"logger": False}, {"fast_dev_run": 2}])
 def test_with_fewer_things_in_the_trainer(settings, tmp_path):
     fit_monitored(tmp_path, OffloadMonitor(report_dir=tmp_path / "report", verdict=False), **settings)
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch):
+    def broken(*_):
+        raise ValueError("no such backend")
+
+    monkeypatch.setattr(monitor_module, "publish_charts", broken)
+    with pytest.warns(UserWarning, match="could not log pictures") as told:
+        trainer, monitor = fit_monitored(tmp_path, logger=FigureLogger())
+    assert len([w for w in told if "could not log pictures" in str(w.message)]) == 1
+    assert trainer.global_step == NUM_BATCHES
+    assert monitor.summary
+
+
+class FigureLogger(RecordingLogger):
+    """Its experiment shows pictures, as TensorBoard's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.figures = []
+
+    @property
+    def experiment(self):
+        return self
+
+    def add_figure(self, tag, figure, step):
+        self.figures.append((tag, step))
+
+
+def test_pictures_of_recorded_steps_reach_who_shows_them(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    logger = FigureLogger()
+    fit_monitored(tmp_path, logger=[RecordingLogger(), logger])
+    assert {step for _, step in logger.figures} == {1, 3}
+    assert {tag for tag, _ in logger.figures} == {
+        "offload/memory_over_step",
+        "offload/transfers",
+        "offload/lifetimes",
+    }
+
+
+class WandbLike(dict):
+    """A run's configuration, whose update replaces whole keys."""
+
+    def update(self, values, allow_val_change):
+        super().update(values)
+
+
+class Run:
+    def __init__(self):
+        self.config, self.summary, self.logged = WandbLike(), {}, []
+
+    def log(self, row):
+        self.logged.append(row)
+
+
+Run.__module__ = "wandb.of.tests"
+
+
+def test_the_verdict_leaves_the_settings_in_wandb(tmp_path):
+    logger = RecordingLogger()
+    logger.experiment = Run()
+    fit_monitored(tmp_path, logger=logger, strategy=strategy_for(tmp_path, "auto"))
+    told = logger.experiment.config["lightning_ssd"]
+    assert told["policy"]["activations"] == "auto"
+    assert told["hardware"]["paths"] == [str(tmp_path)]
+    assert "torch" in told["versions"]
+    assert "activations" in logger.experiment.summary["offload/verdict"]
+
+
+def test_a_validation_in_the_middle_of_a_step_is_no_part_of_it(tmp_path):
+    monitor = OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
+    fit_monitored(tmp_path, monitor, accumulate_grad_batches=2, val_check_interval=1)
+    assert load_report(tmp_path / "report").records == []
+
+
+def test_dummies_of_a_trial_get_no_pictures(tmp_path):
+    _, monitor = fit_monitored(tmp_path, fast_dev_run=3)
+    assert monitor._log_of_run.records == ()
+
+
+def test_several_processes_log_when_all_of_them_do():
+    """One alone may have been told to stop, and logs with each step then."""
+    stopped = SimpleNamespace(should_update_logs=True)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+    trainer = SimpleNamespace(_logger_connector=stopped, fit_loop=loop, log_every_n_steps=2, world_size=2)
+    due = []
+    for loop.epoch_loop._batches_that_stepped in range(4):
+        due.append(monitor_module._is_due(trainer))
+    assert due == [False, True, False, True]
+    trainer.log_every_n_steps = 0
+    assert not monitor_module._is_due(trainer)
+    trainer.world_size = 1
+    assert monitor_module._is_due(trainer)

@@ -16,6 +16,7 @@ from lightning_ssd.telemetry.metrics import (
     MetricWindow,
     PlanReadings,
     compute,
+    intersection,
     merge_ranks,
     overlap_ratio,
     union_s,
@@ -50,6 +51,13 @@ def test_union_ignores_order_repetition_and_origin(pairs, rng: random.Random, sh
 @given(interval_lists, interval_lists)
 def test_union_is_subadditive_and_grows(first, second):
     assert max(union_s(first), union_s(second)) <= union_s(first + second) <= union_s(first) + union_s(second)
+
+
+@given(interval_lists, interval_lists)
+def test_intersection_equals_counting_quarters(first, second):
+    both = intersection(first, second)
+    assert covered_quarters(both) == covered_quarters(first) & covered_quarters(second)
+    assert both == sorted(both)
 
 
 @given(interval_lists, interval_lists)
@@ -273,3 +281,10 @@ def test_rows_of_several_processes_are_merged_by_the_rule_of_the_table():
 def test_without_a_device_the_host_says_who_is_worst():
     assert merge_ranks([{"memory/host_peak_gib": 1.0}, {"memory/host_peak_gib": 2.0}])["memory/worst_rank"] == 1
     assert merge_ranks([{}, {}]) == {"memory/worst_rank": 0}
+
+
+def test_rates_of_steps_weigh_as_long_as_the_steps_took():
+    window = MetricWindow()
+    window.add({"time/step_s": 1.0, "time/samples_per_s": 10.0})
+    window.add({"time/step_s": 0.01, "time/samples_per_s": 1000.0})
+    assert window.result()["time/samples_per_s"] == pytest.approx(20 / 1.01)
