@@ -160,7 +160,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
                 num_local_processes=self.num_processes,
                 local_rank=self.local_rank,
             )
-            self._offloader.expects_optimizer = False  # setup_optimizer gives all
+            self._offloader.expect_no_optimizer()  # setup_optimizer gives all
             # Processes that multiprocessing started ("fork", "spawn") end without atexit.
             Finalize(None, _end_of_process, (weakref.ref(self._offloader),), exitpriority=0)
         if not self._offloader.is_open:

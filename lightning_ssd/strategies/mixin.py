@@ -96,7 +96,7 @@ class OffloadMixin(WithModule):
             num_local_processes=self.num_processes or None,
             local_rank=self.local_rank,
         )
-        offloader.expects_optimizer = False  # all that the module has are given below
+        offloader.expect_no_optimizer()  # all that the module has are given below
         self._stall_watch = StragglerMonitor(self._from_all) if self.is_distributed and self.compares_stalls else None
         self._size_trial = BatchSizeFinderAdapter(trainer)
         self._is_set_up = False
