@@ -114,7 +114,7 @@ class Offloader:
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
         self._last_stats = self._sampled = OffloadStats()
         self._recorder: StepRecorder | None = None
-        self.expects_optimizer = self.policy.optimizer_states == "offload"  # else nobody forgets offload_optimizer
+        self._awaits_optimizer = self.policy.optimizer_states == "offload"  # else nobody forgets offload_optimizer
         self._has_trained = self._has_failed = False
         self.description = "closed"
 
@@ -209,8 +209,8 @@ class Offloader:
         failure, is_bypassed = undisturbed(partial(self._close, resources, cache), "lightning_ssd-close")
         if failure is not None:
             raise failure
-        if not self._has_failed and (is_bypassed or (self.expects_optimizer and self._has_trained)):
-            self.expects_optimizer = False
+        if not self._has_failed and (is_bypassed or (self._awaits_optimizer and self._has_trained)):
+            self._awaits_optimizer = False
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
 
     def _close(self, resources: ExitStack, cache: TensorCache) -> tuple[BaseException | None, bool]:
@@ -294,7 +294,7 @@ class Offloader:
         """
         self._opened()
         expect("optimizer", optimizer, Optimizer, "torch.optim.AdamW(model.parameters())")
-        self.expects_optimizer = False
+        self._awaits_optimizer = False
         resources = self._resources
         parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
@@ -315,6 +315,10 @@ class Offloader:
             self._wear = open_wear_meter(environment)
         return offloaded
 
+    def expect_no_optimizer(self) -> None:
+        """Let :meth:`close` not warn that no optimizer was offloaded: whoever owns us gives all that there are."""
+        self._awaits_optimizer = False
+
     def saved_tensors(self, *, signature: Hashable = None) -> AbstractContextManager[None]:
         """Around a forward: what autograd saves in it goes through us. Costs nothing under ``no_grad``.
 
@@ -326,7 +330,7 @@ class Offloader:
             BudgetError: on entry: a budget of the policy cannot be kept by any plan for this model and batch.
         """
         current = self._opened().new_pass(signature)
-        current.keeps_alive = self  # so that nobody closes us meanwhile
+        current.keep_until_over(self)  # so that nobody closes us meanwhile
         return current
 
     def end_backward(self) -> None:

@@ -93,6 +93,9 @@ def test_nothing_is_told_where_no_optimizer_was_missed(spill_dir: Path) -> None:
         offloader.offload_optimizer(torch.optim.Adam([parameter]))
         step(offloader)  # fewer batches than are accumulated
     with Offloader(policy=STATES, hardware=hardware) as offloader:
+        offloader.expect_no_optimizer()
+        step(offloader)
+    with Offloader(policy=STATES, hardware=hardware) as offloader:
         no_parameters = torch.optim.Adam([{"params": []}])
         assert offloader.offload_optimizer(no_parameters) is no_parameters
         step(offloader)

@@ -91,8 +91,8 @@ class SavedPass:
         self.sizes: list[int] = []
         self.order: list[int] = []
         self.next_ahead = 0
-        self.keeps_alive: object = None  # while the forward runs
         self._hooks = hooks
+        self._kept: object = None  # while the forward runs
         self._num_blocks = 0
         self._num_begun = self._num_added = 0
         self._installed: list[AbstractContextManager[object]] = []
@@ -123,9 +123,13 @@ class SavedPass:
         if not self._installed:
             if not self.is_plain:
                 self._hooks.leave()
-            self.keeps_alive = None
+            self._kept = None
             if self.recorder is not None:
                 self.recorder.forward_ended()
+
+    def keep_until_over(self, owner: object) -> None:
+        """Hold an object until the forward is over, so that it does not die meanwhile."""
+        self._kept = owner
 
     @property
     def is_complete(self) -> bool:

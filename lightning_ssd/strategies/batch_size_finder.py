@@ -9,15 +9,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_ssd.errors import BudgetError
+from lightning_ssd.strategies._lightning_compat import as_out_of_memory, is_trying_a_size
 
 __all__ = ["BatchSizeFinderAdapter"]
-
-# The finder knows memory that has run out by PyTorch's words in a RuntimeError with one argument, and by nothing else.
-_WORDS = "DefaultCPUAllocator: can't allocate memory"
-
-
-class _TooLargeError(BudgetError, RuntimeError):
-    """A :class:`BudgetError` that the finder understands."""
 
 
 class BatchSizeFinderAdapter:
@@ -29,17 +23,13 @@ class BatchSizeFinderAdapter:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._finders = [callback for callback in self._callbacks if isinstance(callback, BatchSizeFinder)]
-
-    @property
-    def _callbacks(self) -> list[pl.Callback]:
-        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._finders = [callback for callback in callbacks if isinstance(callback, BatchSizeFinder)]
 
     @property
     def is_on(self) -> bool:
-        """While it tries a size, the finder takes all callbacks out of the Trainer, itself too."""
-        return any(finder not in self._callbacks for finder in self._finders)
+        """Whether the finder is trying a size."""
+        return is_trying_a_size(self._trainer, self._finders)
 
     @contextmanager
     def translated(self) -> Iterator[None]:
@@ -49,4 +39,4 @@ class BatchSizeFinderAdapter:
         except BudgetError as error:
             if not self.is_on:
                 raise
-            raise _TooLargeError(f"{error} (to the batch-size finder: {_WORDS})") from error
+            raise as_out_of_memory(error) from error

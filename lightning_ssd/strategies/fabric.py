@@ -23,9 +23,6 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.strategies.strategy import Strategy
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,10 +34,15 @@ from lightning_ssd.common.accelerators import device_types
 from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
+from lightning_ssd.strategies._lightning_compat import (
+    StrategyNames,
+    become_one_device,
+    is_interactive,
+    stands_for_base_backward,
+)
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.ddp_options import StartMethod, check_start_method, ddp_arguments
-from lightning_ssd.strategies.fabric_single_device import become_one_device
 from lightning_ssd.strategies.forward_context import ForwardContextPatch
 from lightning_ssd.strategies.mixin import register_name
 from lightning_ssd.telemetry.stats import OffloadStats
@@ -160,7 +162,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
                 num_local_processes=self.num_processes,
                 local_rank=self.local_rank,
             )
-            self._offloader.expects_optimizer = False  # setup_optimizer gives all
+            self._offloader.expect_no_optimizer()  # setup_optimizer gives all
             # Processes that multiprocessing started ("fork", "spawn") end without atexit.
             Finalize(None, _end_of_process, (weakref.ref(self._offloader),), exitpriority=0)
         if not self._offloader.is_open:
@@ -235,7 +237,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         if not self.is_distributed:
             become_one_device(self)
             return
-        if _IS_INTERACTIVE and self._start_method != "fork":
+        if is_interactive() and self._start_method != "fork":
             raise ConfigError(
                 f"{name} got {self.num_processes} devices in an interactive session with "
                 f"start_method={self._start_method!r}; allowed there: devices=1, or {name}(start_method='fork')"
@@ -308,15 +310,13 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         # Two models may get batches of the same shape.
         return self.saved_tensors(signature=(id(module), signature_of(arguments, module)))
 
+    # Fabric refuses loss.backward() where a strategy has a backward of its own. Ours can do without, see below.
     @override
+    @stands_for_base_backward
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self._warn_if_past_us()
         super().backward(tensor, module, *args, **kwargs)
         self._end_backward()
-
-    # Fabric refuses loss.backward() where a strategy has a backward of its own. Ours can do without, see below. This is
-    # how Fabric recognises a method that stands for the base class' one.
-    backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -344,7 +344,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyNames) -> None:
         """Make ``Fabric(strategy="ssd_offload")`` mean this class; again (after a reload) without an error."""
         for name in (cls.strategy_name, f"{cls.strategy_name}_activations"):
             register_name(strategy_registry, name, cls, "saved activations wait on SSD")

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -24,6 +23,7 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.strategies._lightning_compat import StrategyNames, is_compiled_by_lightning
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.batch_size_finder import BatchSizeFinderAdapter
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
@@ -96,7 +96,7 @@ class OffloadMixin(WithModule):
             num_local_processes=self.num_processes or None,
             local_rank=self.local_rank,
         )
-        offloader.expects_optimizer = False  # all that the module has are given below
+        offloader.expect_no_optimizer()  # all that the module has are given below
         self._stall_watch = StragglerMonitor(self._from_all) if self.is_distributed and self.compares_stalls else None
         self._size_trial = BatchSizeFinderAdapter(trainer)
         self._is_set_up = False
@@ -237,13 +237,13 @@ class OffloadMixin(WithModule):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyNames) -> None:
         """Make ``Trainer(strategy="...")`` mean this class; again (after a reload) without an error."""
         for name in (cls.strategy_name, *cls.aliases):
             register_name(strategy_registry, name, cls, cls.description)
 
 
-def register_name(registry: _StrategyRegistry, name: str, strategy: Callable[..., Any], description: str) -> None:
+def register_name(registry: StrategyNames, name: str, strategy: Callable[..., Any], description: str) -> None:
     """Let a name mean a strategy.
 
     Raises:
@@ -267,7 +267,7 @@ def _offloaded(optimizer: Optimizer, offloader: Offloader) -> Optimizer:
 
 def _compiled_whole(module: pl.LightningModule) -> str | None:
     """The name of a compiled part that holds more than half of the parameters: then there is no block order left."""
-    if module._compiler_ctx is not None:
+    if is_compiled_by_lightning(module):
         return type(module).__name__
     for name, child in module.named_modules():
         is_compiled = isinstance(child, OptimizedModule) or child._compiled_call_impl is not None

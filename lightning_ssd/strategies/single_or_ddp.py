@@ -16,21 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook, _sync_module_states, prepare_for_backward
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import _augment_message
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +30,7 @@ from typing_extensions import override
 
 from lightning_ssd.common.accelerators import device_types
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.strategies import _lightning_compat as compat
 from lightning_ssd.strategies.ddp_options import StartMethod, check_start_method
 
 __all__ = ["GroupOptions", "HookOptions", "SingleOrDDPStrategy", "WithModule"]
@@ -124,7 +116,7 @@ class SingleOrDDPStrategy(WithModule):
         self._averaging = self._averaging_arguments(hook.state, hook.averaging_period)
         self._averager: Any = None
         self._ddp_arguments = ddp_arguments
-        self._forward_redirection = _DDPForwardRedirection()
+        self._forward_redirection = compat.forward_redirection()
         self._static_graph_started = False
         self._fitting = False
 
@@ -199,15 +191,14 @@ class SingleOrDDPStrategy(WithModule):
             )
         if not self.is_distributed or self.cluster_environment is None:
             return
-        if _IS_INTERACTIVE and self._start_method != "fork":
+        if compat.is_interactive() and self._start_method != "fork":
             raise ConfigError(
                 f"{name} got {self.num_processes} devices in an interactive session with "
                 f"start_method={self._start_method!r}; allowed there: devices=1, or {name}(start_method='fork')"
             )
-        if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+        self._launcher = compat.make_launcher(
+            self, self.cluster_environment, self._start_method, self.num_processes, self.num_nodes
+        )
 
     @override
     def setup_environment(self) -> None:
@@ -217,10 +208,9 @@ class SingleOrDDPStrategy(WithModule):
         reset_seed()
         self.set_world_ranks()
         device = self.root_device
-        backend = self.process_group_backend or _get_default_process_group_backend_for_device(device)
+        backend = self.process_group_backend or compat.default_backend(device)
         self.process_group_backend = backend
-        device_id = None if device.type == "cpu" else device
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        compat.start_process_group(self.cluster_environment, backend, self._timeout, device)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -246,13 +236,13 @@ class SingleOrDDPStrategy(WithModule):
         if not self.is_distributed:
             return model
         if not self._fitting:
-            _sync_module_states(model)
+            compat.sync_module_states(model)
             return model
         # On the current stream: DDP makes the nodes that accumulate gradients, and these remember the stream they were
         # made on. On another one than backward's, each gradient costs a wait across streams (and PyTorch warns).
         device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._ddp_arguments)
-        _register_ddp_comm_hook(wrapped, self._hook.state, self._hook.hook, self._hook.wrapper)
+        compat.register_comm_hook(wrapped, self._hook.state, self._hook.hook, self._hook.wrapper)
         return wrapped
 
     @override
@@ -268,10 +258,10 @@ class SingleOrDDPStrategy(WithModule):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        _augment_message(
+        compat.explain(
             exception,
             pattern=".*Expected to have finished reduction in the prior iteration.*",
-            new_message=(
+            message=(
                 "Some parameters took no part in the loss that training_step returned. If that is intended, pass "
                 f"strategy={type(self).__name__}(find_unused_parameters=True) to the Trainer."
             ),
@@ -336,7 +326,7 @@ class SingleOrDDPStrategy(WithModule):
         self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> torch.Tensor | Any:
         if self._has_group and isinstance(tensor, torch.Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            return compat.reduce_over_processes(tensor, group, reduce_op)
         return tensor
 
     @override
@@ -344,6 +334,4 @@ class SingleOrDDPStrategy(WithModule):
         return super().all_gather(tensor, group, sync_grads) if self._has_group else tensor
 
 
-# Lightning refuses compiled modules unless the strategy is one of three classes of its own. This is the one that it
-# asks about nowhere else.
-SingleDeviceStrategy.register(SingleOrDDPStrategy)
+compat.allow_compiled_modules(SingleOrDDPStrategy)

@@ -27,7 +27,7 @@ from lightning_ssd import (
     _environment,
 )
 from lightning_ssd.storage.backend import Backend
-from lightning_ssd.strategies import fabric, single_or_ddp
+from lightning_ssd.strategies import _lightning_compat, fabric, single_or_ddp
 from tests.support.optimizer_pairs import files_of
 
 NUM = 3
@@ -179,7 +179,7 @@ def test_ddp_is_wrapped_on_the_current_stream(module: Any, monkeypatch: pytest.M
         raise AssertionError("a stream of its own was made")
 
     monkeypatch.setattr(module, "DistributedDataParallel", wrap)
-    monkeypatch.setattr(single_or_ddp, "_register_ddp_comm_hook", lambda *_: None)
+    monkeypatch.setattr(_lightning_compat, "_register_ddp_comm_hook", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Stream", refuse)
     strategy: Any = SSDOffloadStrategy() if module is single_or_ddp else SSDOffloadFabricStrategy()
     strategy.parallel_devices = [torch.device("cuda", i) for i in range(2)]
