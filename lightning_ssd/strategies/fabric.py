@@ -9,11 +9,9 @@ Note: Where a pass begins
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -29,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ssd._environment import rank_directory
 from lightning_ssd.common.accelerators import device_types
 from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.errors import ConfigError
@@ -45,6 +42,7 @@ from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.ddp_options import StartMethod, check_start_method, ddp_arguments
 from lightning_ssd.strategies.forward_context import ForwardContextPatch
 from lightning_ssd.strategies.mixin import register_name
+from lightning_ssd.strategies.session import OffloadSession, check_options
 from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["SSDOffloadFabricStrategy", "register"]
@@ -128,9 +126,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
             start_method,
             **ddp,
         )
-        checked = Offloader(policy=policy, hardware=hardware)  # opens nothing
-        self.policy, self.hardware = checked.policy, checked.hardware
-        self._offloader: Offloader | None = None
+        self.policy, self.hardware = check_options(policy, hardware)
+        self._session: OffloadSession | None = None
         self._stand_ins: list[ForwardContextPatch] = []
         self._is_closed = False
         self._is_setting_up = False
@@ -143,31 +140,23 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     @property
     def offloader(self) -> Offloader | None:
         """``None`` before it is first opened; closed after :meth:`close`."""
-        return self._offloader
+        return None if self._session is None else self._session.offloader
 
     @property
     def stats(self) -> OffloadStats:
         """Counters of this process."""
-        return OffloadStats() if self._offloader is None else self._offloader.stats
+        return OffloadStats() if self.offloader is None else self.offloader.stats
 
     def _opened(self) -> Offloader:
-        if self._offloader is None:
-            self._offloader = Offloader(
-                policy=self.policy,
-                hardware=self.hardware,
-                device=self.root_device,
-                default_directory=Path.cwd(),
-                subdirectory=rank_directory(self.global_rank),
-                agree=self._smallest if self.is_distributed else None,
-                num_local_processes=self.num_processes,
-                local_rank=self.local_rank,
-            )
-            self._offloader.expect_no_optimizer()  # setup_optimizer gives all
-            # Processes that multiprocessing started ("fork", "spawn") end without atexit.
-            Finalize(None, _end_of_process, (weakref.ref(self._offloader),), exitpriority=0)
-        if not self._offloader.is_open:
-            self._offloader.open(*(stood.module for stood in self._stand_ins if stood.module is not None))
-        return self._offloader
+        if self._session is None:
+            # They meet in setup only. Later on there is no common point: loops may accumulate over more batches in
+            # one process than in another, and wait for ever for who does not come. So each plans with its own rates.
+            self._session = OffloadSession(self, default_directory=Path.cwd(), meets_others=lambda: self._is_setting_up)
+            self._session.close_with_process()
+        offloader = self._session.offloader
+        if not offloader.is_open:
+            offloader.open(*(stood.module for stood in self._stand_ins if stood.module is not None))
+        return offloader
 
     def close(self) -> None:
         """Join the threads, close the files, give the modules their ``forward`` back. Idempotent.
@@ -182,8 +171,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         for stood in self._stand_ins:
             stood.remove()
         self._stand_ins.clear()
-        if self._offloader is not None:
-            self._offloader.close()
+        if self.offloader is not None:
+            self.offloader.close()
 
     def __enter__(self) -> Self:
         return self
@@ -191,8 +180,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if exc is not None and self._offloader is not None:
-            self._offloader.abort()
+        if exc is not None and self.offloader is not None:
+            self.offloader.abort()
         self.close()
 
     @override
@@ -204,7 +193,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and files stay here; a process that is spawned opens its own.
-        return {**self.__dict__, "_offloader": None, "_stand_ins": []}
+        return {**self.__dict__, "_session": None, "_stand_ins": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copy of what fabric.setup returned (for moving averages) belongs to the same process and devices.
@@ -251,8 +240,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         self._stand_ins = [stood for stood in self._stand_ins if stood.module is not None]
         if all(stood.module is not wrapped for stood in self._stand_ins):
             self._stand_ins.append(ForwardContextPatch(wrapped, self._around_forward))
-        if self._offloader is not None and self._offloader.is_open:
-            self._offloader.register_module(wrapped)
+        if self.offloader is not None and self.offloader.is_open:
+            self.offloader.register_module(wrapped)
         return wrapped
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
@@ -266,18 +255,6 @@ class SSDOffloadFabricStrategy(DDPStrategy):
             return self._opened().offload_optimizer(optimizer)
         finally:
             self._is_setting_up = False
-
-    def _smallest(self, values: Sequence[float]) -> list[float]:
-        """Of each number the smallest that any process has, while all of them are in setup.
-
-        Later on there is no common point: loops may accumulate over more batches in one process than in another, and
-        wait for ever for who does not come. So each process plans with its own rates.
-        """
-        if not self._is_setting_up or not torch.distributed.is_initialized():
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.root_device)
-        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)
-        return tensor.tolist()
 
     # -- in the training loop ------------------------------------------------------------------------------------
 
@@ -326,8 +303,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     def _end_backward(self) -> None:
         self._num_ended = self._num_passes
-        if self._offloader is not None and self._offloader.is_open:
-            self._offloader.end_backward()
+        if self.offloader is not None and self.offloader.is_open:
+            self.offloader.end_backward()
 
     def _warn_if_past_us(self) -> None:
         if self._has_seen_forward or self._is_closed or self.policy.activations == "keep":
@@ -363,13 +340,6 @@ def _may_install() -> bool:
         and autograd._top_saved_tensors_default_hooks(True) is None
         and torch._C._current_autograd_node() is None
     )
-
-
-def _end_of_process(reference: weakref.ref[Offloader]) -> None:
-    offloader = reference()
-    if offloader is not None:
-        offloader.abort()
-        offloader.close()
 
 
 def register() -> None:

@@ -94,7 +94,13 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         _check_size("data_parallel_size", data_parallel_size)
         _check_size("tensor_parallel_size", tensor_parallel_size)
         super().__init__(
-            data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout
+            policy,
+            hardware,
+            data_parallel_size,
+            tensor_parallel_size,
+            save_distributed_checkpoint,
+            process_group_backend,
+            timeout,
         )
         if accelerator is not None:
             self.accelerator = accelerator
@@ -105,7 +111,6 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         if precision_plugin is not None:
             self.precision_plugin = precision_plugin
         self._wanted_sizes = data_parallel_size, tensor_parallel_size
-        self._configure_offloading(policy, hardware)
         if self.policy.master_weights:
             raise ConfigError(
                 f"{type(self).__name__} got OffloadPolicy.master_weights=True; allowed: False. Parameters in float32 "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,17 +17,15 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ssd._environment import rank_directory
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies._lightning_compat import StrategyNames, is_compiled_by_lightning
 from lightning_ssd.strategies.batch_signature import signature_of
-from lightning_ssd.strategies.batch_size_finder import BatchSizeFinderAdapter
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
+from lightning_ssd.strategies.session import FitSession, check_options
 from lightning_ssd.strategies.single_or_ddp import WithModule
-from lightning_ssd.strategies.stragglers import StragglerMonitor
 from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["OffloadMixin", "register_name"]
@@ -46,29 +43,22 @@ class OffloadMixin(WithModule):
     compares_stalls = False
     """Whether processes tell each other how long they waited: only where every backward makes them meet anyway."""
 
-    policy: OffloadPolicy
-    hardware: HardwareProfile
-    _offloader: Offloader | None = None
-    _size_trial: BatchSizeFinderAdapter | None = None
-    _num_borders = 0
-    _is_set_up = False
-    """From the end of ``setup`` for ``fit`` to ``teardown``."""
-    _stall_watch: StragglerMonitor | None = None
-
-    def _configure_offloading(self, policy: OffloadPolicy | None, hardware: HardwareProfile | None) -> None:
-        """Check and keep what the user wants; to be called by the constructor."""
-        checked = Offloader(policy=policy, hardware=hardware)  # opens nothing
-        self.policy, self.hardware = checked.policy, checked.hardware
+    def __init__(
+        self, policy: OffloadPolicy | None, hardware: HardwareProfile | None, *others: Any, **named: Any
+    ) -> None:
+        super().__init__(*others, **named)
+        self.policy, self.hardware = check_options(policy, hardware)
+        self._session: FitSession | None = None
 
     @property
     def offloader(self) -> Offloader | None:
         """``None`` before the first ``fit``, open while it runs, closed afterwards."""
-        return self._offloader
+        return None if self._session is None else self._session.offloader
 
     @property
     def stats(self) -> OffloadStats:
         """Counters of the present or last ``fit`` in this process."""
-        return OffloadStats() if self._offloader is None else self._offloader.stats
+        return OffloadStats() if self.offloader is None else self.offloader.stats
 
     @property
     def rank_stalls_s(self) -> tuple[float, ...]:
@@ -76,7 +66,7 @@ class OffloadMixin(WithModule):
 
         Empty before the first one, with one process, and with strategies that do not compare.
         """
-        return () if self._stall_watch is None else self._stall_watch.stalls_s
+        return () if self._session is None else self._session.rank_stalls_s
 
     # -- from setup to teardown ----------------------------------------------------------------------------------
 
@@ -85,21 +75,15 @@ class OffloadMixin(WithModule):
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
-        default_directory = trainer.default_root_dir
-        offloader = self._offloader = Offloader(
-            policy=self.policy,
-            hardware=self.hardware,
-            device=self.root_device,
-            default_directory=None if "://" in default_directory else default_directory,
-            subdirectory=rank_directory(self.global_rank),
-            agree=self._smallest if self.is_distributed else None,
-            num_local_processes=self.num_processes or None,
-            local_rank=self.local_rank,
+        session = self._session = FitSession(
+            self,
+            trainer,
+            # With manual optimization one process may have backwards of its own, whose end would wait for who does not
+            # come: then each plans by itself.
+            meets_others=lambda: self.module.automatic_optimization,
+            compares_stalls=self.compares_stalls,
         )
-        offloader.expect_no_optimizer()  # all that the module has are given below
-        self._stall_watch = StragglerMonitor(self._from_all) if self.is_distributed and self.compares_stalls else None
-        self._size_trial = BatchSizeFinderAdapter(trainer)
-        self._is_set_up = False
+        offloader = session.offloader
         # Opened first, so that a directory that cannot serve is refused before the model is moved and optimizers are
         # built. Registered last: moving to the device and converting the precision make new parameter storages.
         offloader.open()
@@ -108,7 +92,7 @@ class OffloadMixin(WithModule):
         # Last: Lightning has moved the states to the device and looked at the optimizers' classes.
         self.optimizers = [_offloaded(optimizer, offloader) for optimizer in self.optimizers]
         self._warn_of_whole_compile()
-        self._is_set_up = True
+        session.is_set_up = True
 
     @override
     def setup_environment(self) -> None:
@@ -127,16 +111,16 @@ class OffloadMixin(WithModule):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._offloader is not None:
-            self._offloader.abort()
+        if self.offloader is not None:
+            self.offloader.abort()
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        self._is_set_up = False
         try:
-            if self._offloader is not None:
-                self._offloader.close()
+            if self._session is not None:
+                self._session.is_set_up = False
+                self._session.offloader.close()
         finally:
             # Lightning would bring the states to the CPU. Those on SSD are there, or lost with a step that failed.
             optimizers = self.optimizers
@@ -148,8 +132,7 @@ class OffloadMixin(WithModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and files stay here; a process that is spawned opens its own in setup.
-        own = {"_offloader": None, "_stall_watch": None, "_size_trial": None, "_is_set_up": False}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), "_session": None}
 
     def _warn_of_whole_compile(self) -> None:
         name = _compiled_whole(self.module)
@@ -165,23 +148,19 @@ class OffloadMixin(WithModule):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        offloader = self._offloader
-        if offloader is None or not self._is_set_up:
+        session = self._session
+        if session is None or not session.is_set_up:
             if self.lightning_module is None:
                 raise RuntimeError(f"{type(self).__name__}.training_step before setup; call Trainer.fit")
             return super().training_step(*args, **kwargs)  # a loop called again after fit: nothing is offloaded
-        num_borders = self._num_borders
-        saving = offloader.saved_tensors(signature=signature_of((args, kwargs), self.module))
-        with self._translated(), saving, self._inside_saving(saving):
+        num_borders = session.num_borders
+        saving = session.offloader.saved_tensors(signature=signature_of((args, kwargs), self.module))
+        with session.translated(), saving, self._inside_saving(saving):
             output = super().training_step(*args, **kwargs)
-        if not self.module.automatic_optimization and self._num_borders == num_borders:
+        if not self.module.automatic_optimization and session.num_borders == num_borders:
             # Manual optimization may call loss.backward() itself, past us.
-            self._end_backward(offloader)
+            session.end_backward()
         return output
-
-    def _translated(self) -> AbstractContextManager[None]:
-        """For the batch-size finder."""
-        return nullcontext() if self._size_trial is None else self._size_trial.translated()
 
     def _inside_saving(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """More hooks, above the offloader's."""
@@ -191,47 +170,8 @@ class OffloadMixin(WithModule):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         # The last thing in Lightning's backward, which stays its own: whoever wraps that one expects to be called once.
         super().post_backward(closure_loss)
-        if self._offloader is not None and self._is_set_up:
-            self._end_backward(self._offloader)
-
-    def _end_backward(self, offloader: Offloader) -> None:
-        with self._translated():
-            offloader.end_backward()
-            if self._size_trial is not None and self._size_trial.is_on:
-                offloader.wait_for_plan()  # a trial is to end with a verdict, not before it
-        self._num_borders += 1
-        if self._stall_watch is not None and self._meets_others and self._stall_watch.is_due():
-            states = offloader.optimizer_stats
-            stall_s = offloader.stats.stall_s + sum(optimizer.stall_s for optimizer in states)
-            warning = self._stall_watch.compare(stall_s, time.perf_counter())
-            if warning is not None:
-                rank_zero_warn(warning, category=UserWarning)
-
-    # -- between processes ---------------------------------------------------------------------------------------
-
-    @property
-    def _meets_others(self) -> bool:
-        """Whether all processes come by here alike. With manual optimization one may have backwards of its own, whose
-        end would wait for who does not come: then each plans by itself.
-        """
-        return not self._is_set_up or self.module.automatic_optimization
-
-    def _smallest(self, values: Sequence[float]) -> list[float]:
-        """Of each number the smallest that any process has, so that all plan alike."""
-        if not torch.distributed.is_initialized() or not self._meets_others:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.root_device)
-        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN)
-        return tensor.tolist()
-
-    def _from_all(self, values: Sequence[float]) -> list[list[float]]:
-        """Every process' numbers, in the order of ranks."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self.root_device)
-        if not torch.distributed.is_initialized():
-            return [mine.tolist()]
-        gathered = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(gathered, mine)
-        return [numbers.tolist() for numbers in gathered]
+        if self._session is not None and self._session.is_set_up:
+            self._session.end_backward()
 
     # -- Lightning's registry ------------------------------------------------------------------------------------
 

@@ -96,9 +96,17 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
             bucket_cap_mb=bucket_cap_mb,
         )
         super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, group, hook, ddp
+            policy,
+            hardware,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            group,
+            hook,
+            ddp,
         )
-        self._configure_offloading(policy, hardware)
 
 
 def register() -> None:

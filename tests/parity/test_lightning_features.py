@@ -257,8 +257,8 @@ def test_backward_stays_lightnings_own(tmp_path: Path) -> None:
     with mock.patch.object(Strategy, "backward", wraps=strategy.backward) as seen:
         _, module = fit(ManualNet, strategy, tmp_path, limit_val_batches=0)
     assert seen.call_count == len(module.losses) == 2 * NUM_BATCHES
-    assert strategy.offloader is not None
-    assert strategy._num_borders == 2 * NUM_BATCHES
+    assert strategy._session is not None
+    assert strategy._session.num_borders == 2 * NUM_BATCHES
 
 
 def test_an_exception_reaches_lightnings_own_strategy(tmp_path: Path) -> None:

@@ -58,8 +58,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                 seen.update(more)
                 raise Told
 
-    for module in ("mixin", "fabric"):
-        monkeypatch.setattr(f"lightning_ssd.strategies.{module}.Offloader", Listens)
+    monkeypatch.setattr("lightning_ssd.strategies.session.Offloader", Listens)
     return seen
 
 
