@@ -225,8 +225,12 @@ class _Call:
             self._run_again(tensors)
             return None
         (args, kwargs), self._first = self._first, None
-        with _seen_by(self._saved, [], wrap=_Saved):
-            result = self._run(*args, **kwargs)
+        seen = _seen_by(self._saved, [], wrap=_Saved)
+        try:
+            with seen:
+                result = self._run(*args, **kwargs)
+        finally:
+            seen.gen.close()  # an interrupt inside of contextlib would leave the hooks to whoever drops the frame
         self._saved.close()
         if self._saved.has_integers:
             self._output = _fingerprint_of(result)
@@ -252,8 +256,9 @@ class _Call:
         numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
         again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
         stops: list[BaseException] = []
+        seen = _seen_by(again, stops)
         try:
-            with self._state.as_before() as run_in_context, _seen_by(again, stops):
+            with self._state.as_before() as run_in_context, seen:
                 run_in_context(self._run, *args, **kwargs)
         except Exception as error:
             # Most often that of the checkpoint, which needs no more.
@@ -266,6 +271,7 @@ class _Call:
             self._compare(again, tensors, numbers)
             raise
         finally:
+            seen.gen.close()  # here, and not by whoever drops the frame of an interrupt inside of contextlib
             stops.clear()  # an exception that its own frame holds is a cycle
         again.close()
         self._compare(again, tensors, numbers)
