@@ -23,7 +23,9 @@ __all__ = ["LivePasses"]
 
 _MAX_PASSES = 256
 _SAVED_SHARE = 0.5
-"""Of the available memory, what saved tensors of a device may take while nothing is planned: gradients are to come."""
+"""Of the available memory, what saved tensors may take while nothing is planned: gradients are to come."""
+_AMPLE = 3
+"""Available memory is enough for certain where it is so many times what was saved at the worst moment."""
 _MAX_PLAIN = 63
 """Passes without hooks between two with them: what they save may have changed."""
 _FRESH_S = 0.25
@@ -139,7 +141,7 @@ class LivePasses:
             )
         counters, level_bytes = self._accounting.counters, 0
         keeps: Callable[[int], bool] = _never
-        if self._scheduler is not None and self._scheduler.limits_total_memory:
+        if self._scheduler is not None and self._scheduler.returns_memory(current.signature):
             self._heap_policy.enter(HeapMode.MAP_EACH)  # what is free in the heap is not needed by anybody
         available_bytes = self._memory_of(current.signature)
         if self._scheduler is not None:
@@ -187,7 +189,16 @@ class LivePasses:
                 self._last_available = self.available()
             if self._scheduler is not None:
                 self._last_level = self._level()
+            self._count_free_heap()
         return self._last_available
+
+    def _count_free_heap(self) -> None:
+        """What malloc holds back is available to us and to nobody else. Asked for where the rest may not be enough."""
+        saved_bytes = self._accounting.counters.saved_peak_bytes
+        if self._last_available is not None and self._last_available < _AMPLE * saved_bytes:
+            free_bytes = self._heap_policy.free_bytes()
+            self._last_available += free_bytes
+            self._last_level = max(self._last_level - free_bytes, 0)
 
     def _needs_no_hooks(self, signature: Hashable, keeps: Callable[[int], bool]) -> bool:
         """Whether nothing could be learnt or moved: passes like it have been counted, and all that they saved stays.
@@ -226,7 +237,10 @@ class LivePasses:
     def _set_heap_mode(self, cursor: PlanCursor | None, available_bytes: int | None) -> None:
         # Without a plan, what the last pass took: none that is like it is the worse for it.
         peak_bytes = (0 if cursor is None else cursor.target_bytes) or self._accounting.window_peak_bytes
-        self._heap_policy.expect(peak_bytes, self._accounting.counters.saved_peak_bytes, available_bytes)
+        room_bytes = None if available_bytes is None else int(_SAVED_SHARE * available_bytes)
+        if cursor is not None and cursor.limit_bytes is not None and cursor.followed is not None:
+            room_bytes = cursor.limit_bytes  # what else needs memory is known
+        self._heap_policy.expect(peak_bytes, self._accounting.counters.saved_peak_bytes, room_bytes)
         self._heap_policy.enter(_heap_mode(cursor))
 
     def stalled(self, begin: Stamp, end: Stamp) -> None:
@@ -341,4 +355,4 @@ def _heap_mode(cursor: PlanCursor | None) -> HeapMode:
         return HeapMode.TRIM
     if not cursor.may_move:
         return HeapMode.RELAXED
-    return HeapMode.MAP_EACH if cursor.limits_total_memory else HeapMode.TRIM
+    return HeapMode.MAP_EACH if cursor.returns_memory else HeapMode.TRIM

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_ssd.memory.malloc import MallocThreshold, trim
+from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, trim
 from lightning_ssd.memory.readings import level_bytes
 
 __all__ = ["HeapMode", "HeapPolicy"]
@@ -21,8 +21,6 @@ _LOOK_S = 0.001
 _SLACK_SHARE = 1 / 8
 _MIN_SLACK_BYTES, _MAX_SLACK_BYTES = 16 << 20, 128 << 20
 """Free memory that never has to return: this share of all that is saved, within these bounds."""
-_PLENTY = 2
-"""Free memory may stay only where so many times what it may grow to is available."""
 
 
 def _resident_bytes() -> int:
@@ -64,7 +62,7 @@ class HeapPolicy:
         self._level = level
         self._last_border_s = 0.0
         self._next_look_s = 0.0
-        self._is_watched = self._is_scarce = False
+        self._is_watched = self._is_scarce = self._has_holes = False
         self._other_bytes = 0
         """Resident besides saved tensors, as far as it cannot return."""
         self._peak_bytes = 0
@@ -76,6 +74,11 @@ class HeapPolicy:
             return
         if mode is HeapMode.TRIM and self._is_scarce:
             mode = HeapMode.MAP_EACH
+        if mode is HeapMode.RELAXED and self._has_holes:
+            # What keeps everything needs other holes than those that moved tensors have left: these would stay resident
+            # beside it.
+            trim()
+        self._has_holes = mode is not HeapMode.RELAXED
         self._is_watched = mode is HeapMode.TRIM
         self._next_look_s = 0.0
         if mode is HeapMode.MAP_EACH:
@@ -83,22 +86,26 @@ class HeapPolicy:
         else:
             self._threshold.restore()
 
-    def expect(self, peak_bytes: int, saved_bytes: int, available_bytes: int | None = None) -> None:
+    def expect(self, peak_bytes: int, saved_bytes: int, room_bytes: int | None = None) -> None:
         """What the next pass will take; before it enters.
 
         Args:
             peak_bytes: memory of saved tensors at the worst moment, as far as anybody knows.
             saved_bytes: of all that is saved, moved or not.
-            available_bytes: memory that could still be had; ``None``: unknown.
+            room_bytes: what these and free memory may take together; ``None``: unknown.
         """
         self._peak_bytes = peak_bytes
         self._slack_bytes = min(max(int(_SLACK_SHARE * saved_bytes), _MIN_SLACK_BYTES), _MAX_SLACK_BYTES)
-        self._is_scarce = available_bytes is not None and available_bytes < _PLENTY * (peak_bytes + self._slack_bytes)
+        self._is_scarce = room_bytes is not None and room_bytes < peak_bytes + self._slack_bytes
 
     @property
     def is_ours(self) -> bool:
         """Whether activations live in memory that glibc manages."""
         return self._threshold is not None
+
+    def free_bytes(self) -> int:
+        """Return what is resident and free between passes: memory that the next one can have besides."""
+        return 0 if self._threshold is None else free_heap_bytes()
 
     def look(self, resident_bytes: int) -> None:
         """So much is taken by saved tensors now. Called often, by workers too, so that nothing is raised."""

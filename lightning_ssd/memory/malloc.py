@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.memory.readings import anonymous_bytes
 
-__all__ = ["MallocThreshold", "foreign_malloc", "malloc_name", "reuses_holes", "trim"]
+__all__ = ["MallocThreshold", "foreign_malloc", "free_heap_bytes", "malloc_name", "reuses_holes", "trim"]
 
 _KIB = 1024
 _LOOKS_FOR_ALIGNED_HOLES = (2, 38)
@@ -24,6 +25,21 @@ def trim() -> bool:
     """Give the free memory inside glibc's heap back to the system; whether there was any. Costs milliseconds."""
     libc, _ = _glibc()
     return libc is not None and bool(libc.malloc_trim(0))
+
+
+def free_heap_bytes() -> int:
+    """Return what of glibc's heap is resident and free, as near as can be told; 0 where it is not glibc from 2.33 on.
+
+    Pages that were given back in the middle of the heap count as free there, too, so that what is resident besides
+    blocks in use is the upper bound. Takes some 0.2 ms.
+    """
+    libc, _ = _glibc()
+    if libc is None or not hasattr(libc, "mallinfo2"):
+        return 0
+    libc.mallinfo2.restype = _MallInfo2
+    heap = libc.mallinfo2()
+    free_bytes: int = min(heap.fordblks, anonymous_bytes() - heap.uordblks - heap.hblkhd)
+    return max(free_bytes, 0)
 
 
 class _DlInfo(ctypes.Structure):
@@ -178,14 +194,14 @@ class MallocThreshold:
 
 
 class _MallInfo2(ctypes.Structure):
-    """glibc's ``struct mallinfo2``; only the number of mapped blocks is of use here."""
+    """glibc's ``struct mallinfo2``."""
 
     _fields_: ClassVar = [
-        ("arena", ctypes.c_size_t),
-        ("ordblks", ctypes.c_size_t),
-        ("smblks", ctypes.c_size_t),
-        ("hblks", ctypes.c_size_t),
-        ("others", ctypes.c_size_t * 6),
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks"),
+            "keepcost",
+        )
     ]
 
 

@@ -20,6 +20,7 @@ from lightning_ssd.common.accelerators import accelerator_of
 
 __all__ = [
     "MemoryReadings",
+    "anonymous_bytes",
     "available_bytes",
     "cgroup_available_bytes",
     "cgroup_limit_bytes",
@@ -117,6 +118,15 @@ def level_bytes(device: torch.device) -> int:
         return int(_read_bytes("/proc/self/statm").split()[1]) * _PAGE
     except FileNotFoundError:
         return 0
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process that shows no file; 0 if unknown."""
+    try:
+        resident, shared = _read_bytes("/proc/self/statm").split()[1:3]
+    except FileNotFoundError:
+        return 0
+    return (int(resident) - int(shared)) * _PAGE
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -44,6 +44,7 @@ class PlanCursor:
         limit_bytes: hard limit of resident saved activations; ``None``: there is none.
         reserve_bytes: of these, what looking ahead leaves for a block that is recomputed.
         limits_total_memory: the limit is one of all memory: freed memory has to return even where nothing moves.
+        returns_memory: and at once.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class PlanCursor:
         limit_bytes: int | None = None,
         reserve_bytes: int = 0,
         limits_total_memory: bool = False,
+        returns_memory: bool = False,
     ) -> None:
         self.recompute = recompute
         self.limit_bytes = limit_bytes
@@ -64,7 +66,8 @@ class PlanCursor:
         self.ran_out = False
         """Whether something was moved for lack of room, without a plan."""
         self._candidates = list(plans)
-        self.limits_total_memory = limits_total_memory
+        self.returns_memory = returns_memory
+        self._limits_total_memory = limits_total_memory
         self._room_bytes = room_bytes
         self._full_bytes = int(_FULL * room_bytes) or None
         self._num_placed = 0
@@ -92,7 +95,7 @@ class PlanCursor:
     @property
     def may_move(self) -> bool:
         """Whether memory is to return while the pass runs; known before its first storage."""
-        if self._candidates and not self.limits_total_memory:
+        if self._candidates and not self._limits_total_memory:
             return any(known.plan.moves for known in self._candidates)
         return self._room_bytes == 0 or self.limit_bytes is not None
 
@@ -100,7 +103,9 @@ class PlanCursor:
     def target_bytes(self) -> int:
         """Resident saved activations at the worst moment, as far as anybody knows; 0: nobody does."""
         known = self.followed
-        return (0 if known is None else known.plan.limit_bytes) if self.limit_bytes is None else self.limit_bytes
+        if known is None:
+            return self.limit_bytes or 0
+        return known.plan.limit_bytes if self.limit_bytes is None else known.plan.prediction.peak_bytes
 
     def keeps(self, nbytes: int) -> bool:
         """Whether a pass that is said to save so many bytes will keep all of them. It may save twice as much."""

@@ -164,8 +164,20 @@ class Scheduler:
             limit_bytes=limit,
             reserve_bytes=max(kind.inner_bytes.values(), default=0),
             limits_total_memory=self._limits.limits_total_memory,
+            returns_memory=self.returns_memory(signature),
         )
         return cursor, kind.wants_trace
+
+    def returns_memory(self, signature: Hashable) -> bool:
+        """Whether memory that the next pass frees has to return to the system at once.
+
+        A budget of the user's holds for free memory, too. Where memory is scarce, what malloc holds back is available
+        to tensors; only a trace must not take it for memory that something else needs.
+        """
+        kind = self._kinds.get(signature)
+        return self._constraints.memory_budget is not None or (
+            self._limits.limits_total_memory and (kind is None or kind.wants_trace)
+        )
 
     def learns_without_hooks(self, signature: Hashable) -> bool:
         """Whether a pass of this kind teaches anything although nobody knows what it saves."""
@@ -354,11 +366,6 @@ class Scheduler:
             # A trace with recomputed blocks cannot tell what their storages would do: placements only, then.
             recompute=may_recompute and bool(trace.blocks) and not trace.recomputed,
         )
-
-    @property
-    def limits_total_memory(self) -> bool:
-        """Whether all memory is limited, not only that of saved tensors."""
-        return self._limits.limits_total_memory
 
     @property
     def machine(self) -> Machine:

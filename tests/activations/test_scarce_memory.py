@@ -11,6 +11,7 @@ import torch
 from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache
 from lightning_ssd.config import HardwareProfile
+from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import level_bytes
 from tests.activations.test_plan_runtime import loss_of, trains
@@ -31,6 +32,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     available = [LITTLE]
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: available[0])
     monkeypatch.setattr(tensor_cache, "level_bytes", lambda device: 0)
+    monkeypatch.setattr(HeapPolicy, "free_bytes", lambda self: 0)
     return available
 
 

@@ -106,6 +106,24 @@ def test_nothing_is_asked_where_nothing_moves_or_between_passes(monkeypatch: pyt
     assert heap.num_trims == 1, "at close"
 
 
+def test_holes_of_a_plan_that_was_given_up_leave_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap(monkeypatch)
+    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
+    heap_policy.enter(HeapMode.RELAXED)
+    assert heap.num_trims == 0
+    for mode in (HeapMode.TRIM, HeapMode.MAP_EACH):
+        before = heap.num_trims
+        heap_policy.enter(mode)
+        heap_policy.border()
+        heap_policy.enter(mode)
+        assert heap.num_trims == before, "what stays is for the passes that move"
+        heap_policy.enter(HeapMode.RELAXED)
+        heap_policy.border()
+        heap_policy.enter(HeapMode.RELAXED)
+        assert heap.num_trims == before + 1
+    heap_policy.close()
+
+
 def test_an_error_of_looking_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers look too: one that died of it would leave the training thread waiting for ever."""
     heap = Heap(monkeypatch)
@@ -123,8 +141,8 @@ def test_an_error_of_looking_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_where_there_is_little_memory_none_stays(heap_policy: HeapPolicy) -> None:
-    for available, fixed in ((None, False), (400 * MIB, False), (399 * MIB, True)):
-        heap_policy.expect(100 * MIB, 800 * MIB, available)
+    for room, fixed in ((None, False), (200 * MIB, False), (199 * MIB, True)):
+        heap_policy.expect(100 * MIB, 800 * MIB, room)
         heap_policy.enter(HeapMode.TRIM)
         assert is_fixed(heap_policy) == fixed
         assert heap_policy._is_watched != fixed
