@@ -122,7 +122,11 @@ class OffloadMonitor(Callback):
             for logger in trainer.loggers:
                 _define_peaks(logger)
             self._publish_settings(trainer)
-            self._wants_records = self.report_dir is not None or any(map(takes_charts, _experiments(trainer)))
+            self._wants_records = self.records_steps(trainer)
+
+    def records_steps(self, trainer: pl.Trainer) -> bool:
+        """Whether somebody looks at recorded steps: a report, or a logger that takes pictures."""
+        return self.report_dir is not None or any(map(takes_charts, _experiments(trainer)))
 
     @override
     def on_train_batch_start(

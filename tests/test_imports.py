@@ -46,7 +46,7 @@ IMPORTS: dict[str, set[str]] = {
     "monitor": {"config", "memory", "telemetry", "offloader", "reports"},
     "strategies": {
         *("errors", "common", "config", "telemetry", "activations", "optimizer", "optimizer.checkpoint"),
-        *("_environment", "offloader"),
+        *("_environment", "offloader", "monitor"),
     },
     "__init__": {"config", "telemetry", "offloader", "monitor", "strategies"},
     "cli": {

@@ -52,6 +52,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is. Its ``master_weights``
             are refused: ``fully_shard`` keeps float32 shards by itself, with a ``MixedPrecisionPolicy``.
         hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
+        log_metrics: log as with an :class:`~lightning_ssd.monitor.OffloadMonitor` where there is none.
         data_parallel_size: processes that the batch is spread over; "auto": all that tensor parallelism leaves.
         tensor_parallel_size: processes that share each layer; "auto": all that data parallelism leaves. Both "auto":
             as Lightning has it, nodes times the devices of a node.
@@ -80,6 +81,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         *,
         policy: OffloadPolicy | None = None,
         hardware: HardwareProfile | None = None,
+        log_metrics: bool = True,
         data_parallel_size: Size = "auto",
         tensor_parallel_size: Size = 1,
         save_distributed_checkpoint: bool = True,
@@ -96,6 +98,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         super().__init__(
             policy,
             hardware,
+            log_metrics,
             data_parallel_size,
             tensor_parallel_size,
             save_distributed_checkpoint,

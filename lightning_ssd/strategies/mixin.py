@@ -24,6 +24,7 @@ from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies._lightning_compat import StrategyNames, is_compiled_by_lightning
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
+from lightning_ssd.strategies.default_monitor import DefaultMonitor, check_log_metrics
 from lightning_ssd.strategies.session import FitSession, check_options
 from lightning_ssd.strategies.single_or_ddp import WithModule
 from lightning_ssd.telemetry.stats import OffloadStats
@@ -44,10 +45,16 @@ class OffloadMixin(WithModule):
     """Whether processes tell each other how long they waited: only where every backward makes them meet anyway."""
 
     def __init__(
-        self, policy: OffloadPolicy | None, hardware: HardwareProfile | None, *others: Any, **named: Any
+        self,
+        policy: OffloadPolicy | None,
+        hardware: HardwareProfile | None,
+        log_metrics: bool,
+        *others: Any,
+        **named: Any,
     ) -> None:
         super().__init__(*others, **named)
         self.policy, self.hardware = check_options(policy, hardware)
+        self._monitor = DefaultMonitor() if check_log_metrics(self, log_metrics) else None
         self._session: FitSession | None = None
 
     @property
@@ -92,6 +99,8 @@ class OffloadMixin(WithModule):
         # Last: Lightning has moved the states to the device and looked at the optimizers' classes.
         self.optimizers = [_offloaded(optimizer, offloader) for optimizer in self.optimizers]
         self._warn_of_whole_compile()
+        if self._monitor is not None:
+            self._monitor.attach(trainer)
         session.is_set_up = True
 
     @override

@@ -40,6 +40,8 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
     Args:
         policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is.
         hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
+        log_metrics: give the numbers of :data:`~lightning_ssd.telemetry.metrics.METRICS` to the Trainer's loggers, and
+            print the verdict, also where no :class:`~lightning_ssd.monitor.OffloadMonitor` is among the callbacks.
         accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other; default: detected.
@@ -68,6 +70,7 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
         *,
         policy: OffloadPolicy | None = None,
         hardware: HardwareProfile | None = None,
+        log_metrics: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -98,6 +101,7 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
         super().__init__(
             policy,
             hardware,
+            log_metrics,
             accelerator,
             parallel_devices,
             cluster_environment,

@@ -1,0 +1,67 @@
+"""Logs what a strategy of ours does where the user gave the Trainer a logger but no ``OffloadMonitor``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+from typing_extensions import override
+
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.monitor import OffloadMonitor
+
+__all__ = ["DefaultMonitor", "check_log_metrics"]
+
+
+class DefaultMonitor(OffloadMonitor):
+    """Gives numbers to the Trainer's loggers and prints the verdict, and does nothing that shows anywhere else.
+
+    It is not on the progress bar, because what is shown there becomes a callback metric. It records no steps, because
+    recording costs time. It has no state in checkpoints, because whoever loads one would be asked for this callback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(prog_bar=False)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def records_steps(self, trainer: pl.Trainer) -> bool:
+        return False
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Join the Trainer's callbacks where somebody will read the numbers and nobody else logs them."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        is_read = any(not isinstance(logger, DummyLogger) for logger in trainer.loggers)
+        if not is_read or trainer.barebones or any(isinstance(one, OffloadMonitor) for one in callbacks):
+            return
+        # Lightning keeps checkpoints last, so that they see what the others did.
+        index = next((i for i, one in enumerate(callbacks) if isinstance(one, Checkpoint)), len(callbacks))
+        callbacks.insert(index, self)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._detach(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._detach(trainer)
+
+    def _detach(self, trainer: pl.Trainer) -> None:
+        # A list of its own: Lightning is on its way through the other one.
+        trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+
+
+def check_log_metrics(owner: object, log_metrics: object) -> bool:
+    """Refuse what is neither ``True`` nor ``False``.
+
+    Raises:
+        ConfigError: with the name of the owner's class.
+    """
+    if not isinstance(log_metrics, bool):
+        raise ConfigError(f"{type(owner).__name__}.log_metrics={log_metrics!r}; allowed: True, False")
+    return log_metrics
