@@ -35,7 +35,7 @@ from lightning_ssd.tiers.transfer_queue import Transfer
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_pass import SavedPass
 
-__all__ = ["Lease", "SavedStorage", "SavedTensor", "State", "TierCopy"]
+__all__ = ["Lease", "SavedStorage", "SavedTensor", "TierCopy"]
 
 
 class TierCopy:

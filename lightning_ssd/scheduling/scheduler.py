@@ -8,7 +8,6 @@ a kind whose promises break is traced and planned again. Passes are observed by 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
@@ -25,15 +24,17 @@ from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, recomputin
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.agreement import Agreement
 from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.drift import Measured, is_worth_switching
 from lightning_ssd.scheduling.memory_limits import Limits, MemoryConstraints, NonActivationMemory
-from lightning_ssd.scheduling.move_search import MoveSearch, State
+from lightning_ssd.scheduling.move_search import MoveSearch
 from lightning_ssd.scheduling.pass_kind import PassKind, PlanInProgress, TracedPass
 from lightning_ssd.scheduling.plan_cache import PlanCache
 from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
 from lightning_ssd.scheduling.plan_report import DAY_S, Comparison, PlanReport
 from lightning_ssd.scheduling.recorder import Recorder
+from lightning_ssd.scheduling.search_phase import State
 from lightning_ssd.scheduling.stalls import stall_seconds
 from lightning_ssd.telemetry.metrics import PlanReadings
 
@@ -104,9 +105,8 @@ class Scheduler:
         self.comparison = Comparison(wear_bytes_per_day=constraints.wear_bytes_per_day)
         self._constraints = constraints
         self._measure = machine
-        self._agree = agree
         self._cache = cache
-        self._agreed: Machine | None = None
+        self._agreement = Agreement(agree)
         self._learnt_cost: float | None = None  # seconds per moved byte, by the latest search that knows
         self._searched: MoveSearch | None = None  # of the pass that was read last
         self._limits = Limits(constraints, num_sharing=num_sharing)
@@ -115,7 +115,6 @@ class Scheduler:
         self._traced: list[tuple[PassKind, TracedPass]] = []
         self._peak_bytes = 0  # of the pass that was traced last
         self._is_following = False
-        self._num_borders = 0
         self._others = NonActivationMemory()  # of the kind that was traced last
         # One plan at a time. A leaf lock: a plan is made of numbers alone.
         self._planning = threading.Lock()
@@ -208,10 +207,9 @@ class Scheduler:
         Raises:
             BudgetError: the budget cannot be kept by any plan.
         """
-        self._num_borders += 1
-        if self._agree is not None and self._num_borders & (self._num_borders - 1) == 0:
-            # With the 1st, 2nd, 4th ... backward: every process counts them alike, so that all meet here.
-            self._agree_with_others(self._agree)
+        agree = self._agreement.border()
+        if agree is not None:
+            self._agree_with_others(agree)
         self._poll()
         while self._traced:
             kind, traced = self._traced.pop()
@@ -363,38 +361,22 @@ class Scheduler:
     @property
     def machine(self) -> Machine:
         """The rates to plan with: those that the processes have agreed on, else our own."""
-        return self._agreed or self._measure()
+        return self._agreement.machine or self._measure()
 
     def _agree_with_others(self, agree: AllReduceMin) -> None:
         machine, limit = self._measure(), self._limits.own(self._others)
-        ssd, host = machine.ssd or _NOTHING, machine.host
         floor = 0
         is_asked = self._constraints.has_budget and limit is not None and self._peak_bytes > limit
         if is_asked and self.trace is not None and self.trace.storages:
             floor = smallest_budget(self.trace, machine, self._goal(self.trace, self._others))
-        write, read, capacity, self._limits.agreed, negative_floor = agree(
-            [
-                ssd.write_bytes_per_s,
-                ssd.read_bytes_per_s,
-                0.0 if host is None else float(host.capacity_bytes or 0),
-                math.inf if limit is None else float(limit),
-                float(-floor),
-            ]
-        )
-        unusable = ssd.unusable
-        if unusable is None and write < ssd.write_bytes_per_s and not write:
-            unusable = "another process of this run has none that could be measured"
-        ssd = replace(ssd, write_bytes_per_s=write, read_bytes_per_s=read, unusable=unusable)
-        self._agreed = Machine(
-            cost_s_per_byte=machine.cost_s_per_byte,
-            ssd=None if machine.ssd is None else ssd,
-            host=None if host is None or not capacity else replace(host, capacity_bytes=int(capacity)),
-        )
-        if -negative_floor > self._limits.agreed:
+        self._limits.agreed, largest = self._agreement.meet(agree, machine, limit_bytes=limit, floor_bytes=floor)
+        if largest > self._limits.agreed:
             less = None
-            if self.trace is not None and floor == -negative_floor:  # of another process nobody here can tell
+            if self.trace is not None and floor == largest:  # of another process nobody here can tell
                 less = recomputing_budget(self.trace, machine, self._goal(self.trace, self._others))
-            raise self._limits.impossible(int(-negative_floor), self._others, unusable=unusable, recomputing_bytes=less)
+            raise self._limits.impossible(
+                largest, self._others, unusable=(self.machine.ssd or _NOTHING).unusable, recomputing_bytes=less
+            )
 
     # -- plans ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import live_passes, tensor_cache
 from lightning_ssd.scheduling.move_search import NUM_KEPT, MoveSearch
 from lightning_ssd.scheduling.pass_kind import PassKind
+from lightning_ssd.scheduling.search_phase import Phase
 from lightning_ssd.scheduling.tracing import Tracing
 
 NBYTES = 64 * 64 * 4
@@ -340,7 +341,7 @@ def test_the_time_is_nobodys_where_several_forwards_run_first(tmp_path: Path) ->
         step(opened)
         kind = only_kind(opened)
         search = only_search(opened)
-        kind.tracing, search._wants_plan = Tracing.NONE, False
+        kind.tracing, search._phase = Tracing.NONE, Phase.TRYING
         before = num_timed(search)
         losses = []
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, TierCopy
-from lightning_ssd.activations.storage_state import AWAY, State
+from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import VersionProbe
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.memory.pools import ReloadPool
@@ -193,6 +194,53 @@ def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> N
     assert record.state is State.TAKEN_BACK
     assert record.storage is not None
     assert record.accounting.num_writes == 0
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_state_alone_tells_what_there_is(seed: int) -> None:
+    """Whatever happens in whatever order: a copy, a read under way, memory that counts."""
+    dice, tier = random.Random(seed), _Roomy()
+    held = [torch.arange(16.0)]  # by somebody else, until he lets go
+    record = record_of(held[0])
+    accounting, is_written = record.accounting, False
+    for _ in range(40):
+        event = dice.choice(["send", "begin", "end", "forward", "read", "came", "drop", "sweep", "let go"])
+        if event == "begin":
+            is_written = record.write_begins() is not None or is_written
+        elif event == "end" and is_written:
+            is_written, error = False, OSError("gone") if dice.random() < 0.2 else None
+            record.write_ended(None if error else _Stored(), error)
+        elif event == "came" and record.state is State.READING:
+            error = OSError("gone") if dice.random() < 0.2 else None
+            record.read_ended(None if error else torch.arange(16.0).untyped_storage(), None, error)
+            assert (record.take_error() is None) is (error is None)
+        elif event == "let go":
+            held.clear()
+        else:
+            with accounting.lock:
+                if event == "send" and record.can_be_evicted:
+                    record.queue_write(tier, None)  # type: ignore[arg-type]
+                elif event == "forward" and dice.random() < 0.3:
+                    assert record.forward() is (record.state in READY)
+                elif event == "read" and record.state in AWAY:
+                    record.start_read(torch.device("cpu"), urgent=True)
+                elif event == "drop":
+                    record.drop_copy()
+                elif event == "sweep":
+                    accounting.sweep_all()
+        with_copy = (*AWAY, State.READING, State.RELOADED)
+        assert (record.copy is not None) is (record.state in with_copy)
+        assert (record.read is not None) is (record.state is State.READING)
+        assert (record.storage is not None) is (record.state not in (*AWAY, State.READING))
+        assert accounting.counters.resident_bytes == (record.nbytes if record.is_resident else 0)
+        assert accounting.num_writes == (record.state in (State.QUEUED, State.WRITING) or is_written)
+    with accounting.lock:
+        record.free()
+    assert accounting.counters.resident_bytes == 0
+    assert record.state is State.FREED
 
 
 # -- Ctrl-C while a lease dies -----------------------------------------------------------------------------------------
