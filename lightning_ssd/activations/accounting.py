@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.waiting import Changes, Latch
 from lightning_ssd.telemetry.stats import Counters
 from lightning_ssd.telemetry.step_record import StepRecorder
@@ -108,21 +109,20 @@ class MemoryAccounting:
         if self.recorder is not None:
             self.recorder.left(id(record), record.nbytes)
 
-    def leave(self, record: SavedStorage) -> None:
-        """We let go of the memory. It counts until nobody else holds it either."""
-        record.leaving = True
+    def note_leaving(self, record: SavedStorage) -> None:
+        """We are about to let go of the memory. It counts until nobody else holds it either."""
         self._leaving.append(record)
 
     def sweep(self, num_records: int = 4) -> None:
         """Look at some of those that are leaving: has their memory gone by now?"""
         for _ in range(min(num_records, len(self._leaving))):
             record = self._leaving.popleft()
-            if not record.leaving:
+            if record.state is not State.LEAVING:
                 continue
             if record.key.alive():
                 self._leaving.append(record)
             else:
-                record.leaving = False
+                record.state = State.ON_DISK
                 self.vacate(record)
 
     def sweep_all(self) -> None:

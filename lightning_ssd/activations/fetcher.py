@@ -12,7 +12,8 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.live_passes import LivePasses
 from lightning_ssd.activations.prefetcher import Prefetcher
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import SavedStorage, State
+from lightning_ssd.activations.saved_storage import SavedStorage
+from lightning_ssd.activations.storage_state import AWAY, State
 from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.profiling import span
 from lightning_ssd.common.waiting import Latch
@@ -88,7 +89,7 @@ class Fetcher:
         while True:
             with self._accounting.lock:
                 pending = self._bring_up(record)
-                storage, mark = record.storage, record.mark
+                storage, mark = record.storage, None if record.copy is None else record.copy.mark
             if storage is not None:
                 break
             if isinstance(pending, Latch):
@@ -157,9 +158,9 @@ class Fetcher:
                 raise OffloaderClosedError(
                     "backward asked for a saved tensor after the offloader was closed; run backward before closing"
                 )
-            if record.state is State.READING and record.read is not None and record.tier is not None:
-                record.tier.promote(record.read)
-            elif record.state is State.ON_DISK:
+            if record.state is State.READING:
+                record.promote_read()
+            elif record.state in AWAY:
                 room = self._make_room(record)
                 if room is not None:
                     return room
@@ -253,7 +254,7 @@ class Fetcher:
 
     def _raise_if_failed(self, record: SavedStorage) -> None:
         with self._accounting.lock:
-            error, record.error = record.error, None
+            error = record.take_error()
             if error is not None:
                 # The traceback of what is raised holds the graph, and the graph holds the record: neither the record
                 # nor we may hold the same exception.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.saved_pass import PassBegin, SavedPass
-from lightning_ssd.activations.saved_storage import State
+from lightning_ssd.activations.storage_state import State
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.pass_profile import PassProfile, ProfileBook

@@ -11,7 +11,8 @@ import torch
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.live_passes import LivePasses
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import SavedStorage, State
+from lightning_ssd.activations.saved_storage import SavedStorage
+from lightning_ssd.activations.storage_state import READY, State
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from lightning_ssd.tiers.transfer_queue import Transfer
@@ -61,7 +62,7 @@ class Prefetcher:
         order = current.expected_order(self._passes.book)
         while current.next_ahead < len(order):
             record = current.records[order[current.next_ahead]]
-            needed = record.state not in (State.READY, State.READING, State.FREED)
+            needed = record.state not in (*READY, State.READING, State.FREED)
             if needed and not (self._has_room(current, record) and self._bring_up(record)):
                 return False
             current.next_ahead += 1
@@ -120,7 +121,7 @@ class Prefetcher:
             for record in reversed(current.records):
                 if dropped_bytes >= nbytes:
                     return dropped
-                if record.ahead and record.state is State.READY and record.stored is not None:
+                if record.ahead and record.state is State.RELOADED:
                     record.drop_copy()
                     record.asked_for()
                     current.step_back(record)
@@ -131,10 +132,10 @@ class Prefetcher:
 
 def _wait_until_gone(dropped: Sequence[SavedStorage]) -> None:
     """A worker holds what a copy has yet to reach. It lets go as soon as the device has got there."""
-    in_flight = [record for record in dropped if record.mark is not None and not record.mark.query()]
-    for record in in_flight:
-        if record.mark is not None:
-            record.mark.synchronize()
+    marked = [(record, record.copy.mark) for record in dropped if record.copy is not None]
+    in_flight = [(record, mark) for record, mark in marked if mark is not None and not mark.query()]
+    for _, mark in in_flight:
+        mark.synchronize()
     deadline_s = time.monotonic() + _MAX_WAIT_S
-    while any(record.key.alive() for record in in_flight) and time.monotonic() < deadline_s:
+    while any(record.key.alive() for record, _ in in_flight) and time.monotonic() < deadline_s:
         time.sleep(0.001)

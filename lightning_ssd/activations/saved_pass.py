@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -90,11 +91,14 @@ class SavedPass:
         self.records: list[SavedStorage] = []
         self.sizes: list[int] = []
         self.order: list[int] = []
+        self.stayed: set[int] = set()  # whose memory somebody else was found to hold
         self.next_ahead = 0
         self._hooks = hooks
         self._kept: object = None  # while the forward runs
         self._num_blocks = 0
         self._num_begun = self._num_added = 0
+        self._packed_s: list[float] = []
+        self._wanted_s: dict[int, float] = {}  # when each was first asked for
         self._installed: list[AbstractContextManager[object]] = []
         self._guess: PassProfile | None = None
         self._is_new = False
@@ -151,6 +155,7 @@ class SavedPass:
         self._num_begun += 1
         self.records.append(record)
         self.sizes.append(record.nbytes)
+        self._packed_s.append(time.perf_counter())
         if self.recorder is not None:
             self.recorder.packed(record.nbytes, record.identity)
             self.recorder.sample(record.accounting.counters.resident_bytes)
@@ -218,8 +223,8 @@ class SavedPass:
 
     def asked_for(self, record: SavedStorage, now_s: float, book: ProfileBook) -> None:
         """Backward unpacks this storage; what lies before it in the expected order is not prefetched any more."""
-        if record.wanted_s is None:
-            record.wanted_s = now_s
+        if record.index not in self._wanted_s:
+            self._wanted_s[record.index] = now_s
             if record.accounting.recorder is not None:
                 record.accounting.recorder.backward_wants()
             self.order.append(record.index)
@@ -237,9 +242,9 @@ class SavedPass:
         """What the next pass of this shape can learn from this one."""
         times = PassTimes(
             sizes=self.sizes,
-            packed_s=[record.packed_s for record in self.records],
-            wanted_s=[record.wanted_s for record in self.records],
-            stayed=frozenset(record.index for record in self.records if record.held_elsewhere),
+            packed_s=self._packed_s,
+            wanted_s=[self._wanted_s.get(index) for index in range(len(self.records))],
+            stayed=frozenset(self.stayed),
         )
         return profile_of(times, self.order, write_rate=write_rate, read_rate=read_rate)
 

@@ -1,11 +1,6 @@
 """The life of one saved storage, from pack to the death of the graph that saved it.
 
-::
-
-    pack --> QUEUED --> WRITING --> ON_DISK --> READING --> READY --> FREED
-               |           |           ^------------------'   ^
-               '-----------'----------------------------------'   forwarded: wanted back before the write ended
-    pack --> READY                                                kept by decision
+Its states are drawn in ``storage_state.py``.
 
 Who holds what: autograd's graph holds :class:`SavedTensor` objects, these share one :class:`Lease`, and the lease
 holds the :class:`SavedStorage`. When the last of them dies, nobody can ask for the bytes again. Nothing here
@@ -20,8 +15,6 @@ Note: What happens when a lease dies
 
 from __future__ import annotations
 
-import enum
-import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,6 +24,7 @@ import torch
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_parts import SavedParts
+from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe
 from lightning_ssd.common.tensors import StorageKey, TensorSpec
 from lightning_ssd.errors import OffloaderClosedError
@@ -41,48 +35,45 @@ from lightning_ssd.tiers.transfer_queue import Transfer
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_pass import SavedPass
 
-__all__ = ["Lease", "SavedStorage", "SavedTensor", "State"]
+__all__ = ["Lease", "SavedStorage", "SavedTensor", "TierCopy"]
 
 
-class State(enum.Enum):
-    """Where the bytes are. The accounting lock guards every change."""
+class TierCopy:
+    """The bytes on a tier, from the end of their write until the storage is freed, and what brings them back."""
 
-    QUEUED = "queued"  # in memory, a write is queued
-    WRITING = "writing"  # in memory, a worker writes it
-    ON_DISK = "on disk"  # we hold no memory
-    READING = "reading"  # a worker fills new memory
-    READY = "ready"  # in memory: kept, forwarded or reloaded
-    FREED = "freed"  # the graph let go
+    __slots__ = ("error", "mark", "read", "stored", "tier")
+
+    def __init__(self, tier: Tier, stored: StoredBytes) -> None:
+        self.tier = tier
+        self.stored = stored
+        self.read: Transfer | None = None  # under way
+        self.error: BaseException | None = None  # of the last read, until it is raised
+        # What was read last is there once this has passed. It stays when the memory is dropped: that may be found alive
+        # (a tier holds it until its copy has passed) and handed out.
+        self.mark: StreamEvent | None = None
 
 
 class SavedStorage:
-    """One storage that autograd saved, whatever number of tensors over it. See the module's drawing."""
+    """One storage that autograd saved, whatever number of tensors over it."""
 
     __slots__ = (
         "accounting",
         "ahead",
-        "error",
-        "held_elsewhere",
+        "copy",
         "home",
         "identity",
         "index",
         "key",
         "lease",
-        "leaving",
-        "mark",
         "nbytes",
         "num_tensors",
         "num_unpacked",
         "operation",
-        "packed_s",
         "parts",
         "probe",
         "produced",
-        "read",
         "state",
-        "stored",
         "tier",
-        "wanted_s",
     )
 
     def __init__(
@@ -106,31 +97,24 @@ class SavedStorage:
         self.produced = PASSED  # what has passed when the packed bytes are there
         self.operation: Operation | None = None  # that may fill it after having saved it
         self.index = index
-        self.state = State.READY
-        self.tier: Tier | None = None  # where it goes; None: it stays
-        self.stored: StoredBytes | None = None
-        self.read: Transfer | None = None
-        self.mark: StreamEvent | None = None  # the reloaded bytes are there once this has passed
-        self.error: BaseException | None = None
+        self.state = State.KEPT
+        self.tier: Tier | None = None  # where it was sent
+        self.copy: TierCopy | None = None  # from LEAVING on
         self.ahead = False  # brought up, or held back, before it was asked for
-        self.leaving = False
-        self.held_elsewhere = False
         self.num_tensors = 0
         self.num_unpacked = 0
-        self.packed_s = time.perf_counter()
-        self.wanted_s: float | None = None
-        self.lease: weakref.ref[Lease] | None = None
+        self.lease: Callable[[], Lease | None] = _no_lease
         self.home: SavedPass | None = None  # the pass that saw it first
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
         """The memory, while we hold it; ``None`` too once the lease is dead, whoever else may hold it."""
-        lease = None if self.lease is None else self.lease()
+        lease = self.lease()
         return None if lease is None else lease.storage
 
     @storage.setter
     def storage(self, storage: torch.UntypedStorage | None) -> None:
-        lease = None if self.lease is None else self.lease()
+        lease = self.lease()
         if lease is not None:
             lease.storage = storage
 
@@ -146,7 +130,7 @@ class SavedStorage:
         """
         if self.parts.covers(tensor):
             return True
-        if self.state is not State.READY or self.stored is not None:
+        if self.state is not State.KEPT and self.state is not State.TAKEN_BACK:
             return False
         self.parts.add(tensor)
         self.produced = mark()
@@ -155,19 +139,18 @@ class SavedStorage:
     @property
     def is_in_memory(self) -> bool:
         """Whether bringing it up takes no more memory."""
-        return self.state in (State.QUEUED, State.WRITING) or self.leaving
+        return self.state in (State.QUEUED, State.WRITING, State.LEAVING)
 
     @property
     def is_resident(self) -> bool:
         """Whether its memory counts."""
-        return self.leaving or self.state not in (State.ON_DISK, State.FREED)
+        return self.state is not State.ON_DISK and self.state is not State.FREED
 
     @property
     def can_be_evicted(self) -> bool:
         """Whether it was to stay, has never been sent anywhere, and nobody is about to unpack it once more."""
         in_use = 0 < self.num_unpacked < self.num_tensors
-        may_go = self.state is State.READY and self.tier is None and self.storage is not None and not in_use
-        return may_go and self.is_filled()
+        return self.state is State.KEPT and self.storage is not None and not in_use and self.is_filled()
 
     def is_filled(self) -> bool:
         """Whether its bytes will be there when ``produced`` has passed; see the note in ``operation.py``."""
@@ -180,18 +163,19 @@ class SavedStorage:
         return True
 
     def queue_write(self, tier: Tier, after: StreamEvent) -> bool:
-        """READY -> QUEUED. Returns False, with nothing changed, when the tier has no room."""
+        """KEPT -> QUEUED. Returns False, with nothing changed, when the tier has no room."""
         self.tier = tier
-        queued = False
+        # After an interrupt it may be in the queue: it stays, and no other tier gets it.
+        queued, otherwise = False, State.TAKEN_BACK
         try:
             self.state = State.QUEUED
             self.accounting.writes.add(self)
             queued = tier.write(self, self.nbytes, after, label=f"saved storage {self.index}")
             if not queued:
-                self.tier = None
-        finally:  # after an interrupt it may be in the queue: it stays, and no other tier gets it
+                self.tier, otherwise = None, State.KEPT
+        finally:
             if not queued:
-                self.state = State.READY
+                self.state = otherwise
                 self._write_gone()
         return queued
 
@@ -200,51 +184,64 @@ class SavedStorage:
         self.accounting.write_gone(self)
 
     def forward(self) -> bool:
-        """Hand the bytes over without a read, if they are in memory in any way. Afterwards the state is READY."""
-        if self.state is State.QUEUED or self.state is State.WRITING:
-            if self.state is State.QUEUED:
+        """Hand the bytes over without a read, if they are in memory in any way. Afterwards the state is in READY."""
+        state = self.state
+        if state is State.QUEUED or state is State.WRITING:
+            if state is State.QUEUED:
                 self.accounting.counters.writes_cancelled_bytes += self.nbytes
                 self._write_gone()
-        elif self.state is State.ON_DISK:
+            self.state = State.TAKEN_BACK
+        elif state in AWAY:
             storage = self.key.resolve()
             if storage is None or storage.nbytes() != self.nbytes:
                 return False
             self.storage = storage
-            self.held_elsewhere = True
-            if self.leaving:
-                self.leaving = False  # still counted
-            else:
+            if self.home is not None:
+                self.home.stayed.add(self.index)
+            if state is State.ON_DISK:  # else it is still counted
                 self.accounting.occupy(self)
+            self.state = State.RELOADED
         else:
-            return self.state is State.READY
-        self.state = State.READY
+            return state in READY
         self.accounting.counters.bytes_forwarded += self.nbytes
         return True
 
     def start_read(self, device: torch.device, *, urgent: bool) -> None:
-        """ON_DISK -> READING. Allocates in the calling thread, on its current stream; out of memory changes nothing."""
-        tier, stored = self.tier, self.stored
-        if tier is None or stored is None:
-            raise RuntimeError(f"saved storage {self.index} is {self.state.value}, with nothing stored; report it")
-        self.error = None
+        """AWAY -> READING. Allocates in the calling thread, on its current stream; out of memory changes nothing."""
+        copy, before = self.copy, self.state
+        if copy is None:
+            raise RuntimeError(f"saved storage {self.index} is {before.value}, with nothing stored; report it")
+        copy.error = None
         self.state = State.READING  # before a worker can end it
         try:
-            self.read = tier.read(self, stored, device, urgent=urgent)
+            copy.read = copy.tier.read(self, copy.stored, device, urgent=urgent)
         except BaseException:
-            self.state = State.ON_DISK
+            self.state = before
             raise
-        if self.leaving:  # its former memory has gone, only nobody had looked yet
-            self.leaving = False
+        if before is State.LEAVING:  # its former memory has gone, only nobody had looked yet
             self.accounting.vacate(self)
         self.accounting.occupy(self)
 
+    @property
+    def read(self) -> Transfer | None:
+        """The read that is under way."""
+        return None if self.copy is None else self.copy.read
+
+    def promote_read(self) -> None:
+        """Somebody waits for the read that is under way."""
+        if self.copy is not None and self.copy.read is not None:
+            self.copy.tier.promote(self.copy.read)
+
     def drop_copy(self) -> None:
-        """READY -> ON_DISK for a reloaded storage: its bytes are still in the file."""
-        if self.state is State.READY and self.stored is not None and self.storage is not None:
-            # The mark stays: the memory may be found alive (a tier holds it until its copy has passed) and handed out.
-            self.state = State.ON_DISK
-            self.storage = None
-            self.accounting.leave(self)
+        """RELOADED -> LEAVING: the tier still has the bytes."""
+        if self.state is State.RELOADED and self.storage is not None:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let go of the memory. It counts until nobody else holds it either."""
+        self.accounting.note_leaving(self)
+        self.state = State.LEAVING
+        self.storage = None
 
     def hold_ahead(self) -> None:
         """Count this towards the prefetch budget until it is asked for."""
@@ -269,19 +266,18 @@ class SavedStorage:
             self._write_gone()
         if self.home is not None:
             self.home.freed(self)
-        self.mark = self.home = None
+        self.home = None
         self.produced = PASSED
-        if (state is not State.ON_DISK and state is not State.FREED) or self.leaving:
-            self.leaving = False
+        if self.is_resident:
             self.accounting.vacate(self)
         self.state = State.FREED
-        if state is not State.READING:
+        if self.read is None:
             self._free_extent()
 
     def _free_extent(self) -> None:
-        if self.stored is not None and self.tier is not None:
-            self.tier.free(self.stored)
-        self.stored = None
+        if self.copy is not None:
+            self.copy.tier.free(self.copy.stored)
+        self.copy = None
 
     # -- called by the tier's workers ----------------------------------------------------------------------------
 
@@ -296,7 +292,7 @@ class SavedStorage:
             return storage
 
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        """WRITING -> ON_DISK, where memory returns; or, after a failure, back to READY: kept, with nothing lost.
+        """WRITING -> LEAVING, where memory returns; or, after a failure, TAKEN_BACK: kept, with nothing lost.
 
         A failure may come before the write has begun (a device that is lost while its stream is waited for): from
         QUEUED, or after somebody has taken it back.
@@ -313,13 +309,13 @@ class SavedStorage:
                 self.accounting.counters.bytes_kept += self.nbytes
                 self.accounting.write_failure = self.accounting.write_failure or str(error) or repr(error)
                 if self.state in (State.QUEUED, State.WRITING):
-                    self.state = State.READY
-            elif self.state is State.WRITING and (storage := self.storage) is not None:
-                self.state, self.stored = State.ON_DISK, stored
-                self.storage = None
-                self.accounting.leave(self)
-            elif stored is not None and self.tier is not None:  # forwarded or freed meanwhile
-                self.tier.free(stored)
+                    self.state = State.TAKEN_BACK
+            elif stored is not None and self.tier is not None:
+                if self.state is State.WRITING and (storage := self.storage) is not None:
+                    self.copy = TierCopy(self.tier, stored)
+                    self._leave()
+                else:  # forwarded or freed meanwhile
+                    self.tier.free(stored)
         # The memory goes here, outside of the lock: unmapping it can take milliseconds.
         del storage
 
@@ -337,16 +333,19 @@ class SavedStorage:
     def read_ended(
         self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
     ) -> None:
-        """READING -> READY, or back to ON_DISK with the error for whoever waits."""
+        """READING -> RELOADED, or back to ON_DISK with the error for whoever waits."""
         with self.accounting.lock:
             self.accounting.settle()
-            counters = self.accounting.counters
-            self.read = None
+            counters, copy = self.accounting.counters, self.copy
             if error is not None:
                 counters.failures += not isinstance(error, OffloaderClosedError)
-                self.error = error
-            elif self.stored is not None and not self.is_on_host:
-                counters.bytes_read += self.stored.body_nbytes
+            if copy is None:  # freed, after an interrupt
+                return
+            copy.read = None
+            if error is not None:
+                copy.error = error
+            elif not self.is_on_host:
+                counters.bytes_read += copy.stored.body_nbytes
             if self.state is State.FREED:
                 self._free_extent()  # the lease died while we read
             elif self.state is not State.READING:
@@ -356,9 +355,16 @@ class SavedStorage:
                 self.accounting.vacate(self)
                 self.asked_for()
             else:
-                self.storage, self.mark = storage, mark
+                self.storage, copy.mark = storage, mark
                 self.key = StorageKey(storage)
-                self.state = State.READY
+                self.state = State.RELOADED
+
+    def take_error(self) -> BaseException | None:
+        """Why the last read has failed, for whoever raises it."""
+        if self.copy is None:
+            return None
+        error, self.copy.error = self.copy.error, None
+        return error
 
 
 class Lease:
@@ -374,6 +380,10 @@ class Lease:
         self.storage = storage
         record.lease = weakref.ref(self)
         record.accounting.watch(self, record)
+
+
+def _no_lease() -> None:
+    """In the place of a lease, before there is one."""
 
 
 class SavedTensor(NamedTuple):

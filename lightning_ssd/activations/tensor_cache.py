@@ -26,7 +26,8 @@ from lightning_ssd.activations.parameter_filter import ParameterStorages
 from lightning_ssd.activations.run_ahead import RunAhead
 from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor, State
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
+from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error, pytorch_wording
 from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.common.waiting import Latch
@@ -402,7 +403,7 @@ class TensorCache:
     ) -> Lease | None:
         """Of a storage that was saved before, in this version, with all that the tensor shows."""
         record = self._by_storage.get(storage._cdata)
-        lease = record.lease() if record is not None and record.lease is not None else None
+        lease = None if record is None else record.lease()
         if record is None or lease is None or record.nbytes != nbytes:
             return None
         is_same = record.is_same_value(probe.saved, tensor) and record.shows(tensor, self._mark)

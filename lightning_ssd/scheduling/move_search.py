@@ -19,7 +19,6 @@ few passes is their lower third, because whatever disturbs a pass makes it longe
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -28,7 +27,9 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import NamedTuple
 
-__all__ = ["NUM_KEPT", "Learnt", "MoveSearch", "State"]
+from lightning_ssd.scheduling.search_phase import TRANSITIONS, Phase, PhaseEvent, State
+
+__all__ = ["NUM_KEPT", "Learnt", "MoveSearch"]
 
 NUM_KEPT = 3
 """Passes that run with everything kept before the first plan comes into force; the first of them warms up."""
@@ -56,15 +57,6 @@ _GUESSED_REST, _REST, _MAX_REST = 8, 64, 4096
 _SPENT = 0.016
 """Of the time of all passes, what trying may cost; in the beginning, of this many passes:"""
 _SPENT_OVER = 100
-
-
-class State(enum.StrEnum):
-    """What a search is doing; see the module."""
-
-    KEEPING = "keeping"
-    TRYING = "trying"
-    SETTLED = "settled"
-    RESTING = "resting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +102,10 @@ class MoveSearch:
         self._kept = _KeptTimes()
         self._moved: deque[_Moved] = deque(maxlen=_WINDOW)  # that followed the present plan
         self._plan: object = None
-        self._num_to_keep = NUM_KEPT
+        self._phase = Phase.MEASURING
+        self._num_to_keep = NUM_KEPT  # passes that are still to keep, in whatever phase
         self._num_to_skip = 1
-        self._wants_plan = True
-        self._awaits_plan = self._is_settled = self._is_back = False
+        self._is_back = False  # keeping has not been timed yet since it began again
         self._num_settled, self._recheck = 0, _FIRST_RECHECK
         self._rest = _REST if learnt is not None else _GUESSED_REST  # nothing has been measured yet
         self._is_resting = False
@@ -136,26 +128,26 @@ class MoveSearch:
     @property
     def keeps(self) -> bool:
         """Whether the next pass keeps everything."""
-        return self._num_to_keep > 0 or self._wants_plan or self._awaits_plan
+        return self._num_to_keep > 0 or self._phase is Phase.MEASURING or self._phase is Phase.AWAITING
 
     @property
     def wants_trace(self) -> bool:
         """Whether the next pass is the one to plan from."""
-        return self._wants_plan and self._num_to_keep <= 1 and not self._awaits_plan
+        return self._phase is Phase.MEASURING and self._num_to_keep <= 1
 
     @property
     def state(self) -> State:
         """For metrics."""
         if self.keeps:
             return State.RESTING if self._is_resting else State.KEEPING
-        return State.SETTLED if self._is_settled else State.TRYING
+        return State.SETTLED if self._phase is Phase.SETTLED else State.TRYING
 
     @property
     def learnt(self) -> Learnt | None:
         """For another run; ``None``: nothing yet that would spare it trials."""
         if self._is_resting:
             return Learnt(self._rest_cost, 0, 1.0)
-        if self._is_settled and self._good_bytes is not None:
+        if self._phase is Phase.SETTLED and self._good_bytes is not None:
             return Learnt(self.cost_s_per_byte, self._good_bytes, self._good_slowdown)
         return None
 
@@ -199,8 +191,8 @@ class MoveSearch:
 
     def submitted(self) -> None:
         """A plan is being made from the trace of the latest pass."""
-        if self._wants_plan and not self._num_to_keep:
-            self._wants_plan, self._awaits_plan = False, True
+        if not self._num_to_keep:
+            self._happened(PhaseEvent.SUBMITTED)
 
     def planned(self, nbytes: int | None) -> None:
         """The plan has been made. Where it moves nothing, everything is kept for a while, before less is asked for.
@@ -208,15 +200,16 @@ class MoveSearch:
         Args:
             nbytes: that it moves; ``None``: unknown yet, but some.
         """
-        self._awaits_plan = self._is_again = False
+        self._happened(PhaseEvent.PLANNED)
+        self._is_again = False
         self._is_known = bool(nbytes and self._good_bytes and nbytes <= _BAND * self._good_bytes)
-        if nbytes != 0 or self._wants_plan:
+        if nbytes != 0 or self._phase is Phase.MEASURING:
             return
         if self.cost_s_per_byte > 0:
             self._keep_for_long()
             self.cost_s_per_byte /= 2
         else:
-            self._is_settled = True  # it is not the cost: nothing helps
+            self._happened(PhaseEvent.CONVINCED)  # it is not the cost: nothing helps
 
     def moved(self, plan: object, nbytes: int, step_s: float, predicted_stall_s: float) -> str | None:
         """A pass has followed a plan to its end.
@@ -239,16 +232,16 @@ class MoveSearch:
             self._plan = plan
             self._try()
         if not nbytes:
-            self._is_settled = True  # it recomputes, say: there is no cost of moving to be found
+            self._happened(PhaseEvent.CONVINCED)  # it recomputes, say: there is no cost of moving to be found
             return None
-        self._num_tried += not self._is_settled
+        self._num_tried += self._phase is not Phase.SETTLED
         if self._num_to_skip:
             self._num_to_skip -= 1
             if step_s <= (self._limit + _OUT_OF_HAND) * keep_s:
                 return None
         self._moved.append(_Moved(self._num_passes, step_s, predicted_stall_s))
         self.slowdown = _typical(self._slowdowns)
-        if self._is_settled:
+        if self._phase is Phase.SETTLED:
             self._look_again(keep_s)
             return None
         return self._judge(nbytes, keep_s, self.slowdown)
@@ -256,8 +249,7 @@ class MoveSearch:
     def replan(self) -> None:
         """Something else than the cost of moving calls for another plan."""
         if not self.keeps:
-            self._measure_keeping()
-            self._wants_plan = True
+            self._measure_keeping(PhaseEvent.REPLANNED)
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -302,7 +294,8 @@ class MoveSearch:
     def _settle(self) -> None:
         self._spent += self._trial_cost
         self._num_tried = self._num_settled = 0
-        self._is_settled, self._rest = True, _REST
+        self._rest = _REST
+        self._happened(PhaseEvent.CONVINCED)
 
     def _learn(self, cost: float, what: str) -> str | None:
         """Approach ``cost``, by less each time that the search turns round.
@@ -320,8 +313,7 @@ class MoveSearch:
         if self._has_spent:
             self._keep_for_long()
         else:
-            self._measure_keeping()
-        self._wants_plan = True
+            self._measure_keeping(PhaseEvent.REPLANNED)
         return (
             f"passes take {self.slowdown:.2f} times as long as with everything kept: {what} "
             f"({cost * 2**30:.3g} s per GiB besides transfers)"
@@ -347,22 +339,23 @@ class MoveSearch:
         if is_slower or self._num_settled >= self._recheck:
             self._recheck = min(2 * self._recheck, _MAX_RECHECK)
             self._forget_good()  # as good as then, or not: the same plan is tried again
-            self._measure_keeping()
+            self._measure_keeping(PhaseEvent.DOUBTED)
             self._is_again = not is_slower
 
-    def _measure_keeping(self) -> None:
+    def _measure_keeping(self, why: PhaseEvent) -> None:
+        self._happened(why)
         self._spent += self._trial_cost
-        self._num_tried, self._is_settled, self._is_again = 0, False, False
+        self._num_tried, self._is_again = 0, False
         self._num_to_keep, self._num_to_skip = _NUM_KEPT_AGAIN, 1
         self._is_back = True
         self._plan = None  # it is tried anew
 
     def _keep_for_long(self) -> None:
         self._rest_cost = self.cost_s_per_byte
-        self._measure_keeping()
+        self._measure_keeping(PhaseEvent.REPLANNED)
         overspent = math.ceil(self._spent / _SPENT) - max(self._num_passes, _SPENT_OVER)
         self._num_to_keep, self._rest = max(self._rest, overspent), min(2 * self._rest, _MAX_REST)
-        self._wants_plan = self._is_resting = True
+        self._is_resting = True
 
     def _try(self) -> None:
         self._offs.extend(_offs(self._slowdowns))
@@ -370,7 +363,11 @@ class MoveSearch:
         self._num_compared = _MAX_TRIED if self._is_again else 0
         self._is_again = self._has_restarted = False
         self._num_to_skip = 1  # the first one maps memory that keeping had not to map
-        self._is_settled = self._is_resting = False
+        self._is_resting = False
+        self._happened(PhaseEvent.BEGUN)
+
+    def _happened(self, event: PhaseEvent) -> None:
+        self._phase = TRANSITIONS.get((self._phase, event), self._phase)
 
     # -- statistics --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,10 @@
-"""What is known of all passes of one signature."""
+"""What is known of all passes of one signature, and where they stand on the way to a plan.
+
+Three things change by themselves, each with states of its own: which pass is traced next (``tracing.py``), whether a
+plan is in the making (``PlanInProgress``, from a trace), and for each sequence of sizes what its search for the cost of
+moving is doing (``move_search.py``). A plan that has been made is in force at once; the next passes follow it unless
+their search keeps everything.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,9 @@ from lightning_ssd.scheduling.drift import DriftDetector
 from lightning_ssd.scheduling.memory_limits import NonActivationMemory
 from lightning_ssd.scheduling.move_search import MoveSearch
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
+from lightning_ssd.scheduling.tracing import TRANSITIONS, Tracing, TracingEvent
 
-__all__ = ["PassKind", "TracedPass"]
+__all__ = ["PassKind", "PlanInProgress", "TracedPass"]
 
 _MAX_PLANS = 8
 _MAX_PASSED_OVER = 8
@@ -35,6 +42,16 @@ class TracedPass:
     """Resident saved activations at the worst moment, as measured."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlanInProgress:
+    """A plan that a thread of its own makes, and what it was asked for."""
+
+    task: Task[Plan]
+    traced: TracedPass
+    goal: PlanObjective
+    machine: Machine
+
+
 @dataclass(slots=True)
 class PassKind:
     """Passes of one signature save alike as a rule; where they do not, each sequence of sizes has its plan."""
@@ -45,9 +62,9 @@ class PassKind:
     inner_bytes: dict[int, int] = field(default_factory=dict)
     """Of recomputed blocks: what a checkpoint computes again goes past us."""
     watch: DriftDetector = field(default_factory=DriftDetector)
-    is_trace_asked_for: bool = True
-    task: Task[Plan] | None = None
-    asked: tuple[TracedPass, PlanObjective, Machine] | None = None
+    tracing: Tracing = Tracing.NEXT
+    planning: PlanInProgress | None = None
+    """One at a time."""
     unplanned: deque[Sizes] = field(default_factory=lambda: deque(maxlen=_MAX_PLANS))
     """Sizes of passes that stay under the budget although no plan is known to."""
     _searches: OrderedDict[Sizes, MoveSearch] = field(default_factory=OrderedDict)
@@ -99,7 +116,7 @@ class PassKind:
         if not self.recompute and sizes in self._searches:
             self._searches, self._last_pass = OrderedDict({(): self._searches[sizes]}), {(): self._num_passes}
         self.recompute, self.inner_bytes = blocks, inner_bytes
-        self.is_trace_asked_for = True
+        self.ask_for_trace()
         self.plans.clear()
 
     # -- traces and plans ----------------------------------------------------------------------------------------
@@ -107,27 +124,41 @@ class PassKind:
     @property
     def wants_trace(self) -> bool:
         """Whether the next pass is to be traced."""
-        return self.is_trace_asked_for or (self._num_to_pass_over > 0 and self._is_searched_for)
+        if self.tracing is Tracing.SEARCHED:
+            return self._is_searched_for
+        return self.tracing is not Tracing.NONE
 
     @property
     def _is_searched_for(self) -> bool:
         return any(search.wants_trace for search in self._searches.values())
 
+    def ask_for_trace(self) -> None:
+        """Have one of the next passes traced: any will do."""
+        self._happened(TracingEvent.ASKED)
+
     def wait_for_trace(self) -> None:
         """Pass over some passes that have a plan: one that lacks one, or whose search wants another, is waited for."""
         self._num_to_pass_over = _MAX_PASSED_OVER
+        self._happened(TracingEvent.WANTED)
 
     def passes_over(self) -> bool:
         """Whether this trace, which nobody has asked for, is not taken, because others are waited for."""
         if not self._num_to_pass_over:
             return False
         self._num_to_pass_over -= 1
+        if not self._num_to_pass_over:
+            self._happened(TracingEvent.GIVEN_UP)
         return True
 
     def traced(self) -> None:
         """A trace has been taken."""
-        self.is_trace_asked_for = False
-        self._num_to_pass_over = _MAX_PASSED_OVER if self._is_searched_for else 0
+        self._num_to_pass_over = 0
+        self._happened(TracingEvent.TRACED)
+        if self._is_searched_for:
+            self.wait_for_trace()
+
+    def _happened(self, event: TracingEvent) -> None:
+        self.tracing = TRANSITIONS[self.tracing, event]
 
     def put_in_force(self, plan: StoredPlan) -> None:
         """The latest plan of its sizes."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.scheduling.drift import Measured
-from lightning_ssd.scheduling.move_search import State
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
+from lightning_ssd.scheduling.search_phase import State
 
 __all__ = ["DAY_S", "Comparison", "PlanReport"]
 

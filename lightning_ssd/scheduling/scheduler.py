@@ -8,7 +8,6 @@ a kind whose promises break is traced and planned again. Passes are observed by 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
@@ -25,15 +24,17 @@ from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, recomputin
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.agreement import Agreement
 from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.drift import Measured, is_worth_switching
 from lightning_ssd.scheduling.memory_limits import Limits, MemoryConstraints, NonActivationMemory
-from lightning_ssd.scheduling.move_search import MoveSearch, State
-from lightning_ssd.scheduling.pass_kind import PassKind, TracedPass
+from lightning_ssd.scheduling.move_search import MoveSearch
+from lightning_ssd.scheduling.pass_kind import PassKind, PlanInProgress, TracedPass
 from lightning_ssd.scheduling.plan_cache import PlanCache
 from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
 from lightning_ssd.scheduling.plan_report import DAY_S, Comparison, PlanReport
 from lightning_ssd.scheduling.recorder import Recorder
+from lightning_ssd.scheduling.search_phase import State
 from lightning_ssd.scheduling.stalls import stall_seconds
 from lightning_ssd.telemetry.metrics import PlanReadings
 
@@ -104,9 +105,8 @@ class Scheduler:
         self.comparison = Comparison(wear_bytes_per_day=constraints.wear_bytes_per_day)
         self._constraints = constraints
         self._measure = machine
-        self._agree = agree
         self._cache = cache
-        self._agreed: Machine | None = None
+        self._agreement = Agreement(agree)
         self._learnt_cost: float | None = None  # seconds per moved byte, by the latest search that knows
         self._searched: MoveSearch | None = None  # of the pass that was read last
         self._limits = Limits(constraints, num_sharing=num_sharing)
@@ -115,7 +115,6 @@ class Scheduler:
         self._traced: list[tuple[PassKind, TracedPass]] = []
         self._peak_bytes = 0  # of the pass that was traced last
         self._is_following = False
-        self._num_borders = 0
         self._others = NonActivationMemory()  # of the kind that was traced last
         # One plan at a time. A leaf lock: a plan is made of numbers alone.
         self._planning = threading.Lock()
@@ -146,7 +145,8 @@ class Scheduler:
         kind.others.level_bytes = level_bytes
         room = self._limits.look(level_bytes + resident_bytes, available_bytes)
         limit = self._limits.of(kind.others)
-        kind.is_trace_asked_for = kind.is_trace_asked_for or self._limits.has_moved(kind.others)
+        if self._limits.has_moved(kind.others):
+            kind.ask_for_trace()
         is_free = limit is None and room > 0  # to keep everything
         most = room if limit is None else limit  # memory may have become less since a plan was made
         plans = [
@@ -189,7 +189,7 @@ class Scheduler:
         kind = self._kinds.get(signature)
         if (
             kind is None
-            or kind.task is not None
+            or kind.planning is not None
             or kind.wants_trace
             or kind.is_of_many
             or self._limits.limits_total_memory
@@ -219,24 +219,23 @@ class Scheduler:
         Raises:
             BudgetError: the budget cannot be kept by any plan.
         """
-        self._num_borders += 1
-        if self._agree is not None and self._num_borders & (self._num_borders - 1) == 0:
-            # With the 1st, 2nd, 4th ... backward: every process counts them alike, so that all meet here.
-            self._agree_with_others(self._agree)
+        agree = self._agreement.border()
+        if agree is not None:
+            self._agree_with_others(agree)
         self._poll()
         while self._traced:
             kind, traced = self._traced.pop()
-            if kind.task is None:
+            if kind.planning is None:
                 self._submit(kind, traced)
             else:
-                kind.is_trace_asked_for = True  # two passes of one kind in one backward: one plan at a time
+                kind.ask_for_trace()  # two passes of one kind in one backward: one plan at a time
 
     def _read(self, kind: PassKind, done: FinishedPass) -> None:
         if done.cursor.ran_out and self._limits.ran_out():
             _log.info(
                 "a pass has saved more than there is room for: memory is planned from now on as if it were a budget"
             )
-            kind.is_trace_asked_for = True  # of a pass under that limit, in which memory returns
+            kind.ask_for_trace()  # of a pass under that limit, in which memory returns
             return
         known = done.cursor.completed()
         self._is_following = known is not None and done.cursor.recompute == kind.recompute
@@ -248,10 +247,10 @@ class Scheduler:
         if known is not None and self._is_following:
             self._compare(kind, known, done, search)
         elif done.sizes not in kind.unplanned and not (done.cursor.keeps_all and kind.plans):
-            kind.is_trace_asked_for = True
+            kind.ask_for_trace()
             kind.wait_for_trace()
         has_plan = known is not None or (done.cursor.keeps_all and done.sizes in kind.plans)
-        recorder = done.recorder if (wanted_trace or kind.wants_trace) and kind.task is None else None
+        recorder = done.recorder if (wanted_trace or kind.wants_trace) and kind.planning is None else None
         if recorder is not None and (wanted_trace or not (has_plan and kind.passes_over())):
             self._keep_trace(kind, done, recorder)
         if search is not None and search.wants_trace and (not wanted_trace or recorder is None):
@@ -321,7 +320,7 @@ class Scheduler:
             return
         _log.info("planning again: %s", reason)
         if search is None or not is_searched:
-            kind.is_trace_asked_for = True
+            kind.ask_for_trace()
         else:
             search.replan()  # from a pass that keeps everything
 
@@ -340,12 +339,11 @@ class Scheduler:
             machine = replace(machine, cost_s_per_byte=search.cost_s_per_byte)
         self.unusable = (machine.ssd or _NOTHING).unusable
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
-        kind.asked = traced, goal, machine
         task = Task(partial(self._make_plan, traced.trace, machine, goal), "lightning_ssd-plan")
         # Those that have ended hold a plan, and nobody waits for them at the end.
         self._tasks = deque([*(one for one in self._tasks if not one.is_done), task], _MAX_KINDS)
         task.start()
-        kind.task = task
+        kind.planning = PlanInProgress(task, traced, goal, machine)
 
     def _make_plan(self, trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
         """In a thread of its own."""
@@ -370,44 +368,28 @@ class Scheduler:
     @property
     def machine(self) -> Machine:
         """The rates to plan with: those that the processes have agreed on, else our own."""
-        return self._agreed or self._measure()
+        return self._agreement.machine or self._measure()
 
     def _agree_with_others(self, agree: AllReduceMin) -> None:
         machine, limit = self._measure(), self._limits.own(self._others)
-        ssd, host = machine.ssd or _NOTHING, machine.host
         floor = 0
         is_asked = self._constraints.has_budget and limit is not None and self._peak_bytes > limit
         if is_asked and self.trace is not None and self.trace.storages:
             floor = smallest_budget(self.trace, machine, self._goal(self.trace, self._others))
-        write, read, capacity, self._limits.agreed, negative_floor = agree(
-            [
-                ssd.write_bytes_per_s,
-                ssd.read_bytes_per_s,
-                0.0 if host is None else float(host.capacity_bytes or 0),
-                math.inf if limit is None else float(limit),
-                float(-floor),
-            ]
-        )
-        unusable = ssd.unusable
-        if unusable is None and write < ssd.write_bytes_per_s and not write:
-            unusable = "another process of this run has none that could be measured"
-        ssd = replace(ssd, write_bytes_per_s=write, read_bytes_per_s=read, unusable=unusable)
-        self._agreed = Machine(
-            cost_s_per_byte=machine.cost_s_per_byte,
-            ssd=None if machine.ssd is None else ssd,
-            host=None if host is None or not capacity else replace(host, capacity_bytes=int(capacity)),
-        )
-        if -negative_floor > self._limits.agreed:
+        self._limits.agreed, largest = self._agreement.meet(agree, machine, limit_bytes=limit, floor_bytes=floor)
+        if largest > self._limits.agreed:
             less = None
-            if self.trace is not None and floor == -negative_floor:  # of another process nobody here can tell
+            if self.trace is not None and floor == largest:  # of another process nobody here can tell
                 less = recomputing_budget(self.trace, machine, self._goal(self.trace, self._others))
-            raise self._limits.impossible(int(-negative_floor), self._others, unusable=unusable, recomputing_bytes=less)
+            raise self._limits.impossible(
+                largest, self._others, unusable=(self.machine.ssd or _NOTHING).unusable, recomputing_bytes=less
+            )
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
         for kind in list(self._kinds.values()):  # another thread may enter a pass of a new kind
-            if kind.task is not None and kind.task.is_done:
+            if kind.planning is not None and kind.planning.task.is_done:
                 self._install(kind)
 
     def wait(self) -> None:
@@ -417,19 +399,18 @@ class Scheduler:
             BudgetError: the budget cannot be kept by any plan.
         """
         for kind in list(self._kinds.values()):
-            if kind.task is not None:
-                kind.task.wait()  # what it raises, _install raises
+            if kind.planning is not None:
+                kind.planning.task.wait()  # what it raises, _install raises
                 self._install(kind)
 
     def _install(self, kind: PassKind) -> None:
-        task, asked = kind.task, kind.asked
-        kind.task = kind.asked = None
-        if task is None or asked is None:
+        made, kind.planning = kind.planning, None
+        if made is None:
             return
-        traced, goal, machine = asked
+        traced, goal, machine = made.traced, made.goal, made.machine
         sizes, trace = traced.sizes, traced.trace
         try:
-            plan = task.result()
+            plan = made.task.result()
         except BudgetTooSmall as error:
             may_move = goal.written_bytes is None or trace.moved_bytes <= goal.written_bytes
             is_kept = goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes and may_move
@@ -440,7 +421,7 @@ class Scheduler:
                 kind.unplanned.append(sizes)
                 return
             if self._limits.has_moved(kind.others):
-                kind.is_trace_asked_for = True  # what has come since may be counted twice: the next trace knows
+                kind.ask_for_trace()  # what has come since may be counted twice: the next trace knows
                 return
             unusable = (machine.ssd or _NOTHING).unusable
             # What the planner was asked is not what the user wrote: it would say "under 0 bytes" of a memory_budget.

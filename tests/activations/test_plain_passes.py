@@ -15,6 +15,8 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import live_passes, tensor_cache
 from lightning_ssd.scheduling.move_search import NUM_KEPT, MoveSearch
 from lightning_ssd.scheduling.pass_kind import PassKind
+from lightning_ssd.scheduling.search_phase import Phase
+from lightning_ssd.scheduling.tracing import Tracing
 
 NBYTES = 64 * 64 * 4
 
@@ -190,7 +192,7 @@ def test_a_trace_that_is_asked_for_ends_what_goes_on(tmp_path: Path, monkeypatch
         search = only_search(opened)
         search._num_to_keep = 1 << 20
         assert not any(step(opened) for _ in range(3))
-        kind.is_trace_asked_for = True
+        kind.ask_for_trace()
         assert step(opened)
 
 
@@ -296,7 +298,7 @@ def test_a_graph_that_is_kept_takes_no_times(tmp_path: Path, monkeypatch: pytest
         kind = only_kind(opened)
         search = only_search(opened)
         search._num_to_keep = 1 << 20
-        kind.is_trace_asked_for = False
+        kind.tracing = Tracing.NONE
         before = num_timed(search)
         assert not any(step(opened) for _ in range(3))
         assert num_timed(search) == before + 3
@@ -339,7 +341,7 @@ def test_the_time_is_nobodys_where_several_forwards_run_first(tmp_path: Path) ->
         step(opened)
         kind = only_kind(opened)
         search = only_search(opened)
-        kind.is_trace_asked_for = search._wants_plan = False
+        kind.tracing, search._phase = Tracing.NONE, Phase.TRYING
         before = num_timed(search)
         losses = []
         for _ in range(2):

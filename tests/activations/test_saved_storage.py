@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import Lease, SavedStorage, State
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, TierCopy
+from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import VersionProbe
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.memory.pools import ReloadPool
@@ -76,15 +78,16 @@ def test_memory_that_is_handed_out_again_still_has_its_mark() -> None:
     """A reload whose copy may still run is dropped, found alive and handed out: the consumer must wait for the copy."""
     record = record_of(torch.arange(16.0))
     reloaded, mark = torch.arange(16.0).untyped_storage(), _Mark()
-    record.stored = _Stored()
-    record.storage, record.key, record.mark = reloaded, StorageKey(reloaded), mark
+    copy = record.copy = TierCopy(_Roomy(), _Stored())  # type: ignore[arg-type]
+    record.state, copy.mark = State.RELOADED, mark  # type: ignore[assignment]
+    record.storage, record.key = reloaded, StorageKey(reloaded)
     record.drop_copy()
-    assert record.state is State.ON_DISK
+    assert record.state in AWAY
     assert record.storage is None
     assert record.forward()  # `reloaded` stands for the tier that still holds it
     assert record.storage is not None
     assert record.storage.data_ptr() == reloaded.data_ptr()
-    assert record.mark is mark
+    assert copy.mark is mark
 
 
 # -- somebody else comes in the middle of a step ----------------------------------------------------------------------
@@ -150,7 +153,7 @@ def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
             taken.append(record.forward())
     record.write_ended(_Stored(), None)
     assert taken == [True]
-    assert record.state is State.READY
+    assert record.state is State.TAKEN_BACK
     assert record.storage is not None, "what was handed out has gone"
     assert (tier.freed, record.accounting.num_writes) == (1, 0)
 
@@ -163,7 +166,7 @@ def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error: OSError |
         assert record.queue_write(tier, None)  # type: ignore[arg-type]
     storage = record.write_begins()
     record.write_ended(_Stored(), None)
-    assert record.state is State.ON_DISK
+    assert record.state in AWAY
     with record.accounting.lock:
         record.start_read(torch.device("cpu"), urgent=True)
         record.free()
@@ -188,9 +191,56 @@ def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> N
         assert not record.can_be_evicted
     assert record.write_begins() is None
     record.write_ended(None, None)
-    assert record.state is State.READY
+    assert record.state is State.TAKEN_BACK
     assert record.storage is not None
     assert record.accounting.num_writes == 0
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_state_alone_tells_what_there_is(seed: int) -> None:
+    """Whatever happens in whatever order: a copy, a read under way, memory that counts."""
+    dice, tier = random.Random(seed), _Roomy()
+    held = [torch.arange(16.0)]  # by somebody else, until he lets go
+    record = record_of(held[0])
+    accounting, is_written = record.accounting, False
+    for _ in range(40):
+        event = dice.choice(["send", "begin", "end", "forward", "read", "came", "drop", "sweep", "let go"])
+        if event == "begin":
+            is_written = record.write_begins() is not None or is_written
+        elif event == "end" and is_written:
+            is_written, error = False, OSError("gone") if dice.random() < 0.2 else None
+            record.write_ended(None if error else _Stored(), error)
+        elif event == "came" and record.state is State.READING:
+            error = OSError("gone") if dice.random() < 0.2 else None
+            record.read_ended(None if error else torch.arange(16.0).untyped_storage(), None, error)
+            assert (record.take_error() is None) is (error is None)
+        elif event == "let go":
+            held.clear()
+        else:
+            with accounting.lock:
+                if event == "send" and record.can_be_evicted:
+                    record.queue_write(tier, None)  # type: ignore[arg-type]
+                elif event == "forward" and dice.random() < 0.3:
+                    assert record.forward() is (record.state in READY)
+                elif event == "read" and record.state in AWAY:
+                    record.start_read(torch.device("cpu"), urgent=True)
+                elif event == "drop":
+                    record.drop_copy()
+                elif event == "sweep":
+                    accounting.sweep_all()
+        with_copy = (*AWAY, State.READING, State.RELOADED)
+        assert (record.copy is not None) is (record.state in with_copy)
+        assert (record.read is not None) is (record.state is State.READING)
+        assert (record.storage is not None) is (record.state not in (*AWAY, State.READING))
+        assert accounting.counters.resident_bytes == (record.nbytes if record.is_resident else 0)
+        assert accounting.num_writes == (record.state in (State.QUEUED, State.WRITING) or is_written)
+    with accounting.lock:
+        record.free()
+    assert accounting.counters.resident_bytes == 0
+    assert record.state is State.FREED
 
 
 # -- Ctrl-C while a lease dies -----------------------------------------------------------------------------------------
@@ -204,7 +254,7 @@ def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
         assert record.queue_write(tier, None)  # type: ignore[arg-type]
     assert record.write_begins() is not None
     record.write_ended(_Stored(), None)
-    assert record.state is State.ON_DISK
+    assert record.state in AWAY
     calls: list[object] = []
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, arg: calls.append((event, frame.f_code.co_qualname)))
@@ -298,7 +348,7 @@ def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: Ssd
     with accounting.lock:
         assert accounting.num_writes == 0
         assert accounting.counters.failures == 1
-        assert record.state is (State.FREED if meanwhile == "freed" else State.READY)
+        assert record.state is (State.FREED if meanwhile == "freed" else State.TAKEN_BACK)
         if meanwhile != "freed":
             assert record.forward()
             assert record.storage is not None

@@ -9,7 +9,8 @@ from statistics import mean, median
 
 import pytest
 
-from lightning_ssd.scheduling.move_search import NUM_KEPT, MoveSearch, State
+from lightning_ssd.scheduling.move_search import NUM_KEPT, MoveSearch
+from lightning_ssd.scheduling.search_phase import State
 
 LIMIT = 1.02
 TOTAL = 1000

@@ -14,8 +14,9 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache
-from lightning_ssd.scheduling.move_search import NUM_KEPT, Learnt, MoveSearch, State
+from lightning_ssd.scheduling.move_search import NUM_KEPT, Learnt, MoveSearch
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
+from lightning_ssd.scheduling.search_phase import Phase, State
 from tests.support.threads import at_once
 
 MACHINE = {"processor": "one", "malloc": "glibc 2.36"}
@@ -213,7 +214,7 @@ def test_what_was_learnt_wrongly_is_found_out(slowdown: float) -> None:
         search.kept(1.0)
     search.submitted()
     search.planned(LEARNT.good_bytes)
-    while not search.wants_trace and not search._wants_plan:
+    while search._phase is not Phase.MEASURING:
         if search.keeps:
             search.kept(1.0)
         else:

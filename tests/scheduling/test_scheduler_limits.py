@@ -336,7 +336,7 @@ def test_two_passes_of_a_kind_in_one_backward_are_planned_one_after_the_other(mo
                     read_bytes=0,
                 )
             )
-            made._kinds["a"].is_trace_asked_for = True
+            made._kinds["a"].ask_for_trace()
         made.border()
         made.wait()
         assert num_calls == 1

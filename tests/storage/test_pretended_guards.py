@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lightning_ssd.activations.saved_parts import SavedParts
-from lightning_ssd.activations.saved_storage import SavedStorage, State
+from lightning_ssd.activations.saved_storage import SavedStorage
+from lightning_ssd.activations.storage_state import AWAY, State
 from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.posix import PosixBackend
@@ -152,11 +153,11 @@ def dropped_and_found(directory: Path, device: PretendedDevice) -> None:
             loss = (x * 2).exp().sum()
         opened.flush()
         cache = opened._opened()
-        (record,) = (r for r in cache._by_storage.values() if r.state is State.ON_DISK)
+        (record,) = (r for r in cache._by_storage.values() if r.state in AWAY)
         with held_copies():
             with cache.accounting.lock:
                 record.start_read(CPU, urgent=False)
-            wait_until(lambda: record.state is State.READY)
+            wait_until(lambda: record.state is State.RELOADED)
             with cache.accounting.lock:
                 record.drop_copy()
             loss.backward()
@@ -301,10 +302,11 @@ def without_mark_of_second_read(patch: pytest.MonkeyPatch, device: PretendedDevi
     """That of the first one is taken for all."""
     ended = SavedStorage.read_ended
 
-    def first(record: SavedStorage, storage: Any, mark: Any, error: Any) -> None:
-        ended(record, storage, mark if record.mark is None else record.mark, error)
+    def stale(record: SavedStorage, storage: Any, mark: Any, error: Any) -> None:
+        first = None if record.copy is None else record.copy.mark
+        ended(record, storage, mark if first is None else first, error)
 
-    patch.setattr(SavedStorage, "read_ended", first)
+    patch.setattr(SavedStorage, "read_ended", stale)
 
 
 def without_mark_of_dropped(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
@@ -313,7 +315,8 @@ def without_mark_of_dropped(patch: pytest.MonkeyPatch, device: PretendedDevice) 
 
     def and_forget(record: SavedStorage) -> None:
         drop(record)
-        record.mark = None
+        if record.copy is not None:
+            record.copy.mark = None
 
     patch.setattr(SavedStorage, "drop_copy", and_forget)
 

@@ -11,7 +11,8 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import fetcher, tensor_cache
 from lightning_ssd.activations.prefetcher import Prefetcher
-from lightning_ssd.activations.saved_storage import SavedStorage, State
+from lightning_ssd.activations.saved_storage import SavedStorage, TierCopy
+from lightning_ssd.activations.storage_state import State
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from tests.activations.test_saved_storage import LEASES, record_of
 
@@ -97,9 +98,10 @@ def test_what_is_given_up_has_gone_before_memory_is_asked_for_again() -> None:
     record = record_of(torch.arange(16.0))
     LEASES.clear()  # as if it had been written
     reloaded = [torch.arange(16.0).untyped_storage()]
-    record.storage, record.stored, record.state = reloaded[0], object(), State.READY  # type: ignore[assignment]
+    copy = record.copy = TierCopy(None, object())  # type: ignore[arg-type]
+    record.storage, record.state = reloaded[0], State.RELOADED
     record.key = type(record.key)(reloaded[0])
-    record.mark = LateMark(reloaded)  # type: ignore[assignment]
+    copy.mark = LateMark(reloaded)  # type: ignore[assignment]
     record.hold_ahead()
     passes: Any = [OnePass(record)]
     has_dropped, reads = Prefetcher(record.accounting, passes, PrefetchBudget(), torch.device("cpu")).give_up()

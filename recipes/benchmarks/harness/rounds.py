@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning_ssd.memory.readings import host_available_bytes
-from lightning_ssd.scheduling.move_search import State
+from lightning_ssd.scheduling.search_phase import State
 from recipes.benchmarks.harness.mode_names import BASELINE, parse_mode
 from recipes.benchmarks.harness.process import Child, ChildOutOfMemoryError
 from recipes.benchmarks.harness.tables import Sample
