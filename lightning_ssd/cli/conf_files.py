@@ -24,6 +24,8 @@ from lightning_ssd.planning.machine_profile import MachineProfile
 __all__ = ["Described", "load_hardware", "model_builder"]
 
 _PRIMARY = "train.yaml"
+_PACKAGED = Path(__file__).resolve().parents[1] / "conf"
+"""What is installed with the package: options of hardware (and of offload, for Hydra)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def load_hardware(name: str) -> Described:
     try:
         content: Any = OmegaConf.load(path)
         if "defaults" in content:
-            content = OmegaConf.merge(OmegaConf.load(_conf() / "_hardware.yaml"), content)
+            content = OmegaConf.merge(OmegaConf.load(_PACKAGED / "_lightning_ssd_hardware.yaml"), content)
         plain: Any = OmegaConf.to_container(content, resolve=True)
         return Described(
             name=path.stem,
@@ -116,18 +118,24 @@ def _imported(name: str) -> Callable[[], nn.Module]:
     return build
 
 
-def _conf() -> Path:
+def _checkout_conf() -> Path | None:
     """Of the current directory, else of the checkout that this package is in."""
     places = (Path.cwd() / "conf", Path(__file__).resolve().parents[2] / "conf")
-    for place in places:
-        if (place / _PRIMARY).is_file():
-            return place
-    got = f"no {_PRIMARY} in {' or '.join(escape_control(place) for place in places)}"
-    raise CommandError("the directory conf", got, "run this in a checkout of lightning_ssd")
+    return next((place for place in places if (place / _PRIMARY).is_file()), None)
+
+
+def _conf() -> Path:
+    conf = _checkout_conf()
+    if conf is None:
+        got = f"no conf/{_PRIMARY} here or beside the package"
+        advice = "name your model by its import path, package.module:name, or run this in a checkout of lightning_ssd"
+        raise CommandError("the directory conf, for an option of it", got, advice)
+    return conf
 
 
 def _option(group: str, name: str) -> Path:
-    folder = _conf() / group
+    is_packaged = group == "hardware" and _checkout_conf() is None
+    folder = _PACKAGED / "lightning_ssd" / group if is_packaged else _conf() / group
     path = folder / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(option.stem for option in folder.glob("*.yaml")))

@@ -1,0 +1,83 @@
+"""``LightningCLI``: the strategy by its name, and by its class with policy and hardware nested in it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+from lightning_ssd import OffloadPolicy, SSDOffloadStrategy
+
+YAML = """
+trainer:
+  accelerator: cpu
+  max_steps: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  strategy:
+    class_path: lightning_ssd.SSDOffloadStrategy
+    init_args:
+      policy:
+        class_path: lightning_ssd.OffloadPolicy
+        init_args:
+          activations: offload
+          min_tensor_bytes: 64KiB
+      hardware:
+        class_path: lightning_ssd.HardwareProfile
+        init_args:
+          paths: [{directory}]
+          allow_unsuitable_paths: true
+"""
+NOISE = [
+    "ignore:The '.*_dataloader' does not have many workers",
+    "ignore:The number of training batches .* is smaller than the logging interval",
+    "ignore:.*isinstance.treespec, LeafSpec.*",
+    "ignore:No seed found, seed set to 0",
+    "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning",  # of what Lightning calls
+]
+pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
+
+
+@pytest.fixture(autouse=True)
+def _no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py"])  # LightningCLI warns where pytest has arguments of its own
+
+
+def command_line(*arguments: str) -> LightningCLI:
+    return LightningCLI(BoringModel, BoringDataModule, args=list(arguments), save_config_callback=None)
+
+
+def test_by_name(tmp_path: Path) -> None:
+    switches = ["logger", "enable_checkpointing", "enable_progress_bar"]
+    quiet = [f"--trainer.{switch}=false" for switch in switches]
+    places = ["--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}", "--trainer.max_steps=2"]
+    cli = command_line("fit", "--trainer.strategy", "ssd_offload", *places, *quiet)
+    assert isinstance(cli.trainer.strategy, SSDOffloadStrategy)
+    assert cli.trainer.global_step == 2
+
+
+def test_by_class_with_nested_settings(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(YAML.format(directory=tmp_path))
+    cli = command_line("fit", "--config", str(tmp_path / "config.yaml"))
+    assert cli.trainer.strategy.policy == OffloadPolicy(activations="offload", min_tensor_bytes="64KiB")
+    assert [str(path) for path in cli.trainer.strategy.hardware.paths] == [str(tmp_path)]
+
+
+def test_dotted_arguments(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(YAML.format(directory=tmp_path))
+    setting = "--trainer.strategy.init_args.policy.init_args.verify=full"
+    cli = command_line("fit", "--config", str(tmp_path / "config.yaml"), setting)
+    assert cli.trainer.strategy.policy.verify == "full"
+
+
+def test_a_typo_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(
+        YAML.format(directory=tmp_path).replace("min_tensor_bytes", "min_tensor_byte")
+    )
+    with pytest.raises(SystemExit):
+        command_line("fit", "--config", str(tmp_path / "config.yaml"))
+    assert "min_tensor_byte" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""Our options in Hydra applications of other people, and how little these pay for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.plugins import Plugins
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+import lightning_ssd
+from hydra_plugins.lightning_ssd import LightningSSDSearchPath
+from recipes.schema import SCHEMA
+from tests.support.patience import PATIENCE_S
+
+CONF = Path(lightning_ssd.__file__).parent / "conf"
+REPOSITORY = Path(__file__).parents[1]
+# Hydra's options of an application that knows nothing of us but the name of a group.
+PRIMARY = """
+defaults:
+  - lightning_ssd/offload: auto
+  - lightning_ssd/hardware: auto
+  - _self_
+trainer:
+  _target_: lightning.Trainer
+  max_steps: 1
+  devices: 1
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+"""
+
+
+def composed(directory: Path, *overrides: str):
+    (directory / "config.yaml").write_text(PRIMARY)
+    with initialize_config_dir(str(directory), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def test_an_application_takes_our_options(tmp_path: Path) -> None:
+    config = composed(tmp_path, "lightning_ssd/offload=ssd", "offload.min_tensor_bytes=64KiB", "hardware.paths=[here]")
+    trainer = instantiate(config.trainer, _convert_="all")
+    assert isinstance(trainer.strategy, lightning_ssd.SSDOffloadStrategy)
+    assert trainer.strategy.policy == lightning_ssd.OffloadPolicy(activations="offload", min_tensor_bytes="64KiB")
+    assert [str(path) for path in trainer.strategy.hardware.paths] == ["here"]
+    assert trainer.max_steps == 1
+
+
+@pytest.mark.parametrize("group", ["offload", "hardware"])
+def test_every_option_is_the_one_of_the_recipes(group: str, tmp_path: Path) -> None:
+    # "none" is plain Lightning, and takes our callback from the recipes' own group.
+    options = [option for option in SCHEMA.groups[group] if option != "none"]
+    assert sorted(path.stem for path in (CONF / "lightning_ssd" / group).glob("*.yaml")) == options
+    for option in options:
+        ours, _ = SCHEMA.compose([f"{group}={option}", f"output_dir={tmp_path}"])
+        theirs = composed(tmp_path, f"lightning_ssd/{group}={option}")
+        assert OmegaConf.to_container(theirs[group]) == OmegaConf.to_container(ours[group]), option
+        assert "strategy" in theirs.trainer
+
+
+def test_applications_that_do_not_use_us_load_nothing_of_ours() -> None:
+    code = """
+        import sys
+        from hydra.core.plugins import Plugins
+        names = [plugin.__name__ for plugin in Plugins.instance().discover()]
+        assert "LightningSSDSearchPath" in names, names
+        assert not {"torch", "lightning", "lightning_ssd"} & set(sys.modules)
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        check=True,
+        cwd=REPOSITORY,
+        timeout=PATIENCE_S,
+    )
+
+
+def test_hydra_has_found_it() -> None:
+    assert LightningSSDSearchPath.__name__ in [plugin.__name__ for plugin in Plugins.instance().discover()]
