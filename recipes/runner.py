@@ -20,6 +20,7 @@ from recipes.mistakes import ConfigMistake, make_directory
 from recipes.models import LanguageModel
 from recipes.schema import SCHEMA
 from recipes.summary import RunSummary
+from recipes.wandb_run import log_configuration, name_wandb_runs
 
 __all__ = ["MeterCallback", "run"]
 
@@ -78,7 +79,7 @@ def run(config: DictConfig, *, model: str, offload: str) -> RunSummary:
     module = instantiate(config.model, _convert_="all")
     _check_together(module, data)
     callback = MeterCallback()
-    loggers = list(instantiate(config.logger).values())
+    loggers = list(instantiate(name_wandb_runs(config, model=model, offload=offload)).values())
     callbacks = [*instantiate(config.callbacks).values(), callback]
     trainer = instantiate(config.trainer, logger=loggers or False, callbacks=callbacks, _convert_="all")
     if config.trainer.get("deterministic") is None:  # else Lightning has done what it says
@@ -89,6 +90,7 @@ def run(config: DictConfig, *, model: str, offload: str) -> RunSummary:
         # Lightning asks PyTorch in a way that PyTorch has deprecated; nothing that the user of a recipe can change.
         warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
         try:
+            log_configuration(loggers, config)
             trainer.fit(module, datamodule=data)
         finally:
             _finish(loggers)

@@ -240,7 +240,7 @@ def test_a_mistake_names_key_nearest_match_and_what_is_allowed(
         ["+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor"],
         ["callbacks=[offload_monitor,none]", "experiment=null", "hydra.verbose=true"],
         ["offload.min_tensor_bytes='4KiB'", "hardware.paths=[one,two]", "~trainer.gradient_clip_val"],
-        ["+model.config.n_inner=64", "logger=wandb", "+logger.wandb.group=mine"],
+        ["+model.config.n_inner=64", "logger=wandb", "logger.wandb.group=mine"],
         [],
     ],
 )

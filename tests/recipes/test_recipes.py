@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 
 from recipes import demo, fabric_loop, models, plain_loop
@@ -22,6 +24,7 @@ from recipes.meter import StepMeter, weights_digest
 from recipes.runner import run
 from recipes.schema import SCHEMA, ConfigMistake
 from recipes.summary import RunSummary
+from recipes.wandb_run import name_wandb_runs
 from tests.support.patience import PATIENCE_S
 
 ROOT = SCHEMA.config_dir.parent
@@ -168,6 +171,37 @@ def test_wandb_runs_offline_and_one_run_per_job(train: Train, spill_dir: Path) -
     for name in ("one", "two"):
         train("offload=none", "logger=wandb", "logger.wandb.offline=true", name=name)
         assert len(list((spill_dir / name / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
+
+
+def inspected(directory: Path) -> str:
+    """All that an offline run holds, as W&B's own reader writes it."""
+    (run,) = (directory / "wandb").glob("offline-run-*")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
+
+
+def test_a_wandb_run_has_a_name_and_the_whole_configuration(train: Train, spill_dir: Path) -> None:
+    train("offload=ssd", "logger=wandb", "logger.wandb.offline=true", "logger.wandb.group=mine", "seed=5")
+    records = [json.loads(line) for line in inspected(spill_dir / "run").splitlines()]
+    (begin,) = [record["run"] for record in records if "run" in record and "display_name" in record["run"]][:1]
+    assert begin["display_name"] == "gpt-ssd-seed5"
+    assert begin["run_group"] == "mine"
+    assert begin["job_type"] == "ssd"
+    settings = {key: value for record in records for key, value in record.get("config", {}).get("update", {}).items()}
+    assert settings["conf"]["offload"]["activations"] == "offload"
+    assert settings["conf"]["data"]["sequence_length"] == 64
+    assert settings["lightning_ssd"]["policy"]["activations"] == "offload"
+
+
+def test_jobs_of_a_sweep_are_one_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config, _ = SCHEMA.compose(["logger=wandb", "seed=5", f"output_dir={tmp_path}"])
+    sweep = SimpleNamespace(mode=RunMode.MULTIRUN, sweep=SimpleNamespace(dir="outputs/a-sweep"))
+    sweep.job = SimpleNamespace(num=3)
+    monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
+    monkeypatch.setattr(HydraConfig, "get", lambda: sweep)
+    named = name_wandb_runs(config, model="gpt", offload="keep").wandb
+    assert (named.name, named.group, named.job_type) == ("gpt-keep-seed5-job3", "a-sweep", "keep")
+    assert config.logger.wandb.name is None
 
 
 @pytest.mark.parametrize(
