@@ -411,7 +411,7 @@ class Scheduler:
         """
         for kind in list(self._kinds.values()):
             if kind.task is not None:
-                kind.task.wait()  # what it raises, _install raises
+                kind.task.wait("Planning what is moved")  # what it raises, _install raises
                 self._install(kind)
 
     def _install(self, kind: PassKind) -> None:
