@@ -221,7 +221,8 @@ class OffloadMonitor(Callback):
             "ssd_gib": sample["io/write_gib"],
             "stall_pct": 100 * sample["io/stall_s"] / self._step_s if self._step_s > 0 else 0.0,
         }
-        pl_module.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
+        rounded = {key: float(f"{value:.3g}") for key, value in bar.items()}
+        pl_module.log_dict(rounded, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def _log(self, trainer: pl.Trainer) -> None:
         row, self._window = self._window.result(), MetricWindow()

@@ -154,7 +154,10 @@ class Offloader:
         environment = self._environment(device, self._copies)
         # `stack` has what was opened, whatever becomes of the caller.
         parts = undisturbed(
-            partial(assemble, stack, self.policy, environment), "lightning_ssd-open", undo=lambda parts: stack.close()
+            partial(assemble, stack, self.policy, environment),
+            "lightning_ssd-open",
+            undo=lambda parts: stack.close(),
+            doing="Opening spill files",
         )
         self._parts = parts
         self.description, self._wear, self._last_optimizer_stats = parts.description, parts.wear, ()
@@ -206,7 +209,9 @@ class Offloader:
             self._finalizer.detach()
             resources.pop_all()
             return
-        failure, is_bypassed = undisturbed(partial(self._close, resources, cache), "lightning_ssd-close")
+        failure, is_bypassed = undisturbed(
+            partial(self._close, resources, cache), "lightning_ssd-close", doing="Closing spill files"
+        )
         if failure is not None:
             raise failure
         if not self._has_failed and (is_bypassed or (self._awaits_optimizer and self._has_trained)):
@@ -300,8 +305,12 @@ class Offloader:
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
             return optimizer
         environment = self._environment(parameter.device, copies=None)
-        name = "lightning_ssd-open"
-        files = undisturbed(partial(open_state_files, self.policy, environment), name, undo=lambda files: files.close())
+        files = undisturbed(
+            partial(open_state_files, self.policy, environment),
+            "lightning_ssd-open",
+            undo=lambda files: files.close(),
+            doing="Opening and trying the files of optimizer states",
+        )
         try:
             offloaded = OffloadedOptimizer(
                 optimizer, files, master_weights=self.policy.master_weights, events=self._events

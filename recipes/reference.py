@@ -36,7 +36,9 @@ _RANKS = {"max": "largest", "min": "smallest", "mean": "mean", "sum": "sum"}
 _CONFIGURATION = """\
 Sizes are bytes as an integer, or text such as `"512KiB"`, `"1.5GiB"`, `"20GB"`. Every setting has a default that works;
 a mistyped name or value is refused with what was meant. In Hydra the same settings are keys of `conf/offload/*.yaml`
-and `conf/hardware/*.yaml`: `python -m recipes.train offload=ssd offload.verify=full`.
+and `conf/hardware/*.yaml`: `python -m recipes.train offload=ssd offload.verify=full`. What the latter say under
+`machine:` is for `lightning-ssd plan`; training needs no first guess, because no plan is made before the drives have
+been measured.
 """
 _METRICS = """\
 `OffloadMonitor` logs these to the Trainer's loggers; `offloader.drain_metrics()` gives them to loops of your own. A row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.saved_storage import SavedStorage
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.scheduling.clock import Stamp
 from lightning_ssd.scheduling.pass_profile import PassProfile, PassTimes, ProfileBook, profile_of
@@ -100,6 +101,7 @@ class SavedPass:
         self._packed_s: list[float] = []
         self._wanted_s: dict[int, float] = {}  # when each was first asked for
         self._installed: list[AbstractContextManager[object]] = []
+        self._line: StatusLine | None = None
         self._guess: PassProfile | None = None
         self._is_new = False
         self._expected: tuple[int, ...] = ()
@@ -116,12 +118,22 @@ class SavedPass:
         with ExitStack() as stack:
             for blocks in self._blocks:
                 stack.enter_context(blocks.observe(self))
-            stack.enter_context(saved_tensors_hooks(partial(self._hooks.pack, self), self._hooks.unpack))
+            pack: Callable[[torch.Tensor], Any] = partial(self._hooks.pack, self)
+            line = StatusLine(None if self.recorder is None else "Profiling a first pass")
+            if line.is_wanted:
+                self._line, pack = line, partial(self._pack_in_sight, line)
+            stack.enter_context(saved_tensors_hooks(pack, self._hooks.unpack))
             self._installed.append(stack.pop_all())
+
+    def _pack_in_sight(self, line: StatusLine, tensor: torch.Tensor) -> Any:
+        line.update()
+        return self._hooks.pack(self, tensor)
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._line is not None:
+            self._line.clear()
         self._installed.pop().__exit__(exc_type, exc, traceback)
         self.has_failed = self.has_failed or exc_type is not None
         if not self._installed:

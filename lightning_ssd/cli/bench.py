@@ -19,6 +19,7 @@ from rich.table import Table
 from lightning_ssd.cli.hardware_yaml import hardware_yaml
 from lightning_ssd.cli.output import CommandError, console, reported_errors
 from lightning_ssd.common.formatting import escape_control, format_sizes
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.config import HardwareProfile
@@ -78,7 +79,9 @@ def bench(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         chosen, why = open_backend(backend, directories=paths, device=device, allow_unsuitable_paths=allow_unsuitable)
         try:
-            found = measure(chosen, paths, nbytes, device=device if chosen.moves_device_memory else torch.device("cpu"))
+            device = device if chosen.moves_device_memory else torch.device("cpu")
+            with StatusLine(f"Measuring {', '.join(map(str, paths))}", delay_s=0):
+                found = measure(chosen, paths, nbytes, device=device)
         finally:
             chosen.close()
         _show(found, why)

@@ -29,6 +29,7 @@ from lightning_ssd.cli.output import (
     show_problems,
 )
 from lightning_ssd.common.formatting import escape_control, format_sizes, pluralize
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.planning.candidates import windows
@@ -102,7 +103,7 @@ def plan(
     The model runs once with tensors that have sizes and no bytes, so that any size works on any machine. A step is
     forward and backward; what is predicted is what OffloadPolicy(activations=...) of that name would do.
     """
-    with reported_errors():
+    with reported_errors(), StatusLine(f"Predicting {model}", delay_s=0):
         builder = model_builder(model, sequence)
         task = _described_task(builder, batch, sequence, hardware, devices) if hardware else None
         task = task or _task_here(builder, batch, sequence, devices)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from lightning_ssd.common.accelerators import current_device, set_current_device
+from lightning_ssd.common.status_line import DELAY_S, StatusLine
 from lightning_ssd.common.waiting import Latch
 
 __all__ = ["Task", "undisturbed"]
@@ -72,10 +73,20 @@ class Task(Generic[T]):
         """Whether it has ended, however."""
         return self._ended.is_open
 
-    def wait(self) -> None:
-        """Block until it has ended. Nothing to wait for where it was never started."""
-        if self.is_begun:
-            self._ended.wait()
+    def wait(self, doing: str | None = None) -> None:
+        """Block until it has ended. Nothing to wait for where it was never started.
+
+        Args:
+            doing: what a terminal is told meanwhile, if it takes long.
+        """
+        if not self.is_begun:
+            return
+        if doing is not None:
+            with StatusLine(doing) as line:
+                if line.is_wanted and not self._ended.wait_for(DELAY_S):
+                    line.draw()
+                    self._ended.wait()
+        self._ended.wait()
 
     def wait_for(self, timeout_s: float) -> bool:
         """The same, but no longer than this; return whether it has ended. For one thread at a time."""
@@ -121,7 +132,13 @@ class _Once(Generic[T]):
             self._undo(result)
 
 
-def undisturbed(work: Callable[[], T], name: str, undo: Callable[[T], object] = lambda result: None) -> T:
+def undisturbed(
+    work: Callable[[], T],
+    name: str,
+    undo: Callable[[T], object] = lambda result: None,
+    *,
+    doing: str | None = None,
+) -> T:
     """Call ``work`` where no interrupt can come, and wait for its end.
 
     An interrupt meanwhile is raised when the work has ended, or after some seconds; then the work goes on without us.
@@ -130,6 +147,7 @@ def undisturbed(work: Callable[[], T], name: str, undo: Callable[[T], object] = 
         work: what to call. From the main thread it runs in another one, on the same device, with gradients on.
         name: of that thread.
         undo: given what the work has returned if an interrupt takes it from the caller.
+        doing: what a terminal is told meanwhile, if it takes long.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -140,7 +158,7 @@ def undisturbed(work: Callable[[], T], name: str, undo: Callable[[T], object] = 
             task.start()
         except RuntimeError:  # the interpreter is going, or there can be no more threads
             return work()
-        task.wait()
+        task.wait(doing)
         if task.error is None:
             return task.value  # type: ignore[return-value]
     except BaseException:

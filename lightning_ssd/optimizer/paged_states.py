@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.common.dtensor import even_numel, has_shape, is_shard
 from lightning_ssd.common.profiling import spanned
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.optimizer.checkpoint.gather import TensorSpool
 from lightning_ssd.optimizer.checkpoint.loading import load_states
@@ -97,6 +98,7 @@ class PagedStates:
         self.lent: dict[Any, State] = {}
         """States that are in memory as they are, by parameter; what is on a drive of them is of earlier."""
         self._update_s = 0.0
+        self._has_updated = False
         self._rehearsal = DryRun(inner_step, optimizer)
         self._stays: str | None = None
         self._slot_bytes = self._partition.max_bytes
@@ -233,10 +235,16 @@ class PagedStates:
         self._store.evict(here - set(order[: self._store.num_slots]))
         self._store.prefetch(index for index in order if index not in here)
         watch = None if self.is_elementwise else Watch(self._partition.parameters)
-        for position, visit in enumerate(visits):
-            self._update(visit, changes, keep=position >= len(visits) - self._store.num_slots)
-            if watch is not None:
-                watch.check(self._partition.parameters[part.parameter] for _, part in visit.active)
+        doing = None if self._has_updated else "Laying out optimizer states, in the first step"
+        with StatusLine(doing) as line:
+            for position, visit in enumerate(line.over(visits, lambda visit: self._expected_bytes(visit.index))):
+                self._update(visit, changes, keep=position >= len(visits) - self._store.num_slots)
+                if watch is not None:
+                    watch.check(self._partition.parameters[part.parameter] for _, part in visit.active)
+        self._has_updated = True
+
+    def _expected_bytes(self, index: int) -> int:
+        return self._partition.subgroups[index].expected_bytes
 
     def _rehearse(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
         """Once, before an optimizer that is not known is called: with the smallest of its parameters."""
@@ -397,20 +405,26 @@ class PagedStates:
         """States of some parameters. Subgroups in which they change nothing are not written."""
         known = self._partition
         mine = {number: state for p, state in states.items() if (number := known.number_of(p)) is not None}
-        for index in sorted({index for number in mine for index, _ in known.places[number]}):
-            subgroup = known.subgroups[index]
-            storage = self._store.take(index)
-            parts = _filled(subgroup, storage)
-            is_changed = False
-            for number, part in enumerate(subgroup.parts):
-                if part.parameter in mine:
-                    cut = known.cut(part, mine[part.parameter])
-                    is_changed = is_changed or not is_unchanged(parts[number], cut)
-                    parts[number] = cut
-            if is_changed:
-                self._settle(index, parts, storage, keep=False)
-            else:
-                self._store.give(index, storage, is_dirty=False, keep=False)
+        indices = sorted({index for number in mine for index, _ in known.places[number]})
+        with StatusLine("Laying out optimizer states") as line:
+            for index in line.over(indices, self._expected_bytes):
+                self._put(index, mine)
+
+    def _put(self, index: int, mine: Mapping[int, State]) -> None:
+        """States of some parameters, by number, into one subgroup."""
+        known, subgroup = self._partition, self._partition.subgroups[index]
+        storage = self._store.take(index)
+        parts = _filled(subgroup, storage)
+        is_changed = False
+        for number, part in enumerate(subgroup.parts):
+            if part.parameter in mine:
+                cut = known.cut(part, mine[part.parameter])
+                is_changed = is_changed or not is_unchanged(parts[number], cut)
+                parts[number] = cut
+        if is_changed:
+            self._settle(index, parts, storage, keep=False)
+        else:
+            self._store.give(index, storage, is_dirty=False, keep=False)
 
     def forget(self, key: object) -> None:
         """There is no such state any more. Nothing is moved for it."""

@@ -400,7 +400,7 @@ class Scheduler:
         """
         for kind in list(self._kinds.values()):
             if kind.planning is not None:
-                kind.planning.task.wait()  # what it raises, _install raises
+                kind.planning.task.wait("Planning what is moved")  # what it raises, _install raises
                 self._install(kind)
 
     def _install(self, kind: PassKind) -> None:

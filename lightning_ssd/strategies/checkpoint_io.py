@@ -7,12 +7,15 @@ import secrets
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from lightning_ssd.common.status_line import StatusLine
 
 __all__ = ["StreamedCheckpointIO"]
 
@@ -34,8 +37,11 @@ class StreamedCheckpointIO(TorchCheckpointIO):
         # Named before it is there, so that an interrupt never leaves one that nobody knows of.
         name = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
         try:
-            with open(name, "xb", opener=partial(os.open, mode=0o600)) as stream:
-                _save(checkpoint, stream)
+            with (
+                open(name, "xb", opener=partial(os.open, mode=0o600)) as stream,
+                StatusLine(f"Saving {target.name}") as line,
+            ):
+                _save(checkpoint, _WatchedFile(stream, line, _num_bytes(checkpoint)) if line.is_wanted else stream)
                 stream.flush()
                 # By descriptor: others may be able to write to the directory, and to put a link in the name's place.
                 os.fchmod(stream.fileno(), 0o666 & ~_umask())
@@ -57,6 +63,35 @@ class StreamedCheckpointIO(TorchCheckpointIO):
             found: dict[str, Any] = torch.load(source, map_location=map_location, weights_only=weights_only, mmap=True)
             return found
         return super().load_checkpoint(path, map_location, weights_only)
+
+
+class _WatchedFile:
+    """What ``torch.save`` needs of a file, which tells how much has been written.
+
+    Args:
+        stream: the file.
+        line: where to.
+        total_bytes: about so many are to come; 0: unknown.
+    """
+
+    def __init__(self, stream: BinaryIO, line: StatusLine, total_bytes: int) -> None:
+        self._stream, self._line = stream, line
+        self._done_bytes, self._total_bytes = 0, total_bytes
+        self.flush = stream.flush
+
+    def write(self, data: Any) -> int:
+        count = self._stream.write(data)
+        self._done_bytes += count
+        self._line.update(self._done_bytes, self._total_bytes)
+        return count
+
+
+def _num_bytes(checkpoint: dict[str, Any]) -> int:
+    """Of the tensors; 0 where one cannot tell."""
+    try:
+        return sum(leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, torch.Tensor))
+    except Exception:  # of whatever class: nobody needs the number
+        return 0
 
 
 def _local(path: str | os.PathLike[str]) -> Path | None:

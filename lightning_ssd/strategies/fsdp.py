@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_ssd.activations.dtensor_hooks import shards_unwrapped
 from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
@@ -141,6 +142,15 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
             return super().optimizer_state(optimizer)
         full = inner.full_state_dict(receive=self.global_rank == 0)
         return _numbered_by_module(full, inner, self.module) if full else full
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        # PyTorch writes what each process has, and does not tell how far it is: drawn at once, or never.
+        doing = "Saving a checkpoint" if self.policy.optimizer_states == "offload" else None
+        with StatusLine(doing, delay_s=0):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

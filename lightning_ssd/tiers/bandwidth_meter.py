@@ -117,7 +117,7 @@ class _Channels:
             self._seen, self._seen_s = now, now_s
         if self._probe is not None and not (self._write.value and self._read.value):
             try:
-                probed = undisturbed(self._probe, "lightning_ssd-probe")
+                probed = undisturbed(self._probe, "lightning_ssd-probe", doing=f"Probing {self._place}")
             # As with a failed write: nothing is moved, training goes on. A device or a host without the memory to try
             # copies with raises a RuntimeError of PyTorch's.
             except (OSError, StorageError, RuntimeError, MemoryError) as error:

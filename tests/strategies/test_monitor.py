@@ -246,6 +246,8 @@ def test_progress_bar_shows_three_numbers(tmp_path):
     assert 0 < shown["resident_gib"] < 0.01
     assert shown["ssd_gib"] >= 0
     assert 0 <= shown["stall_pct"] <= 100
+    for value in shown.values():
+        assert value == pytest.approx(float(f"{value:.3g}"), rel=1e-6)  # Lightning keeps it in float32
 
 
 def test_progress_bar_can_do_without_us(tmp_path):

@@ -13,6 +13,7 @@ import torch
 
 from lightning_ssd.common.dtensor import is_shard, local_of, spec_of, wrap
 from lightning_ssd.common.rounding import round_up
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.file_mapping import FileView
@@ -41,10 +42,11 @@ def full_states(states: States, put: Put | None) -> dict[int, dict[Any, Any]]:
         The same with whole tensors in the place of sharded ones; nothing where ``put`` is ``None``.
     """
     found: dict[int, dict[Any, Any]] = {}
-    for number in sorted(states):
-        state = {key: _whole(value, put) for key, value in states[number].items()}
-        if put is not None:
-            found[number] = state
+    with StatusLine("Collecting optimizer states") as line:
+        for number in line.over(sorted(states), lambda number: full_nbytes({number: states[number]})):
+            state = {key: _whole(value, put) for key, value in states[number].items()}
+            if put is not None:
+                found[number] = state
     return found
 
 

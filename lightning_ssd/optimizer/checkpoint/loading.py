@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.optimizer.step.aliases import are_apart, spans_of, tensors_in
 from lightning_ssd.optimizer.step.master_weights import MASTER
 from lightning_ssd.optimizer.step.partition import Partition
@@ -80,8 +81,9 @@ def _load(
     # By its parameter's type load_state_dict decides to which type it casts a state.
     cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in parameters if has_master(p)}
     optimizer.param_groups = [{**group, "params": [cast_to.get(id(p), p) for p in group["params"]]} for group in groups]
+    line = StatusLine("Loading optimizer states")
     try:
-        for index, subgroup in enumerate(partition.subgroups):
+        for index, subgroup in enumerate(line.over(partition.subgroups, lambda subgroup: subgroup.expected_bytes)):
             loaded: list[State] = []
             shared: list[tuple[torch.Tensor, State]] = []
             for part in subgroup.parts:
@@ -111,3 +113,4 @@ def _load(
                 keep(parameter, optimizer.state[parameter])
     finally:
         optimizer.param_groups = groups
+        line.clear()

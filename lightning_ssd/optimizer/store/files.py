@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.memory.host_budget import BudgetShare
@@ -78,7 +79,8 @@ class StateFiles:
         Raises:
             OutOfSpaceError: all directories together have no room. Nothing was given back, and nothing is lost.
         """
-        undisturbed(partial(self._reserve, needs), "lightning_ssd-reserve")
+        doing = f"Reserving {format_sizes(sum(needs))[0]} of disk space for optimizer states"
+        undisturbed(partial(self._reserve, needs), "lightning_ssd-reserve", doing=doing)
 
     def _reserve(self, needs: Sequence[int]) -> None:
         missing, first = 0, None

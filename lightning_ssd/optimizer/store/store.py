@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.common.profiling import span, spanned
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.waiting import Changes, Latch
 from lightning_ssd.errors import OffloaderClosedError, StorageError, forget_frames
 from lightning_ssd.memory.mmap import PAGE_BYTES
@@ -292,8 +293,9 @@ class StateStore:
                 home.is_wanted = home.is_wanted or home.storage is not None
                 if home.where is Residency.HERE and home.is_dirty:
                     self._let_go(index, to_drive=True)
-        self.wait_for_writes()
-        self._empty_cache()
+        with StatusLine("Writing optimizer states") as line:
+            self.wait_for_writes(line)
+            self._empty_cache(line)
         with self._lock:
             for home in self._homes:
                 home.is_wanted = False
@@ -302,19 +304,19 @@ class StateStore:
                     f"optimizer states could not be written, and stay in memory: {self._failures.last_error}"
                 )
 
-    def _empty_cache(self) -> None:
+    def _empty_cache(self, line: StatusLine) -> None:
         """What is in host memory only goes through a slot to its drive."""
-        for index, home in enumerate(self._homes):
+        for index, home in line.over(list(enumerate(self._homes)), lambda one: _cached_bytes(one[1])):
             if home.copy is not None and home.copy.is_cached:
                 self.take(index)
                 with self._lock:
                     home.where, home.is_dirty = Residency.HERE, True
                     self._let_go(index, to_drive=True)
-        self.wait_for_writes()
+        self.wait_for_writes(line)
 
-    def wait_for_writes(self) -> None:
+    def wait_for_writes(self, line: StatusLine | None = None) -> None:
         """Until no write is under way. What was to leave memory has left it then."""
-        self._until(lambda: not any(home.where is Residency.WRITING for home in self._homes))
+        self._until(lambda: not any(home.where is Residency.WRITING for home in self._homes), line)
 
     def _let_go(self, index: int, *, to_drive: bool = False) -> None:
         home = self._homes[index]
@@ -516,13 +518,15 @@ class StateStore:
         with self._lock:
             self._returned.give_back()
 
-    def _until(self, is_done: Callable[[], bool]) -> None:
-        """Wait for a change after which this is so, asked under the lock."""
+    def _until(self, is_done: Callable[[], bool], line: StatusLine | None = None) -> None:
+        """Wait for a change after which this is so, asked under the lock; the line is told without the lock."""
         while True:
             with self._lock:
                 if is_done():
                     return
                 latch = self._next()
+            if line is not None:
+                line.update()
             if latch is not None:
                 with span("lightning_ssd::stall"):
                     latch.wait()
@@ -547,3 +551,7 @@ class StateStore:
                 self._drop(home)
             self.slots.clear()
             self._changed.tell()
+
+
+def _cached_bytes(home: SubgroupEntry) -> int:
+    return home.copy.stored.body_nbytes if home.copy is not None and home.copy.is_cached else 0
