@@ -88,7 +88,10 @@ def test_a_loop_of_lightning_ends_soon(how: str, spill_dir: Path, forks: list[st
     assert "Exception ignored" not in err
     if how != "ddp":  # where Lightning ends the other processes, and itself
         assert "interrupted []" in out, err[-4000:]
-    assert list(spill_dir.iterdir()) == []
+    # With DDP, Lightning kills the other process by SIGKILL as soon as the first one is interrupted: on a busy machine
+    # before that one has removed its directory, in which there is nothing (spill files have no name).
+    left = list(spill_dir.iterdir()) if how != "ddp" else [path for path in spill_dir.rglob("*") if path.is_file()]
+    assert left == []
 
 
 _CELLS = (
