@@ -71,7 +71,7 @@ class Limits:
     """The limit of resident saved activations, for one process.
 
     A budget of the policy is one. Where there is none, memory itself becomes one as soon as a pass has found no room
-    for all that it saved (it is *scarce* from then on): what is there, less what everything else needs.
+    for all that it saved (it is *scarce* then, until there is): what is there, less what everything else needs.
 
     Args:
         constraints: of the policy.
@@ -84,6 +84,7 @@ class Limits:
         self._constraints = constraints
         self._num_sharing = num_sharing
         self._is_scarce = False
+        self._wanted_bytes = 0  # saved by the largest pass that has found no room
         self._usable_bytes = 0
 
     def look(self, level_bytes: int, available_bytes: int | None) -> int:
@@ -99,11 +100,21 @@ class Limits:
         usable = int(_USABLE_SHARE * (level_bytes + available))
         if not self._is_scarce or not _BAND[0] <= usable / max(self._usable_bytes, 1) <= _BAND[1]:
             self._usable_bytes = usable
-        return int(_KEEP_SHARE * available)
+        room = int(_KEEP_SHARE * available)
+        if self._is_scarce and room >= _BAND[1] * self._wanted_bytes:
+            self._is_scarce = False  # whoever else needed it has gone
+        return room
 
-    def ran_out(self) -> bool:
-        """A pass without a plan has found no room for everything. Returns whether this makes memory scarce anew."""
-        if self._constraints.has_budget or self._is_scarce or not self._usable_bytes:
+    def ran_out(self, saved_bytes: int) -> bool:
+        """A pass without a plan, which saved so much, has found no room for all of it.
+
+        Returns:
+            Whether this makes memory scarce anew. It is until there is clearly room for such a pass again.
+        """
+        if self._constraints.has_budget or not self._usable_bytes:
+            return False
+        self._wanted_bytes = max(self._wanted_bytes, saved_bytes)
+        if self._is_scarce:
             return False
         self._is_scarce = True
         return True

@@ -231,7 +231,7 @@ class Scheduler:
                 kind.ask_for_trace()  # two passes of one kind in one backward: one plan at a time
 
     def _read(self, kind: PassKind, done: FinishedPass) -> None:
-        if done.cursor.ran_out and self._limits.ran_out():
+        if done.cursor.ran_out and self._limits.ran_out(sum(done.sizes)):
             _log.info(
                 "a pass has saved more than there is room for: memory is planned from now on as if it were a budget"
             )

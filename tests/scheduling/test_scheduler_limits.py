@@ -13,6 +13,7 @@ from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
 from lightning_ssd.scheduling import scheduler as module
 from lightning_ssd.scheduling.clock import Clock, HostClock
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
+from lightning_ssd.scheduling.move_search import NUM_KEPT
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.scheduler import FinishedPass, Scheduler
 from tests.support.fake_passes import (
@@ -228,6 +229,25 @@ def test_without_room_nothing_is_given_up_however_slow_the_drive() -> None:
         report = made.report()
         assert report is not None
         assert report.state is None
+
+
+def test_memory_is_scarce_no_longer_than_it_is() -> None:
+    """Somebody else takes memory for a while; afterwards nothing is limited, and how much may move is searched for."""
+    ample, saved = 10 * COUNT * NBYTES, COUNT * NBYTES
+    with opened() as made:
+        assert train_in(made, ample).limit_bytes is None
+        assert train_in(made, saved).ran_out
+        assert train_in(made, saved, passes=3).limit_bytes is not None
+        assert train_in(made, 3 * saved).limit_bytes is not None, (
+            "of which 0.4 are less than what was wanted, and a little"
+        )
+        for _ in range(NUM_KEPT + 2):
+            after = train_in(made, ample)
+            assert after.limit_bytes is None
+        report = made.report()
+        assert report is not None
+        assert report.state is not None, "plans are searched for again"
+        assert train_in(made, saved // 2, passes=3).limit_bytes is not None, "and it may come back"
 
 
 def test_scarce_memory_never_raises() -> None:
