@@ -135,6 +135,8 @@ _RULES: dict[str, Rule] = {
     "logger.csv.version": Rule("text or a number", lambda value: isinstance(value, str) or _is_whole(value), "mine"),
     "logger.wandb.project": _TEXT,
     "logger.wandb.name": _TEXT.or_one_of(None),
+    "logger.wandb.group": _TEXT.or_one_of(None),
+    "logger.wandb.job_type": _TEXT.or_one_of(None),
     "logger.wandb.save_dir": _PATH,
     "logger.wandb.offline": _SWITCH,
 }
