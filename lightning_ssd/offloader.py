@@ -39,6 +39,7 @@ from lightning_ssd.telemetry import metrics
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
 from lightning_ssd.telemetry.step_record import PhaseName, StepRecord, StepRecorder
+from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.streams import CopyEngine, HostCopies, StreamCopies
 from lightning_ssd.wear.meter import WearMeter
 
@@ -110,6 +111,7 @@ class Offloader:
         self._parts: Components = NOTHING
         self._wear: WearMeter | None = None
         self._host_memory = HostMemory(self.hardware, self._num_local)
+        self._num_drives = 1
         self._optimizers: list[OffloadedOptimizer] = []
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
         self._last_stats = self._sampled = OffloadStats()
@@ -152,6 +154,7 @@ class Offloader:
         settle_first_calls()
         self._host_memory = HostMemory(self.hardware, self._num_local)
         environment = self._environment(device, self._copies)
+        self._num_drives = len(environment.paths)
         # `stack` has what was opened, whatever becomes of the caller.
         parts = undisturbed(
             partial(assemble, stack, self.policy, environment),
@@ -493,7 +496,7 @@ class Offloader:
             step_s: how long the step took that is over (seconds), where somebody has measured it.
         """
         before, self._sampled = self._sampled, self._moved()
-        scheduler, wear = self._parts.scheduler, self._wear
+        scheduler, wear, host = self._parts.scheduler, self._wear, self._parts.tiers.host
         events = self._events.drain()
         if self._recorder is not None:
             self._recorder.happened(events)
@@ -506,6 +509,8 @@ class Offloader:
             drive_life_days=None if wear is None else wear.life_days(self._sampled.bytes_written),
             step_s=step_s,
             states_bytes=sum(one.resident_bytes for one in self.optimizer_stats) if self._optimizers else None,
+            host_tier_bytes=host.memory_bytes if isinstance(host, HostTier) and not self._is_foreign else None,
+            num_drives=self._num_drives,
         )
 
 

@@ -482,6 +482,8 @@ class Scheduler:
             num_plans=self.num_plans,
             slowdown=None if self._searched is None else self._searched.slowdown,
             moving_cost_s_per_byte=None if self._searched is None else self._searched.cost_s_per_byte,
+            # What no hook sees of recomputed blocks is at the end of the trace, see `with_inner`.
+            recomputed_bytes=sum(storage.nbytes for storage in known.trace.storages[len(known.sizes) :]),
         )
 
     def close(self) -> None:

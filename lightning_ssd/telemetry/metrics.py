@@ -8,7 +8,7 @@ several processes, by the rules that the table gives.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Literal
@@ -20,6 +20,7 @@ from lightning_ssd.telemetry.stats import OffloadStats
 __all__ = [
     "MEASURED",
     "METRICS",
+    "NUM_DRIVES",
     "RECORDED",
     "Metric",
     "MetricWindow",
@@ -54,6 +55,20 @@ class Metric:
     """How several processes become one number: the worst one, their mean, or all together."""
 
 
+NUM_DRIVES = 8
+"""So many drives have keys of their own: as many as the largest machines in ``conf/hardware`` have."""
+
+
+def _drive_metrics() -> Iterator[Metric]:
+    for n in range(NUM_DRIVES):
+        for direction, verb in (("write", "written to"), ("read", "read from")):
+            key = f"io/drive{n}_{direction}_gib"
+            about = f"bytes {verb} directory {n} of `hardware.paths`"
+            yield Metric(key, f"{about}; absent with one directory", GIB, "mean", "sum")
+            busy = f"{about} / time with a {direction} in flight there; absent without"
+            yield Metric(f"{key}_per_s", busy, GIB, "rate", "sum")
+
+
 METRICS: tuple[Metric, ...] = (
     Metric("time/step_s", "one training step, without data loading; absent in loops of your own", 1, "mean"),
     Metric("time/samples_per_s", "of training; absent where a batch does not tell its size", 1, "time_weighted", "sum"),
@@ -64,6 +79,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory/activations_saved_peak_gib", "what keeping all of them would have held at its worst", GIB, "max"),
     Metric("memory/worst_rank", "the process whose peak this is; absent with one process", 1, "last"),
     Metric("memory/states_resident_gib", "states of offloaded optimizers in memory; absent without one", GIB, "last"),
+    Metric("memory/host_tier_gib", "host memory taken for activations in place of drives; absent without", GIB, "last"),
     Metric("io/write_gib", "bytes that reached a drive", GIB, "mean", "sum"),
     Metric("io/read_gib", "bytes that came back from a drive", GIB, "mean", "sum"),
     Metric("io/host_gib", "bytes that went to host memory instead of a drive", GIB, "mean", "sum"),
@@ -90,6 +106,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "io/read_gib_per_s", "bytes read from drives / time with a read in flight; absent without", GIB, "rate", "sum"
     ),
+    Metric(
+        "io/busiest_drive_ratio",
+        "share of the drive that moved most in all that drives moved; absent with one directory, or when nothing moved",
+        1,
+        "bytes_weighted",
+    ),
     Metric("wear/written_tb", "bytes written to drives since the start, in units of 10**12", TB, "last", "sum"),
     Metric(
         "wear/drive_life_days",
@@ -106,6 +128,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("plan/num_plans", "plans made since the start", 1, "last"),
     Metric("plan/slowdown_ratio", "measured time of a pass that moves / of one that keeps everything", 1, "last"),
     Metric("plan/moving_cost_s_per_gib", "what moving costs besides transfers, as far as it is known", 1 / GIB, "last"),
+    Metric(
+        "plan/recomputed_gib",
+        "activations that a pass computes again in backward, as profiled before it did; absent without a plan",
+        GIB,
+        "last",
+        "sum",
+    ),
+    *_drive_metrics(),
 )
 """Peaks hold since the start or the last reset, ``io/`` numbers since the last sample. No key is called ``step`` or
 lies under ``system/``: Lightning and W&B take those for themselves."""
@@ -114,7 +144,7 @@ MEASURED = ("time/samples_per_s", "time/tokens_per_s")
 """Keys that only a loop knows."""
 RECORDED = ("io/stall_forward_s", "io/stall_backward_s", "io/stall_update_s")
 """Keys that only a recorded step has."""
-_RATES = {"io/write_gib_per_s": "io/write_gib", "io/read_gib_per_s": "io/read_gib"}
+_RATES = {metric.key: metric.key.removesuffix("_per_s") for metric in METRICS if metric.merge == "rate"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +164,8 @@ class PlanReadings:
     """Typical time of a pass that moves, relative to one that keeps everything, both measured."""
     moving_cost_s_per_byte: float | None = None
     """What moving is planned to cost besides transfers."""
+    recomputed_bytes: int | None = None
+    """Activations inside of blocks that run again, of one pass, from a trace in which they did not."""
 
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
@@ -194,6 +226,8 @@ def compute(
     drive_life_days: float | None = None,
     step_s: float | None = None,
     states_bytes: int | None = None,
+    host_tier_bytes: int | None = None,
+    num_drives: int = 1,
 ) -> dict[str, float]:
     """One sample: what happened between two snapshots.
 
@@ -207,6 +241,8 @@ def compute(
             out, because JSON has no such number.
         step_s: how long the step took; ``None``: nobody has measured it.
         states_bytes: of optimizer states in memory now; ``None``: no optimizer is offloaded.
+        host_tier_bytes: memory that the tier of that name has taken; ``None``: there is none.
+        num_drives: directories that there are.
 
     Returns:
         Keys of :data:`METRICS`. A key is absent where there is no number: no CUDA, nothing moved, no plan.
@@ -216,6 +252,7 @@ def compute(
         "time/step_s": step_s,
         "memory/worst_rank": None,  # of several processes, which one alone does not know
         "memory/states_resident_gib": states_bytes,
+        "memory/host_tier_gib": host_tier_bytes,
         "memory/device_peak_gib": readings.device_peak_bytes,
         "memory/host_peak_gib": readings.host_peak_bytes,
         "memory/activations_resident_peak_gib": stats_now.resident_peak_bytes,
@@ -230,11 +267,11 @@ def compute(
         "wear/written_tb": stats_now.bytes_written,
         "wear/drive_life_days": None if drive_life_days == math.inf else drive_life_days,
     }
-    raw |= _from_events(events) | _from_plan(plan or PlanReadings())
-    return {metric.key: value / metric.divisor for metric in METRICS if (value := raw[metric.key]) is not None}
+    raw |= _from_events(events, num_drives) | _from_plan(plan or PlanReadings())
+    return {metric.key: value / metric.divisor for metric in METRICS if (value := raw.get(metric.key)) is not None}
 
 
-def _from_events(events: Iterable[Event]) -> dict[str, float | None]:
+def _from_events(events: Iterable[Event], num_drives: int) -> dict[str, float | None]:
     stalls: list[tuple[float, float]] = []
     moved: list[TransferEvent] = []
     for event in events:
@@ -246,7 +283,22 @@ def _from_events(events: Iterable[Event]) -> dict[str, float | None]:
         "io/overlap_ratio": overlap_ratio(stalls, [(event.start_s, event.end_s) for event in moved]),
         "io/write_gib_per_s": _bytes_per_s(event for event in moved if event.direction == "write"),
         "io/read_gib_per_s": _bytes_per_s(event for event in moved if event.direction == "read"),
+        **(_of_drives(moved, num_drives) if num_drives > 1 else {}),
     }
+
+
+def _of_drives(moved: Sequence[TransferEvent], num_drives: int) -> dict[str, float | None]:
+    """Of each drive by itself. The host tier's moves have none."""
+    raw: dict[str, float | None] = {}
+    by_drive: list[int] = []
+    for n in range(num_drives):
+        mine = [event for event in moved if event.drive == n]
+        by_drive.append(sum(event.nbytes for event in mine))
+        for direction in ("write", "read"):
+            events = [event for event in mine if event.direction == direction]
+            raw[f"io/drive{n}_{direction}_gib"] = sum(event.nbytes for event in events)
+            raw[f"io/drive{n}_{direction}_gib_per_s"] = _bytes_per_s(events)
+    return {**raw, "io/busiest_drive_ratio": max(by_drive) / sum(by_drive) if any(by_drive) else None}
 
 
 def _from_plan(plan: PlanReadings) -> dict[str, float | None]:
@@ -259,6 +311,7 @@ def _from_plan(plan: PlanReadings) -> dict[str, float | None]:
         "plan/num_plans": plan.num_plans,
         "plan/slowdown_ratio": plan.slowdown,
         "plan/moving_cost_s_per_gib": plan.moving_cost_s_per_byte,
+        "plan/recomputed_gib": plan.recomputed_bytes,
     }
 
 

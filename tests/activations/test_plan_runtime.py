@@ -353,6 +353,7 @@ def test_the_host_tier_takes_what_the_drive_cannot(tmp_path: Path) -> None:
         assert host is not None
         host.flush()
         assert host.used_bytes == 0  # type: ignore[attr-defined]
+        assert 0 < offloader.drain_metrics()["memory/host_tier_gib"] <= 8 / 1024
         assert offloader.stats.bytes_host > 0
         assert offloader.stats.resident_peak_bytes <= SMALLEST
         assert offloader.stats.failures == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,6 +175,24 @@ def test_a_plan_that_recomputes_is_traced_again() -> None:
         assert all(cursor.block(b) == (b in cursor.recompute) for b in range(4))
 
 
+def test_readings_tell_what_is_recomputed() -> None:
+    """Of a pass in which no hook has seen it."""
+    whole = make_trace(blocks=True)
+    with opened(machine=machine_of(SLOW), activation_budget=6 * NBYTES, recompute=True) as made:
+        run_pass(made, whole)
+        made.wait()
+        blocks = made.cursor("a", level_bytes=0, available_bytes=None)[0].recompute
+        left = tuple(storage for storage in whole.storages if storage.block not in blocks)
+        without = replace(whole, storages=left, order=tuple(reversed(range(len(left)))), recomputed=blocks)
+        run_pass(made, without)
+        made.wait()
+        run_pass(made, without)
+        readings = made.readings()
+        assert blocks
+        assert readings is not None
+        assert readings.recomputed_bytes == 3 * NBYTES * len(blocks)
+
+
 @pytest.mark.parametrize("limit", [{"activation_budget": 6 * NBYTES}, {"wear_bytes_per_day": 1}, {}])
 def test_without_consent_nothing_is_recomputed(limit: dict[str, int]) -> None:
     """Neither for a budget, nor for wear, nor where memory is scarce."""
@@ -224,6 +243,7 @@ def test_readings_are_those_of_the_last_pass() -> None:
         assert readings.predicted_step_s == known.plan.prediction.step_s
         assert readings.predicted_peak_bytes == known.plan.prediction.peak_bytes
         assert (readings.measured_step_s, readings.measured_peak_bytes, readings.num_plans) == (1.25, NBYTES, 1)
+        assert readings.recomputed_bytes == 0
 
 
 def test_the_limit_of_wear_is_that_of_one_pass() -> None:

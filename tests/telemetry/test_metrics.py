@@ -12,6 +12,7 @@ from lightning_ssd.telemetry.events import StallEvent, TransferEvent
 from lightning_ssd.telemetry.metrics import (
     MEASURED,
     METRICS,
+    NUM_DRIVES,
     RECORDED,
     MetricWindow,
     PlanReadings,
@@ -109,7 +110,9 @@ PLAN = PlanReadings(
     num_plans=3,
     slowdown=1.25,
     moving_cost_s_per_byte=0.5 / GIB,
+    recomputed_bytes=GIB // 8,
 )
+DRIVES = [metric.key for metric in METRICS if metric.key.startswith("io/drive")]
 
 
 def sample(events=EVENTS, before=BEFORE, now=NOW, readings=READINGS, plan=PLAN, drive_life_days=500.0):
@@ -122,6 +125,7 @@ def sample(events=EVENTS, before=BEFORE, now=NOW, readings=READINGS, plan=PLAN, 
         drive_life_days=drive_life_days,
         step_s=2.0,
         states_bytes=GIB // 4,
+        host_tier_bytes=8 * GIB,
     )
 
 
@@ -134,6 +138,7 @@ def test_the_numbers_of_one_sample():
             "memory/activations_resident_peak_gib": 1,
             "memory/activations_saved_peak_gib": 5,
             "memory/states_resident_gib": 0.25,
+            "memory/host_tier_gib": 8,
             "io/write_gib": 2,
             "io/read_gib": 3,
             "io/host_gib": 7,
@@ -153,14 +158,62 @@ def test_the_numbers_of_one_sample():
             "plan/num_plans": 3,
             "plan/slowdown_ratio": 1.25,
             "plan/moving_cost_s_per_gib": 0.5,
+            "plan/recomputed_gib": 0.125,
         }
     )
 
 
 def test_keys_and_table_are_the_same():
-    assert list(sample()) == [
-        metric.key for metric in METRICS if metric.key not in ("memory/worst_rank", *MEASURED, *RECORDED)
-    ]
+    absent = ("memory/worst_rank", "io/busiest_drive_ratio", *MEASURED, *RECORDED, *DRIVES)
+    assert list(sample()) == [metric.key for metric in METRICS if metric.key not in absent]
+
+
+def sample_of_drives(events, num_drives):
+    nothing = OffloadStats()
+    row = compute(events, stats_before=nothing, stats_now=nothing, readings=MemoryReadings(), num_drives=num_drives)
+    return {key: value for key, value in row.items() if key.startswith(("io/drive", "io/busiest"))}
+
+
+DRIVEN = (
+    transfer("write", GIB, 0.0, 1.0, drive=0),
+    transfer("write", GIB, 0.5, 2.0, drive=0),
+    transfer("write", GIB, 0.0, 4.0, drive=1),
+    transfer("write", 9 * GIB, 0.0, 4.0, drive=1, failed=True),
+    transfer("write", 9 * GIB, 0.0, 4.0, tier="host"),
+    transfer("read", 2 * GIB, 4.0, 5.0, drive=1),
+)
+
+
+def test_each_of_several_drives_has_its_numbers():
+    assert sample_of_drives(DRIVEN, 3) == {
+        "io/busiest_drive_ratio": 0.6,
+        "io/drive0_write_gib": 2,
+        "io/drive0_write_gib_per_s": 1,
+        "io/drive0_read_gib": 0,
+        "io/drive1_write_gib": 1,
+        "io/drive1_write_gib_per_s": 0.25,
+        "io/drive1_read_gib": 2,
+        "io/drive1_read_gib_per_s": 2,
+        "io/drive2_write_gib": 0,
+        "io/drive2_read_gib": 0,
+    }
+    assert sample_of_drives((), 2) == dict.fromkeys((key for key in DRIVES if key[8] in "01" and key[-1] == "b"), 0)
+
+
+def test_a_drive_alone_and_one_too_many_have_no_keys():
+    assert sample_of_drives(DRIVEN, 1) == {}
+    far = transfer("write", GIB, 0.0, 1.0, drive=NUM_DRIVES)
+    row = sample_of_drives((far, *DRIVEN), NUM_DRIVES + 1)
+    assert set(row) <= {*DRIVES, "io/busiest_drive_ratio"}
+    assert row["io/busiest_drive_ratio"] == 0.5
+
+
+def test_the_rate_of_a_drive_over_several_steps_is_all_bytes_over_all_busy_time():
+    window = MetricWindow()
+    for nbytes, end in ((GIB, 1.0), (GIB, 3.0), (0, 0.0)):
+        window.add(sample_of_drives((transfer("write", nbytes, 0.0, end, drive=1),), 2))
+    assert window.result()["io/drive1_write_gib"] == pytest.approx(2 / 3)
+    assert window.result()["io/drive1_write_gib_per_s"] == 0.5
 
 
 def test_keys_follow_the_naming_law():
@@ -185,12 +238,15 @@ def test_what_has_no_number_has_no_key():
         "memory/host_peak_gib",
         "memory/worst_rank",
         "memory/states_resident_gib",
+        "memory/host_tier_gib",
         "io/stall_ratio",
         *MEASURED,
         *RECORDED,
         "io/overlap_ratio",
         "io/write_gib_per_s",
         "io/read_gib_per_s",
+        "io/busiest_drive_ratio",
+        *DRIVES,
     }
     assert set(row.values()) == {0}
 
