@@ -1,4 +1,4 @@
-"""The W&B dashboard as code: which panels there are, and the workspace made of them."""
+"""The W&B dashboard as code: which panels there are, and the workspace and the report made of them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from lightning_ssd.telemetry.metrics import NUM_DRIVES
+
 if TYPE_CHECKING:
     from typing import Any
 
+    from wandb_workspaces.reports.v2.interface import Report
     from wandb_workspaces.workspaces import Workspace
 
-__all__ = ["DASHBOARD", "Panel", "Section", "make_workspace", "workspace_json"]
+__all__ = ["DASHBOARD", "Panel", "Section", "make_report", "make_workspace", "to_json"]
 
 _AXIS = "trainer/global_step"
-_MODE = "lightning_ssd.policy.activations"
-"""Where the monitor leaves it in a run's configuration; runs of one mode are shown together."""
+_MODE = ("JobType", "lightning_ssd.policy.activations")
+"""Runs of one mode are shown together: first by their job type, which the recipes set to the way of offloading, then by
+what the monitor leaves in a run's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,39 +37,60 @@ class Section:
     """A row of panels."""
 
     name: str
+    about: str
+    """How to read them; for the report."""
     panels: tuple[Panel, ...]
+
+
+def _each_drive(metric: str) -> tuple[str, ...]:
+    return tuple(f"io/drive{n}_{metric}" for n in range(NUM_DRIVES))
 
 
 DASHBOARD = (
     Section(
         "Does it fit?",
+        "Saved activations in memory are below what keeping all of them would hold; the peak of all memory has "
+        "weights, gradients and states in it as well.",
         (
             Panel("Saved activations: in memory, and with all of them kept (GiB)", (
                 "memory/activations_resident_peak_gib", "memory/activations_saved_peak_gib")),
             Panel("Peak of all memory (GiB)", ("memory/device_peak_gib", "memory/host_peak_gib")),
+            Panel("Held in host memory in place of drives (GiB)", (
+                "memory/host_tier_gib", "memory/states_resident_gib")),
             Panel("Memory over one step", ("offload/memory_over_step",), "media"),
         ),
     ),
     Section(
         "What does it cost?",
+        "A run that keeps everything is what others are compared with. Waiting is the part of a step in which training "
+        "stood still for a transfer.",
         (
             Panel("One step (s)", ("time/step_s",)),
             Panel("Samples and tokens per second", ("time/samples_per_s", "time/tokens_per_s")),
             Panel("Waiting, share of the step", ("io/stall_ratio",)),
             Panel("Moved steps / kept steps", ("plan/slowdown_ratio",)),
+            Panel("Computed again in backward (GiB)", ("plan/recomputed_gib",)),
         ),
     ),
     Section(
         "What do the drives do?",
+        "Rates are of the time in which something was under way. Single drives have lines where several directories "
+        "are given; one that is slower than the others holds them up.",
         (
             Panel("Moved per step (GiB)", ("io/write_gib", "io/read_gib", "io/host_gib", "io/forwarded_gib")),
             Panel("Rates (GiB/s)", ("io/write_gib_per_s", "io/read_gib_per_s")),
+            Panel("Written by each drive (GiB/s)", _each_drive("write_gib_per_s")),
+            Panel("Read by each drive (GiB/s)", _each_drive("read_gib_per_s")),
+            Panel("Written by each drive, per step (GiB)", _each_drive("write_gib")),
+            Panel("Read by each drive, per step (GiB)", _each_drive("read_gib")),
+            Panel("Share of the busiest drive", ("io/busiest_drive_ratio",)),
             Panel("Hidden behind compute", ("io/overlap_ratio",)),
             Panel("Transfers of one step", ("offload/transfers",), "media"),
         ),
     ),
     Section(
         "Is the plan right?",
+        "Runs with activations='auto': predicted and measured lie close together where the plan knows the machine.",
         (
             Panel("One pass (s): predicted, measured", ("plan/predicted_step_s", "plan/measured_step_s")),
             Panel("Peak (GiB): predicted, measured", ("plan/predicted_peak_gib", "plan/measured_peak_gib")),
@@ -74,6 +99,7 @@ DASHBOARD = (
     ),
     Section(
         "How long do the drives live?",
+        "Days are those of continuous training until a drive reaches its vendor's rating (hardware.drive_endurance).",
         (
             Panel("Written since the start (TB)", ("wear/written_tb",)),
             Panel("Days until the rating is reached", ("wear/drive_life_days",)),
@@ -89,32 +115,58 @@ def make_workspace(*, entity: str, project: str, name: str) -> Workspace:
         ImportError: wandb-workspaces is not installed.
     """
     from wandb_workspaces import expr
-    from wandb_workspaces.reports.v2 import interface as panels
     from wandb_workspaces.workspaces import RunsetSettings, Workspace
     from wandb_workspaces.workspaces import Section as Row
 
-    def drawn(panel: Panel) -> Any:
-        if panel.kind == "media":
-            return panels.MediaBrowser(title=panel.title, media_keys=list(panel.keys))
-        return panels.LinePlot(title=panel.title, x=_AXIS, y=list(panel.keys))
-
+    job_type, policy = _MODE
     return Workspace(
         entity=entity,
         project=project,
         name=name,
-        sections=[
-            Row(name=section.name, panels=[drawn(panel) for panel in section.panels], is_open=True)
-            for section in DASHBOARD
-        ],
-        runset_settings=RunsetSettings(groupby=[expr.Config(_MODE)]),
+        sections=[Row(name=section.name, panels=_drawn(section), is_open=True) for section in DASHBOARD],
+        runset_settings=RunsetSettings(groupby=[expr.Metric(job_type), expr.Config(policy)]),
         auto_generate_panels=False,
     )
 
 
-def workspace_json(workspace: Workspace) -> str:
-    """Return the workspace in the form that W&B stores.
+def make_report(*, entity: str, project: str, name: str) -> Report:
+    """Build the report: the same sections as a document, each with its runs by mode; nothing is sent anywhere.
 
-    Leans on ``_to_model`` of wandb-workspaces, which has no public way to write a workspace without sending it.
+    Raises:
+        ImportError: wandb-workspaces is not installed.
     """
-    model = workspace._to_model()
+    from wandb_workspaces.reports.v2 import interface as parts
+
+    job_type, policy = _MODE
+    blocks: list[Any] = [parts.TableOfContents()]
+    for section in DASHBOARD:
+        # With a project of its own it would ask the server for it; without, it is that of the report.
+        runs = parts.Runset(name="Runs by mode", groupby=[job_type, f"config.{policy}"])
+        blocks += [
+            parts.H2(section.name),
+            parts.P(section.about),
+            parts.PanelGrid(runsets=[runs], panels=_drawn(section)),
+        ]
+    about = "What saved activations and optimizer states on SSDs hold, cost and move."
+    return parts.Report(entity=entity, project=project, title=name, description=about, blocks=blocks, width="fluid")
+
+
+def _drawn(section: Section) -> list[Any]:
+    """The panels of both."""
+    from wandb_workspaces.reports.v2 import interface as parts
+
+    return [
+        parts.MediaBrowser(title=panel.title, media_keys=list(panel.keys))
+        if panel.kind == "media"
+        else parts.LinePlot(title=panel.title, x=_AXIS, y=list(panel.keys))
+        for panel in section.panels
+    ]
+
+
+def to_json(document: Workspace | Report) -> str:
+    """Return the workspace or the report in the form that W&B stores.
+
+    Leans on ``_to_model`` of wandb-workspaces, which has no public way to write either without sending it.
+    """
+    model = document._to_model()
     return json.dumps(json.loads(model.model_dump_json(by_alias=True, exclude_none=True)), indent=1)

@@ -13,7 +13,7 @@ from lightning_ssd.reports.charts import Chart
 from lightning_ssd.reports.plotly_charts import draw_with_plotly
 from lightning_ssd.reports.png_charts import draw_with_matplotlib
 
-__all__ = ["publish_charts", "publish_facts", "takes_charts"]
+__all__ = ["publish_charts", "publish_facts", "takes_charts", "wandb_media"]
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -34,7 +34,7 @@ def publish_charts(charts: Sequence[Chart], experiment: Any, step: int) -> None:
     """
     try:
         if _is_wandb(experiment):
-            experiment.log({**_wandb_media(charts), "trainer/global_step": step})
+            experiment.log({**wandb_media(charts), "trainer/global_step": step})
         elif takes_charts(experiment):
             for chart in charts:
                 experiment.add_figure(f"offload/{chart.key}", draw_with_matplotlib(chart), step)
@@ -52,7 +52,12 @@ def publish_facts(experiment: Any, *, config: Mapping[str, Any], summary: Mappin
         experiment.summary[key] = value
 
 
-def _wandb_media(charts: Sequence[Chart]) -> dict[str, Any]:
+def wandb_media(charts: Sequence[Chart]) -> dict[str, Any]:
+    """Each chart for W&B: to explore, and still.
+
+    Raises:
+        ImportError: Plotly or Matplotlib is not installed.
+    """
     import wandb
 
     media: dict[str, Any] = {}
