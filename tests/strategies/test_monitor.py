@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd import monitor as monitor_module
@@ -446,6 +446,18 @@ def test_pictures_of_recorded_steps_reach_who_shows_them(tmp_path):
         "offload/transfers",
         "offload/lifetimes",
     }
+
+
+def test_tensorboard_gets_rows_and_pictures(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    events = pytest.importorskip(module, reason="TensorBoard is not installed", exc_type=ImportError)
+    fit_monitored(tmp_path, logger=[TensorBoardLogger(tmp_path, name="", version="board"), RecordingLogger()])
+    board = events.EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert set(board.Tags()["scalars"]) >= KEYS_ON_CPU
+    assert [event.step for event in board.Scalars("io/write_gib")] == [1, 3, 5]
+    assert set(board.Tags()["images"]) == {"offload/memory_over_step", "offload/transfers", "offload/lifetimes"}
 
 
 class WandbLike(dict):
