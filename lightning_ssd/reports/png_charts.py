@@ -78,9 +78,12 @@ def _add_bars(axes: Axes, chart: Chart) -> None:
     if not chart.lanes:
         return
     height = {lane: len(chart.lanes) - 1 - number for number, lane in enumerate(chart.lanes)}
+    unnamed = {bar.role for bar in chart.bars}
     for bar in chart.bars:
-        axes.broken_barh([(bar.begin, bar.end - bar.begin)], (height[bar.lane] - 0.4, 0.8), color=COLORS[bar.role])
-    for role in dict.fromkeys(bar.role for bar in chart.bars):
-        axes.barh([], [], color=COLORS[role], label=BAR_NAMES[role])
+        # The first bar of each role is in the legend: an empty one, drawn for that alone, loses its colour there.
+        label = BAR_NAMES[bar.role] if bar.role in unnamed else None
+        unnamed.discard(bar.role)
+        place = (height[bar.lane] - 0.4, 0.8)
+        axes.broken_barh([(bar.begin, bar.end - bar.begin)], place, color=COLORS[bar.role], label=label)
     axes.set_yticks([height[lane] for lane in chart.lanes], chart.lanes)
     axes.set_ylim(-0.6, len(chart.lanes) - 0.4)

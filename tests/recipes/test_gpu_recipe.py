@@ -416,7 +416,8 @@ def test_a_rehearsal_where_there_is_little(spill_dir: Path) -> None:
             check=False,
             timeout=390,
         )
-    assert done.returncode == 0, done.stdout + done.stderr
+    logs = "\n".join(log.read_text(errors="replace")[-6000:] for log in spill_dir.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
     content = json.loads((spill_dir / "results.json").read_text())
     answers = {row["name"]: row["answer"] for row in content["experiments"]}
     assert list(answers) == ["machine", *names]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
@@ -18,64 +20,113 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:home|root|tmp|Users|work|mnt)/\w+")
 
 
+GPU_SECTION = "## What a GPU would change"
+"""The last one of each notebook but the first."""
+MAX_PICTURE_BYTES = 100_000
+
+
 def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
-def told_savings(text: str) -> tuple[int, int, int]:
-    """What the notebook says of its training, in MiB: written per step, at most in memory, at most without us."""
-    names = (
-        "written to the SSD per step",
-        "saved activations in memory, at most",
-        "saved activations without offloading",
-    )
-    found = [re.search(rf"{name} +([\d,]+) MiB", text) for name in names]
-    assert all(found), text
-    written, resident, saved = (int(match[1].replace(",", "")) for match in found if match)
-    return written, resident, saved
+def text_of(notebook: nbformat.NotebookNode) -> str:
+    return "".join(output.get("text", "") for output in outputs(notebook))
 
 
-def number(text: str, pattern: str) -> float:
-    """The number in the only group of a pattern."""
+def pictures_of(notebook: nbformat.NotebookNode) -> list[bytes]:
+    found = [output["data"]["image/png"] for output in outputs(notebook) if "image/png" in output.get("data", {})]
+    return [base64.b64decode(picture) for picture in found]
+
+
+def told(pattern: str, text: str) -> tuple[float, ...]:
+    """The numbers that a line of the notebook tells."""
     found = re.search(pattern, text)
-    assert found is not None, f"{pattern} in {text}"
-    return float(found[1].replace(",", ""))
+    assert found is not None, f"no line is like {pattern!r} in:\n{text}"
+    return tuple(float(number.replace(",", "")) for number in found.groups())
 
 
-def check_promises(name: str, notebook: nbformat.NotebookNode) -> None:
-    """What readers are told holds for these outputs, whether they are stored or of a new run."""
-    text = "".join(output.get("text", "") for output in outputs(notebook))
-    pictures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
-    if name != "05_wandb_dashboard":
-        assert "bitwise equal: True" in text
-        assert "bitwise equal: False" not in text
-    if name == "01_quickstart":
-        assert len(pictures) == 1
-        kept, moved = (number(text, rf"above rest: .*{mode} ([\d,]+) MiB") for mode in ("keep", "offload"))
-        assert moved < 0.7 * kept
-        written, resident, saved = told_savings(text)
-        assert written > 0, "the training kept everything, and compared that with keeping"
-        assert resident < saved
-    elif name == "02_where_memory_goes":
-        assert len(pictures) == 2
-        most = {mode: number(text, rf"at most, {mode} +([\d,]+) MiB") for mode in ("keep", "offload")}
-        assert most["offload"] < 0.7 * most["keep"]
-        assert number(text, r"optimizer states +([\d,]+) MiB") > number(text, r"weights +([\d,]+) MiB")
-    elif name == "03_recompute_offload_keep":
-        assert len(pictures) == 1
-        most = {way: number(text, rf"(?m)^{way} +(\d+) MiB") for way in ("keep", "recompute", "offload", "budget 25 %")}
-        assert max(most["recompute"], most["offload"]) < 0.7 * most["keep"]
-        assert most["budget 25 %"] <= 93
-    elif name == "04_optimizer_states":
-        assert len(pictures) == 1
-        assert "resumed elsewhere, bitwise equal: True" in text
-        assert number(text, r"in memory, at most +([\d,]+) MiB") < number(text, r"optimizer states +([\d,]+) MiB")
-    else:
-        assert name == "05_wandb_dashboard", "a new notebook needs promises here"
-        assert len(pictures) == 2
-        assert number(text, r"(\d+) rows") == 8
-        assert "3 recorded steps" in text
-        assert "activations" in text
+# -- what each notebook promises, of a new run and of what is stored --------------------------------------------------
+
+
+def check_quickstart(text: str) -> None:
+    assert "bitwise equal: True" in text
+    kept, moved = told(r"above rest: keep ([\d,]+) MiB, offload ([\d,]+) MiB", text)
+    assert moved < 0.7 * kept
+    (written,) = told(r"written to the SSD per step +([\d,]+) MiB", text)
+    assert written > 0, "the training kept everything, and compared that with keeping"
+    (resident,) = told(r"saved activations in memory, at most +([\d,]+) MiB", text)
+    (saved,) = told(r"saved activations without offloading +([\d,]+) MiB", text)
+    assert resident < saved
+
+
+def check_where_memory_goes(text: str) -> None:
+    assert "losses bitwise equal: True" in text
+    sizes = {
+        name: told(rf"{name} +([\d.]+) MiB", text)[0]
+        for name in ("weights", "gradients", "optimizer states", "saved activations")
+    }
+    assert sizes["weights"] == sizes["gradients"]
+    assert sizes["optimizer states"] == pytest.approx(2 * sizes["weights"], abs=0.2)
+    kept, moved = told(r"saved activations, at most: +keep +(\d+) MiB, offload +(\d+) MiB", text)
+    assert kept == round(sizes["saved activations"])
+    assert moved < kept
+    kept, moved = told(r"process above rest, at most: +keep +(\d+) MiB, offload +(\d+) MiB", text)
+    assert moved < kept
+
+
+def check_recompute_offload_keep(text: str) -> None:
+    assert "losses of 5 modes bitwise equal: True" in text
+    (budget,) = told(r"budget of auto: (\d+)MiB", text)
+    found = re.findall(r"^(\w+) +[\d.]+ +(\d+) +([\d.]+) +(\d+)$", text, re.MULTILINE)
+    process, counted, written = ({row[0]: float(row[column]) for row in found} for column in (1, 2, 3))
+    assert list(counted) == ["keep", "recompute", "offload", "recompute_offload", "auto"]
+    assert all(counted[mode] < counted["keep"] for mode in counted if mode != "keep")
+    assert counted["auto"] <= budget + 0.05, "it is told to one digit"
+    assert process["offload"] < process["keep"]
+    assert written["keep"] == written["recompute"] == 0
+    assert written["offload"] > 0
+
+
+def check_optimizer_states(text: str) -> None:
+    assert text.count("bitwise equal: True") == 4
+    (plain,) = told(r"optimizer states +([\d.]+) MiB", text)
+    states, num_subgroups = told(r"states that move +([\d.]+) MiB in (\d+) subgroups", text)
+    assert 0.9 * plain < states <= plain
+    assert num_subgroups > 4
+    for name in ("between two steps", ", at most"):
+        (resident,) = told(rf"in memory ?{name} +([\d.]+) MiB", text)
+        assert 0 < resident < 0.5 * plain
+
+
+def check_wandb_dashboard(text: str) -> None:
+    assert "last loss in the file equal to the Trainer's: True" in text
+    assert "activations_resident_peak_gib" in text
+    assert "recorded steps: 2 4 8\n" in text
+    assert re.search(r"^verdict: activations [\d.]+ -> [\d.]+ [MG]iB", text, re.MULTILINE)
+
+
+NUM_PICTURES_AND_CHECKS: dict[str, tuple[int, Callable[[str], None]]] = {
+    "01_quickstart": (1, check_quickstart),
+    "02_where_memory_goes": (3, check_where_memory_goes),
+    "03_recompute_offload_keep": (1, check_recompute_offload_keep),
+    "04_optimizer_states": (2, check_optimizer_states),
+    "05_wandb_dashboard": (2, check_wandb_dashboard),
+}
+
+
+def check(name: str, notebook: nbformat.NotebookNode) -> None:
+    num_pictures, check_text = NUM_PICTURES_AND_CHECKS[name]
+    text = text_of(notebook)
+    assert "equal: False" not in text
+    check_text(text)
+    pictures = pictures_of(notebook)
+    assert len(pictures) == num_pictures
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert max(map(len, pictures)) < MAX_PICTURE_BYTES
+
+
+def test_every_notebook_is_checked() -> None:
+    assert [path.stem for path in NOTEBOOKS] == list(NUM_PICTURES_AND_CHECKS)
 
 
 @pytest.mark.slow
@@ -84,32 +135,46 @@ def check_promises(name: str, notebook: nbformat.NotebookNode) -> None:
 def test_a_notebook_runs(path: Path, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
-    monkeypatch.setenv("IPYTHONDIR", str(spill_dir / "ipython"))
+    ipython_dir = spill_dir / "ipython"
+    monkeypatch.setenv("IPYTHONDIR", str(ipython_dir))
+    place = spill_dir / "run"
+    place.mkdir()
     notebook = nbformat.read(path, as_version=4)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    NotebookClient(notebook, timeout=PATIENCE_S, resources={"metadata": {"path": str(spill_dir)}}).execute()
+    NotebookClient(notebook, timeout=PATIENCE_S, resources={"metadata": {"path": str(place)}}).execute()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert 1 < cpu_s < 180, "a notebook is a matter of minutes, on a busy machine of minutes of its own"
-    check_promises(path.stem, notebook)
+    check(path.stem, notebook)
+    assert not list(place.iterdir()), "it leaves something behind"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_small_and_tells_nothing_about_a_machine(path: Path) -> None:
-    assert path.stat().st_size < 300_000
+    assert path.stat().st_size < 200_000
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    written = "\n".join([cell.source for cell in notebook.cells] + [o.get("text", "") for o in outputs(notebook)])
+    shown = [data for output in outputs(notebook) for kind, data in output.get("data", {}).items() if "text" in kind]
+    written = "\n".join([*(cell.source for cell in notebook.cells), text_of(notebook), *shown])
     assert not ABSOLUTE_PATH.search(written)
-    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    kinds = {output.output_type if "name" not in output else output.name for output in outputs(notebook)}
+    assert kinds <= {"stdout", "display_data", "execute_result"}, "errors and warnings are no part of a lesson"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_what_is_stored_shows_savings_too(path: Path) -> None:
+def test_what_is_stored_shows_what_is_promised_too(path: Path) -> None:
     """Readers see these outputs, and not those of a new run."""
     notebook = nbformat.read(path, as_version=4)
-    check_promises(path.stem, notebook)
+    check(path.stem, notebook)
     codes = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in codes] == list(range(1, len(codes) + 1)), (
         "run it again, from top to bottom"
     )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS[1:], ids=lambda path: path.stem)
+def test_the_last_section_is_about_a_gpu(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.cells[-1].cell_type == "markdown"
+    headings = re.findall(r"^#+ .*$", notebook.cells[-1].source, re.MULTILINE)
+    assert headings[-1] == GPU_SECTION

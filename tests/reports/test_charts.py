@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ssd.reports.charts import Chart, lifetimes, memory_over_step, over_run, step_charts, trade_off, transfers
-from lightning_ssd.reports.palette import COLORS
+from lightning_ssd.reports.palette import BAR_NAMES, COLORS
 from lightning_ssd.telemetry.step_record import Level, Move, StepRecord, Wait
 from tests.support.step_records import MIB, made_record
 
@@ -103,6 +103,20 @@ def test_matplotlib_draws_it(chart: Chart, tmp_path: Path) -> None:
 
     save_png(chart, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_legend_has_the_colours_of_its_bars() -> None:
+    colors = pytest.importorskip("matplotlib.colors", reason="needs the extra `report`")
+    from lightning_ssd.reports.png_charts import draw_with_matplotlib
+
+    chart = transfers(made_record())
+    (legend,) = draw_with_matplotlib(chart).legends
+    shown = {
+        text.get_text(): colors.to_hex(patch.get_facecolor())
+        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)
+    }
+    assert shown == {BAR_NAMES[bar.role]: COLORS[bar.role] for bar in chart.bars}
+    assert len(shown) > 1
 
 
 def test_every_role_has_a_color() -> None:
