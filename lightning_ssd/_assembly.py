@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.malloc import foreign_malloc, reuses_holes
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
+from lightning_ssd.parameters.paged_weights import PagedWeights
+from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
 from lightning_ssd.scheduling.scheduler import Scheduler
@@ -38,7 +40,7 @@ from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.wear.meter import WearMeter
 
-__all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_meter"]
+__all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_meter", "open_weights"]
 
 
 _STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
@@ -63,6 +65,7 @@ class Components:
     wear: WearMeter | None = None
     scheduler: Scheduler | None = None
     heap_policy: HeapPolicy = field(default_factory=HeapPolicy)
+    weights: PagedWeights | None = None
 
 
 NOTHING = Components(description="closed")
@@ -76,6 +79,14 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, environment: Environment) 
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
         BackendUnavailableError: ``hardware.backend`` names one that does not work here.
     """
+    parts = _assemble_activations(stack, policy, environment)
+    weights = open_weights(stack, policy, environment)
+    if weights is None:
+        return parts
+    return replace(parts, weights=weights, wear=parts.wear or open_wear_meter(environment))
+
+
+def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> Components:
     if policy.activations == "keep":
         return Components(description="everything is kept in memory and counted")
     _refuse_other_devices(environment.device)
@@ -168,6 +179,32 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
             first=environment.local_rank,
             resources=stack.pop_all(),
         )
+
+
+def open_weights(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> PagedWeights | None:
+    """Files for weights; ``stack`` closes them. ``None``: the policy keeps weights in memory.
+
+    Raises:
+        ConfigError: weights cannot wait on drives here.
+        StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
+    """
+    if policy.parameters == "keep":
+        return None
+    if environment.device.type != "cpu":
+        raise ConfigError(
+            f"OffloadPolicy.parameters='offload' got device {str(environment.device)!r}: so far weights can wait on "
+            "drives for models on a CPU only; allowed: parameters='keep'"
+        )
+    if environment.hardware.encrypt:
+        raise ConfigError(
+            "OffloadPolicy.parameters='offload' got HardwareProfile.encrypt=True: weights are used from the file "
+            "itself, which has them unencrypted; allowed: encrypt=False, or parameters='keep'"
+        )
+    backend, directories, _ = _open_directories(stack, environment)
+    files = WeightFiles(backend, directories, first=environment.local_rank)
+    weights = PagedWeights(files, min_nbytes=policy.min_tensor_nbytes)
+    stack.callback(weights.close)
+    return weights
 
 
 def _refuse_other_devices(device: torch.device) -> None:

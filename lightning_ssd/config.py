@@ -94,6 +94,11 @@ class OffloadPolicy:
     moves all that is at least ``min_tensor_bytes`` large, "keep" moves nothing and only counts, "recompute" recomputes
     each block in backward and keeps the blocks' inputs, "recompute_offload" does so and moves the inputs."""
 
+    parameters: Literal["keep", "offload"] = "keep"
+    """Weights that are not trained (``requires_grad=False``): "keep" leaves them in memory. "offload" lets each that is
+    at least ``min_tensor_bytes`` large wait on SSD between its uses; the rest, and all that are trained, stay. On a CPU
+    only, so far."""
+
     optimizer_states: Literal["keep", "offload"] = "keep"
     """Optimizer states: "keep" leaves them where the optimizer puts them. "offload" keeps them on SSD between steps,
     except for a few and for what ``HardwareProfile.host_memory`` allows; a step brings them up subgroup by subgroup."""
@@ -137,6 +142,7 @@ class OffloadPolicy:
     def __post_init__(self) -> None:
         owner = type(self).__name__
         _check_choice(owner, "activations", self.activations, _ACTIVATIONS)
+        _check_choice(owner, "parameters", self.parameters, ("keep", "offload"))
         _check_choice(owner, "optimizer_states", self.optimizer_states, ("keep", "offload"))
         _check_choice(owner, "master_weights", self.master_weights, (False, True))
         _check_choice(owner, "verify", self.verify, ("off", "sampled", "full"))

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
 
@@ -173,6 +173,7 @@ class Offloader:
             scheduler=parts.scheduler,
             recompute=self.policy.activations in ("recompute", "recompute_offload"),
             heap_policy=parts.heap_policy,
+            weights=parts.weights,
         )
         stack.callback(self._cache.close)
         self._last_stats = self._sampled = OffloadStats()
@@ -258,8 +259,20 @@ class Offloader:
 
     # -- in the training loop ------------------------------------------------------------------------------------
 
+    def streamed_init(self) -> AbstractContextManager[None]:
+        """Around the building of a model: where the policy offloads parameters, weights leave memory as they are made.
+
+        So a model is never whole in memory, and it has the same weights, from the same random numbers. Those that are
+        trained come back to memory in :meth:`register_module`, which has to follow.
+        """
+        self._opened()
+        return nullcontext() if self._parts.weights is None else self._parts.weights.streamed_init()
+
     def register_module(self, module: torch.nn.Module) -> None:
-        """Parameters and buffers of ``module`` are never moved, whatever view of them autograd saves.
+        """Parameters and buffers of ``module`` are no saved activations, whatever view of them autograd saves.
+
+        Where the policy offloads parameters, those that are not trained are written to the drive, and wait there
+        between their uses from now on.
 
         Its repeated blocks, or those that ``policy.recompute_modules`` names, are found, and each block's ``forward``
         is stood in for until :meth:`close`: where the policy plans, to learn what they take; where it allows, to
@@ -268,6 +281,7 @@ class Offloader:
         Raises:
             ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names; or it is on a
                 GPU, and the offloader was opened for the CPU.
+            StorageError: weights cannot be written: the drive is full (:class:`OutOfSpaceError`) or refuses.
         """
         cache, resources = self._opened(), self._resources
         if accelerator_of(device_of([module])) is not None and cache.device.type == "cpu":
@@ -275,6 +289,8 @@ class Offloader:
                 f"{type(module).__name__} is on a GPU, and this Offloader was opened for the CPU, so that nothing "
                 "would move; allowed: Offloader(device=next(model.parameters()).device), or open(model)"
             )
+        if self._parts.weights is not None:
+            self._parts.weights.register_module(module)  # before stand-ins of others: what repeats a forward tells, too
         if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
             classes = self.policy.recomputable_classes
             blocks = find_blocks(module, classes or ())
@@ -288,6 +304,13 @@ class Offloader:
                     "would recompute; name their classes in OffloadPolicy.recompute_modules, or use 'offload'"
                 )
         cache.parameters.register_module(module)
+
+    def send_out_weights(self) -> None:
+        """Take weights out of memory that something has touched outside of the model's forward and backward, such as
+        saving them. Each :meth:`end_backward` does so, too.
+        """
+        if self._parts.weights is not None and not self._is_foreign:
+            self._parts.weights.border()
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let the states of ``optimizer`` wait on SSD. Where the policy keeps them, or it has no parameters, it
@@ -357,6 +380,7 @@ class Offloader:
         if self._recorder is not None:
             self._recorder.sized(gradient_bytes=cache.parameters.gradient_bytes)
         cache.end_backward()
+        self.send_out_weights()
         if self._parts.reload is not None:
             self._parts.reload.release()
         self._parts.heap_policy.border()
@@ -408,10 +432,12 @@ class Offloader:
     def _snapshot(self) -> OffloadStats:
         if self._cache is None or self._is_foreign:
             return self._last_stats
-        ssd = self._parts.tiers.ssd
+        ssd, weights = self._parts.tiers.ssd, self._parts.weights
         if ssd is None:
-            return self._cache.snapshot(disk_bytes=0, busy_s=(0.0, 0.0), num_retries=0)
-        return self._cache.snapshot(disk_bytes=ssd.disk_bytes, busy_s=ssd.busy_s, num_retries=ssd.num_retries)
+            stats = self._cache.snapshot(disk_bytes=0, busy_s=(0.0, 0.0), num_retries=0)
+        else:
+            stats = self._cache.snapshot(disk_bytes=ssd.disk_bytes, busy_s=ssd.busy_s, num_retries=ssd.num_retries)
+        return stats if weights is None else stats.with_weights(weights.stats)
 
     def begin_record(self, step: int = 0, *, expected_s: float = 1.0, optimizers: Iterable[Optimizer] = ()) -> bool:
         """Record from now on what is in memory, what moves and who waits, until :meth:`end_record`. One step at a time.

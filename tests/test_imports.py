@@ -28,7 +28,10 @@ IMPORTS: dict[str, set[str]] = {
     "wear": {"errors", "storage"},
     "tiers": {"errors", "common", "planning", "memory", "telemetry", "storage"},
     "scheduling": {"errors", "common", "planning", "memory", "telemetry"},
-    "activations": {"errors", "common", "planning", "memory", "telemetry", "tiers", "recompute", "scheduling"},
+    "parameters": {"errors", "common", "memory", "telemetry", "storage", "recompute"},
+    "activations": {
+        *("errors", "common", "planning", "memory", "telemetry", "tiers", "recompute", "scheduling", "parameters"),
+    },
     "optimizer.store": {"errors", "common", "memory", "storage", "tiers"},
     "optimizer.step": {"errors", "common", "memory", "tiers"},
     "optimizer.checkpoint": {"errors", "common", "memory", "tiers", "optimizer.store", "optimizer.step"},
@@ -36,7 +39,7 @@ IMPORTS: dict[str, set[str]] = {
     "_environment": {"common", "config", "memory", "telemetry", "storage", "tiers"},
     "_assembly": {
         *("errors", "common", "config", "memory", "wear", "storage", "tiers", "scheduling", "activations"),
-        *("optimizer.store", "_environment"),
+        *("parameters", "optimizer.store", "_environment"),
     },
     "offloader": {
         *("errors", "common", "planning", "config", "memory", "telemetry", "storage", "wear", "tiers", "scheduling"),

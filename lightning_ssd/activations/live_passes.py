@@ -63,6 +63,7 @@ class LivePasses:
         runs_late: Python runs ahead of the device, so that what moves can pile up before any of it has gone.
         heap_policy: told before each pass whether memory is to return while it runs.
         keeps_all: no pass ever moves or recomputes anything.
+        wants_hooks: somebody goes by what backward asks for, whatever is moved.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class LivePasses:
         runs_late: bool = False,
         heap_policy: HeapPolicy,
         keeps_all: bool = False,
+        wants_hooks: bool = False,
     ) -> None:
         self.book = ProfileBook()
         self._accounting = accounting
@@ -92,6 +94,7 @@ class LivePasses:
         self._learning = threading.Lock()
         self._may_be_forgotten = scheduler is not None
         self._kept_anyway = keeps_all
+        self._wants_hooks = wants_hooks
         self._seen: dict[Hashable, _Seen] = {}
         self._looked_s = 0.0
         self._last_available: int | None = None
@@ -206,8 +209,8 @@ class LivePasses:
         Only by signature are passes known to be alike. Now and then one is looked at again.
         """
         seen = None if signature is None else self._seen.get(signature)
-        is_recorded = self._accounting.recorder is not None
-        if seen is None or is_recorded or seen.num_plain >= _MAX_PLAIN or not keeps(seen.nbytes):
+        is_looked_at = self._wants_hooks or self._accounting.recorder is not None
+        if seen is None or is_looked_at or seen.num_plain >= _MAX_PLAIN or not keeps(seen.nbytes):
             return False
         seen.num_plain += 1
         return True

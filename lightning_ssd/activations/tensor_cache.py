@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,7 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.memory.readings import available_bytes, level_bytes
+from lightning_ssd.parameters.paged_weights import PagedWeights, Unit
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.recompute.global_modes import forget_threads, note_thread
@@ -65,6 +67,13 @@ class Tiers:
     host: Tier | None = None
 
 
+class SavedWeight(NamedTuple):
+    """A saved weight that waits on a drive. It stays the tensor that it is; its use tells how far backward has got."""
+
+    kept: Kept
+    unit: Unit
+
+
 class TensorCache:
     """Owns the saved storages of one device in one process.
 
@@ -77,6 +86,7 @@ class TensorCache:
         scheduler: plans what goes where; ``None``: whatever is large enough goes to SSD.
         recompute: recompute every block, whatever is planned.
         heap_policy: told what becomes of freed memory: before each pass, and when one finds too little room.
+        weights: told when backward asks for one that waits on a drive between its uses.
     """
 
     def __init__(
@@ -90,6 +100,7 @@ class TensorCache:
         scheduler: Scheduler | None = None,
         recompute: bool = False,
         heap_policy: HeapPolicy | None = None,
+        weights: PagedWeights | None = None,
     ) -> None:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
         self._heap_policy = heap_policy or HeapPolicy()
@@ -108,6 +119,7 @@ class TensorCache:
         self.blocks: list[Blocks] = []
         self.parameters = ParameterStorages()
         self._parameter_keys = self.parameters.keys
+        self._weights = weights
         self._warned_of_writes = False
         self._pid = os.getpid()
         # All of the following are guarded by the accounting lock.
@@ -124,6 +136,7 @@ class TensorCache:
             scheduler=scheduler,
             heap_policy=self._heap_policy,
             keeps_all=tiers.ssd is None and not recompute,
+            wants_hooks=weights is not None,
         )
         self._budget = PrefetchBudget()
         self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
@@ -327,7 +340,7 @@ class TensorCache:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def pack(self, current: SavedPass, tensor: torch.Tensor) -> Kept | SavedTensor:
+    def pack(self, current: SavedPass, tensor: torch.Tensor) -> Kept | SavedTensor | SavedWeight:
         """What autograd gets to hold in place of ``tensor``."""
         if type(tensor) in PLAIN_TYPES:
             try:
@@ -347,7 +360,10 @@ class TensorCache:
                 return keep(tensor, tensor._is_view())
             if storage._cdata in self._parameter_keys:
                 self._counters.num_kept_parameters += 1
-                return keep(tensor, tensor._is_view())
+                kept = keep(tensor, tensor._is_view())
+                if self._weights is None or (unit := self._weights.by_storage.get(storage._cdata)) is None:
+                    return kept
+                return SavedWeight(kept, unit)
             if self._is_ours(tensor, storage, nbytes):
                 if not self.parameters.recognise(tensor, storage):
                     return self._pack_storage(current, tensor, storage, nbytes)
@@ -471,10 +487,15 @@ class TensorCache:
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def unpack(self, packed: Kept | SavedTensor) -> torch.Tensor:
+    def unpack(self, packed: Kept | SavedTensor | SavedWeight) -> torch.Tensor:
         """Give autograd its tensor back, waiting for the drive if it must."""
         if type(packed) is tuple:
             return give_back(packed)
+        if isinstance(packed, SavedWeight):
+            if self._weights is not None:
+                self._weights.wanted(packed.unit)
+            tensor: torch.Tensor = give_back(packed.kept)
+            return tensor
         self.check_process()
         lease, spec, probe, origin = packed
         if (version := probe.version) != probe.saved:

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-__all__ = ["PLAIN_TYPES", "Region", "StorageKey", "TensorSpec", "can_count_holders", "is_released"]
+__all__ = ["PLAIN_TYPES", "Region", "StorageKey", "TensorSpec", "can_count_holders", "holders", "is_released"]
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """Tensors of these very types, not of subclasses, are nothing but a view of a storage."""
@@ -103,6 +103,14 @@ def is_released(key: StorageKey) -> bool:
     Ours is one reference, however many of our objects share it; after the write it is none.
     """
     return _use_count is not None and _use_count(key.cdata) <= 1
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold the storage. Only where :func:`can_count_holders`.
+
+    The given object is one reference more, however many objects of Python there are for the same storage.
+    """
+    return 0 if _use_count is None else _use_count(storage._cdata) - 1
 
 
 class TensorSpec(NamedTuple):

@@ -1,8 +1,9 @@
-"""Parts of a file as memory: pages come when they are touched, and leave when the system needs room."""
+"""Parts of files as memory: pages come when they are touched, and leave when the system needs room or is told to."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 
@@ -23,12 +24,19 @@ __all__ = ["FileView"]
 
 _FIXED = 0x10  # MAP_FIXED and MAP_NORESERVE, which Python does not name (everywhere)
 _NORESERVE = 0x4000
+_WILLNEED = 3  # MADV_WILLNEED, MADV_DONTNEED and MADV_POPULATE_READ (Linux 5.14), likewise
+_DONTNEED = 4
+_POPULATE_READ = 22
+_POPULATE_BYTES = 16 << 20
+"""Whoever maps or unmaps memory meanwhile waits for one request."""
 
 
 class FileView:
-    """A range of addresses of which parts show parts of files, privately: writing to it changes no file.
+    """A range of addresses of which parts show parts of files.
 
-    What is shown must not be written to the file while the view lives. It outlives the closing of the file.
+    Privately: writing to it changes no file, and what is shown must not be written to the file while the view lives.
+    Or shared: writing to it changes the file, through the system's page cache, and nothing that was written is lost
+    when its pages leave the process. A view outlives the closing of the file.
 
     Args:
         nbytes: of the range.
@@ -44,14 +52,44 @@ class FileView:
         self._map = map_anonymous(self._length, READ_WRITE, _NORESERVE)  # unmapped in C, whatever it shows then
         self.address = address_of(self._map)
 
-    def show(self, start: int, fd: int, offset: int, nbytes: int) -> None:
-        """Show ``nbytes`` bytes of a file from ``offset`` on, at ``start`` of the range; both are whole pages."""
+    def show(self, start: int, fd: int, offset: int, nbytes: int, *, shared: bool = False) -> None:
+        """Show ``nbytes`` bytes of a file from ``offset`` on, at ``start`` of the range; both are whole pages.
+
+        What the part has shown before is replaced in one step: nobody ever finds it without its bytes.
+        """
         if start % PAGE_BYTES or offset % PAGE_BYTES or start + nbytes > self._length:
             raise ValueError(f"start={start}, offset={offset}, nbytes={nbytes}; allowed: whole pages within the range")
-        flags = mmap.MAP_PRIVATE | _NORESERVE | _FIXED
+        flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _NORESERVE | _FIXED
         mapped = libc.mmap(self.address + start, nbytes, READ_WRITE, flags, fd, offset)
         if mapped is None or mapped == MAP_FAILED:
             raise MemoryError(f"the system cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
+
+    def bring_in(self, start: int, nbytes: int) -> None:
+        """Read a part from its file, as far as the system's page cache has it not, and map it.
+
+        Blocks, without the GIL. A kernel before 5.14 is asked to read ahead what it will, and maps at the first touch.
+        To ask for that besides takes ten times the core time, and no less time: it reads page by page.
+
+        Raises:
+            OSError: the drive refuses (``EIO``): to touch it would end the process.
+        """
+        for at in range(start, start + nbytes, _POPULATE_BYTES):
+            part = self.address + at, min(_POPULATE_BYTES, start + nbytes - at)
+            if libc.madvise(*part, _POPULATE_READ):
+                code = ctypes.get_errno()
+                if code == errno.EINVAL:
+                    libc.madvise(*part, _WILLNEED)
+                    continue
+                code = errno.EIO if code == errno.EFAULT else code  # so the system names a touch that would be SIGBUS
+                raise OSError(code, os.strerror(code))
+
+    def send_out(self, start: int, nbytes: int) -> None:
+        """Take a shared part out of this process; the next touch brings it back, with all that was written to it.
+
+        The system keeps it in its page cache as long as nothing else needs the room. Of a private part, what was
+        written would be lost.
+        """
+        libc.madvise(self.address + start, nbytes, _DONTNEED)
 
     def tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         """A dense tensor with a storage of its own over the bytes from ``start`` on. It keeps the view alive."""

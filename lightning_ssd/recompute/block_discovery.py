@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["find_blocks"]
+__all__ = ["belongs_to_compiler", "find_blocks"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -53,7 +53,7 @@ def _instances(root: nn.Module, names: frozenset[str]) -> set[nn.Module]:
 
 def _walk(root: nn.Module, stop: Callable[[nn.Module], bool] = lambda _: False) -> Iterator[nn.Module]:
     """Modules from the outside in, not into compiled ones, nor below one at which to stop."""
-    if _belongs_to_compiler(root):
+    if belongs_to_compiler(root):
         return
     yield root
     if not stop(root):
@@ -61,7 +61,8 @@ def _walk(root: nn.Module, stop: Callable[[nn.Module], bool] = lambda _: False) 
             yield from _walk(child, stop)
 
 
-def _belongs_to_compiler(module: nn.Module) -> bool:
+def belongs_to_compiler(module: nn.Module) -> bool:
+    """Whether the forward of a module is compiled or scripted code, into which nothing of ours is put."""
     # Asked for where it would be, because importing the compiler takes seconds.
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return (
@@ -73,7 +74,7 @@ def _belongs_to_compiler(module: nn.Module) -> bool:
 
 
 def _repeated(root: nn.Module) -> set[nn.Module]:
-    if _belongs_to_compiler(root):
+    if belongs_to_compiler(root):
         return set()
     modules = list(_walk(root))
     in_lists = Counter(
@@ -85,7 +86,7 @@ def _repeated(root: nn.Module) -> set[nn.Module]:
     chosen: set[nn.Module] = set()
     _choose(root, in_lists, chosen)
     if chosen:
-        return {block for block in chosen if not _belongs_to_compiler(block)}
+        return {block for block in chosen if not belongs_to_compiler(block)}
     blocks: set[nn.Module] = set()
     for parent in modules:
         if not isinstance(parent, _LISTS) and parent not in blocks:
@@ -146,5 +147,5 @@ def _choose(module: nn.Module, in_lists: Mapping[type, int], chosen: set[nn.Modu
                 taken.update(group)
     chosen |= taken
     for child in module.children():
-        if child not in taken and not _belongs_to_compiler(child):
+        if child not in taken and not belongs_to_compiler(child):
             _choose(child, in_lists, chosen)

@@ -151,11 +151,11 @@ class Arena:
                 if last:
                     self._release()
 
-    def show(self, view: FileView, start: int, offset: int, nbytes: int) -> None:
+    def show(self, view: FileView, start: int, offset: int, nbytes: int, *, shared: bool = False) -> None:
         """Show bytes of the file from ``offset`` on, at ``start`` of a view: whole pages, even beyond :meth:`close`."""
         with self.use() as fd:
             self._is_mapped = True
-            view.show(start, fd, offset, nbytes)
+            view.show(start, fd, offset, nbytes, shared=shared)
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of at least ``nbytes`` bytes; the file grows where needed. Zero bytes need no place in the file.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -221,7 +221,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
                 f"{name} got a device of type {devices[0].type!r}; allowed: {allowed}. "
                 "Pass accelerator='cpu' or another strategy to Fabric"
             )
-        if self.policy.optimizer_states == "offload" and self._checkpoint_io is None:
+        if "offload" in (self.policy.optimizer_states, self.policy.parameters) and self._checkpoint_io is None:
             self.checkpoint_io = StreamedCheckpointIO()
         if not self.is_distributed:
             become_one_device(self)
@@ -242,7 +242,23 @@ class SSDOffloadFabricStrategy(DDPStrategy):
             self._stand_ins.append(ForwardContextPatch(wrapped, self._around_forward))
         if self.offloader is not None and self.offloader.is_open:
             self.offloader.register_module(wrapped)
+        elif self.policy.parameters == "offload":
+            self._opened()
         return wrapped
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(super().module_init_context(empty_init))
+        if self.policy.parameters == "offload":
+            stack.enter_context(self._opened().streamed_init())
+        return stack
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(*args, **kwargs)
+        if self.offloader is not None:
+            self.offloader.send_out_weights()
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
         # On the current stream, as the strategy for the Trainer does; Lightning takes one of its own.

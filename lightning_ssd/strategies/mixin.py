@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -79,23 +79,19 @@ class OffloadMixin(WithModule):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if not is_fitting and self.policy.parameters == "keep":
             super().setup(trainer)
             return
-        session = self._session = FitSession(
-            self,
-            trainer,
-            # With manual optimization one process may have backwards of its own, whose end would wait for who does not
-            # come: then each plans by itself.
-            meets_others=lambda: self.module.automatic_optimization,
-            compares_stalls=self.compares_stalls,
-        )
+        session = self._begun_session(trainer)
         offloader = session.offloader
         # Opened first, so that a directory that cannot serve is refused before the model is moved and optimizers are
         # built. Registered last: moving to the device and converting the precision make new parameter storages.
         offloader.open()
         super().setup(trainer)
         offloader.register_module(self.module)
+        if not is_fitting:
+            return  # no pass has a backward
         # Last: Lightning has moved the states to the device and looked at the optimizers' classes.
         self.optimizers = [_offloaded(optimizer, offloader) for optimizer in self.optimizers]
         self._warn_of_whole_compile()
@@ -103,10 +99,43 @@ class OffloadMixin(WithModule):
             self._monitor.attach(trainer)
         session.is_set_up = True
 
+    def _begun_session(self, trainer: pl.Trainer) -> FitSession:
+        """The one that building the model has begun, else a new one."""
+        if self._session is None or not self._session.offloader.is_open:
+            self._session = FitSession(
+                self,
+                trainer,
+                # With manual optimization one process may have backwards of its own, whose end would wait for who does
+                # not come: then each plans by itself.
+                meets_others=lambda: self.module.automatic_optimization,
+                compares_stalls=self.compares_stalls,
+            )
+        return self._session
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        with super().model_sharded_context():
+            if self.policy.parameters == "keep":
+                yield
+                return
+            module = self.lightning_module
+            if module is None:
+                raise RuntimeError(f"{type(self).__name__}.model_sharded_context before connect; call Trainer.fit")
+            with self._begun_session(module.trainer).offloader.open().streamed_init():
+                yield
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(*args, **kwargs)
+        if self.offloader is not None:
+            self.offloader.send_out_weights()
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self.policy.optimizer_states == "offload" and type(self.checkpoint_io) is TorchCheckpointIO:
+        streams = "offload" in (self.policy.optimizer_states, self.policy.parameters)
+        if streams and type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io = StreamedCheckpointIO()
 
     @override

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-__all__ = ["Counters", "OffloadStats", "OptimizerStats"]
+__all__ = ["Counters", "OffloadStats", "OptimizerStats", "WeightStats"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +55,27 @@ class OffloadStats:
     """Transfers that failed."""
     fallbacks: int = 0
     """Failures after which training went on with the tensor in memory, or after a second try."""
+    weights_bytes: int = 0
+    """Weights that wait on drives between their uses."""
+    weights_resident_bytes: int = 0
+    """Of these, brought in and not sent out since."""
+    weights_resident_peak_bytes: int = 0
+    """The same at the worst moment. The system may have more of them in its page cache, which it frees at need."""
+    num_late_weights: int = 0
+    """Uses of a block's weights that nobody had foreseen, so that their whole read was waited for."""
+
+    def with_weights(self, weights: WeightStats) -> OffloadStats:
+        """The same, with what became of the weights."""
+        return replace(
+            self,
+            bytes_written=self.bytes_written + weights.written_bytes,
+            disk_bytes=self.disk_bytes + weights.disk_bytes,
+            stall_s=self.stall_s + weights.stall_s,
+            weights_bytes=weights.nbytes,
+            weights_resident_bytes=weights.resident_bytes,
+            weights_resident_peak_bytes=weights.resident_peak_bytes,
+            num_late_weights=weights.num_late,
+        )
 
     def with_optimizers(self, optimizers: Iterable[OptimizerStats]) -> OffloadStats:
         """The same, with what optimizers' states moved and waited for."""
@@ -67,6 +88,19 @@ class OffloadStats:
                 stall_s=total.stall_s + states.stall_s,
             )
         return total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightStats:
+    """Totals of the weights that wait on drives."""
+
+    nbytes: int = 0
+    resident_bytes: int = 0
+    resident_peak_bytes: int = 0
+    written_bytes: int = 0
+    disk_bytes: int = 0
+    stall_s: float = 0.0
+    num_late: int = 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -231,7 +231,7 @@ class TestReasons:
     def test_a_smartctl_that_cannot_be_run(self, system: FakeSystem) -> None:
         system.install("#!/nowhere\n")
         # Kernels and sandboxes differ in what they say of a missing interpreter.
-        with pytest.raises(OSError) as refused_by_system:
+        with pytest.raises(OSError, match="smartctl") as refused_by_system:
             subprocess.run([str(system.tools / "smartctl")], check=False)
         system.mount(system.add_disk("nvme0n1"))
         report = system.read()

@@ -1,0 +1,1 @@
+"""Weights that wait on a drive between their uses."""

@@ -1,0 +1,106 @@
+"""What of a model is brought in together, and which weights have to stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders
+from lightning_ssd.parameters.weight_files import is_mapped
+from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks
+
+__all__ = ["SharedWeights", "owner_of", "owners", "shared_weights", "why_it_stays"]
+
+
+@dataclass(slots=True)
+class SharedWeights:
+    """All weights of a model that lie in one storage: tied ones, or parts of one larger tensor."""
+
+    storage: torch.UntypedStorage
+    names: list[str] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    has_buffers: bool = False
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether none of them is trained."""
+        return not any(tensor.requires_grad for tensor in self.tensors)
+
+
+def shared_weights(module: nn.Module, min_nbytes: int) -> list[SharedWeights]:
+    """The storages under the parameters of ``module`` that are at least so large, in the order of ``parameters()``.
+
+    Only dense tensors on a CPU, of PyTorch's own classes. Buffers are looked at for those they share with parameters.
+    """
+    found: dict[int, SharedWeights] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=True):
+        if _is_plain(tensor):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() >= max(min_nbytes, 1):
+                weights = found.setdefault(storage._cdata, SharedWeights(storage))
+                weights.names.append(name)
+                weights.tensors.append(tensor)
+    for buffer in module.buffers() if found else ():
+        if _is_plain(buffer) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
+            shared.has_buffers = True
+    return list(found.values())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+    )
+
+
+def why_it_stays(weights: SharedWeights) -> str | None:
+    """Why a storage cannot be exchanged for another one with the same bytes; ``None``: it can.
+
+    Whoever holds the storage besides the parameters (a view, a slice in a list, an array of NumPy) would keep the old
+    bytes and see no change of the weight any more.
+    """
+    if weights.has_buffers:
+        return "a buffer lies in the same memory"
+    if weights.storage.is_shared():
+        return "it is in memory that processes share"
+    if not (weights.storage.resizable() or is_mapped(weights.storage)):
+        return "NumPy, or whoever made the memory, refers to it"
+    if not can_count_holders():
+        return "this PyTorch does not tell who else holds its memory"
+    others = holders(weights.storage) - len(weights.tensors)
+    if others:
+        return f"something else holds its memory ({others} {'tensor' if others == 1 else 'tensors'})"
+    return None
+
+
+def owners(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, nn.Module | None]]:
+    """For each weight, the name and the module of the unit that it is brought in with: its block, else its own module.
+
+    The module is ``None`` where its forward belongs to the compiler: nobody tells then when it runs.
+    """
+    blocks, modules = find_blocks(module), dict(module.named_modules(remove_duplicate=False))
+    return {name: owner_of(name, modules, blocks) for name in names}
+
+
+def owner_of(name: str, modules: dict[str, nn.Module], blocks: dict[str, nn.Module]) -> tuple[str, nn.Module | None]:
+    """See :func:`owners`."""
+    own = name.rpartition(".")[0]
+    for path in _paths(own):
+        if path in blocks:
+            return path, blocks[path]
+        if belongs_to_compiler(modules[path]):
+            return path, None
+    return own, modules[own]
+
+
+def _paths(name: str) -> Iterator[str]:
+    """``a.b`` -> "", "a", "a.b"."""
+    yield ""
+    parts = name.split(".") if name else []
+    for count in range(1, len(parts) + 1):
+        yield ".".join(parts[:count])

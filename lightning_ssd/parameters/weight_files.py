@@ -1,0 +1,187 @@
+"""The files that weights wait in, and the memory that shows them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from lightning_ssd.common.rounding import round_up
+from lightning_ssd.common.tensors import Region, StorageKey
+from lightning_ssd.errors import OutOfSpaceError, StorageError
+from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
+from lightning_ssd.storage.spill_file import Arena, Extent, as_storage_error
+
+__all__ = ["MappedStorage", "WeightFiles", "is_mapped", "unreadable"]
+
+_mapped: dict[int, StorageKey] = {}
+"""All that there are in this process, open or not."""
+
+
+def is_mapped(storage: torch.UntypedStorage) -> bool:
+    """Whether the memory of a storage is one of ours that shows a file, also of an offloader that is closed."""
+    return storage._cdata in _mapped
+
+
+class MappedStorage:
+    """One storage whose memory shows a part of a file, so that its pages may leave and come back at any moment.
+
+    Whoever touches it finds the bytes, and what anybody writes to it is kept, whoever holds a view of it.
+
+    Args:
+        view: the memory.
+        arena: has the file.
+        extent: where in the file.
+        nbytes: of the storage.
+    """
+
+    def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._view: FileView | None = view
+        self._arena = arena
+        self._fd = arena.fd  # a forked child has it too, and may not ask the arena
+        self._extent = extent
+        self.storage: torch.UntypedStorage | None = view.tensor(0, torch.uint8, (nbytes,), (1,)).untyped_storage()
+        """Until its owner has it: from then on :attr:`key` refers to it weakly."""
+        self.key = StorageKey(self.storage)
+        for cdata, key in list(_mapped.items()):
+            if not key.alive():
+                _mapped.pop(cdata, None)
+        _mapped[self.key.cdata] = self.key
+
+    def bring_in(self) -> None:
+        """Read what is not in memory, and map it. Blocks.
+
+        Raises:
+            OSError: the drive refuses.
+        """
+        if self._view is not None:
+            self._view.bring_in(0, self._extent.nbytes)
+
+    def send_out(self) -> None:
+        """Take the pages out of this process."""
+        if self._view is not None:
+            self._view.send_out(0, self._extent.nbytes)
+
+    def make_private(self) -> None:
+        """Whatever is written to the memory from now on stays in this process: it has been forked, or nobody sends the
+        pages out any more.
+        """
+        if self._view is not None:
+            self._view.show(0, self._fd, self._extent.offset, self._extent.nbytes)
+
+    def forget(self) -> None:
+        """Nobody holds the storage any more: unmap the memory, then give its place in the file back."""
+        self._view = None
+        self._arena.free(self._extent)
+
+
+class WeightFiles:
+    """One file in each directory; each weight lies in one of them, in turn.
+
+    Args:
+        backend: writes them. Its files have the bytes as they are.
+        directories: where.
+        first: directory that the first weight goes to.
+
+    Raises:
+        StorageError: a file cannot be made.
+    """
+
+    def __init__(self, backend: Backend, directories: Sequence[Path], *, first: int = 0) -> None:
+        self._backend = backend
+        self._next = first
+        self._arenas: list[Arena] = []
+        with ExitStack() as opened:
+            for directory in directories:
+                self._arenas.append(backend.open_arena(directory))
+                opened.callback(self._arenas[-1].close)
+            opened.pop_all()
+        self.written_bytes = 0
+
+    def check_room(self, sizes: Sequence[int]) -> None:
+        """Take the space for weights of these sizes before the first one is written.
+
+        Raises:
+            OutOfSpaceError: there is not enough. Nothing was moved.
+        """
+        needs = [0] * len(self._arenas)
+        for number, nbytes in enumerate(sizes):
+            needs[(self._next + number) % len(needs)] += self._padded(nbytes)
+        for arena, need in zip(self._arenas, needs, strict=True):
+            try:
+                arena.reserve(arena.used_bytes + need)
+            except OutOfSpaceError as error:
+                raise OutOfSpaceError(
+                    error.errno, f"weights need {need:,} bytes in {arena.directory}: {error}"
+                ) from error
+
+    def write(self, storage: torch.UntypedStorage) -> MappedStorage:
+        """Write the bytes of a storage on a CPU to a file; return memory that shows them.
+
+        Raises:
+            OutOfSpaceError: there is no room.
+            StorageError: the drive refuses.
+            MemoryError: the system cannot map so much.
+        """
+        arena = self._arenas[self._next % len(self._arenas)]
+        self._next += 1
+        nbytes = storage.nbytes()
+        extent = arena.allocate(self._padded(nbytes))
+        try:
+            body = nbytes // self._backend.block_bytes * self._backend.block_bytes
+            for start in range(0, body, DEFAULT_CHUNK_BYTES):
+                region = Region(storage.data_ptr() + start, min(DEFAULT_CHUNK_BYTES, body - start))
+                self._backend.write(arena, region, extent.offset + start)
+            view = FileView(extent.nbytes)
+            arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
+            # Less than a block: the system writes it when it sees fit, and sync() asks whether it could.
+            ctypes.memmove(view.address + body, storage.data_ptr() + body, nbytes - body)
+        except BaseException:
+            arena.free(extent)
+            raise
+        self.written_bytes += extent.nbytes
+        return MappedStorage(view, arena, extent, nbytes)
+
+    def sync(self) -> None:
+        """Block until the drives have all that was written to the weights in place.
+
+        Raises:
+            StorageError: one could not write something: what is in memory is right, but may leave it.
+        """
+        for arena in self._arenas:
+            with arena.use() as fd:
+                try:
+                    os.fdatasync(fd)
+                except OSError as error:
+                    what = f"weights that were changed could not be written to {arena.path}; do not use them"
+                    raise as_storage_error(error, what) from error
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the files."""
+        return sum(arena.size_bytes for arena in self._arenas)
+
+    def close(self) -> None:
+        """Close the files. What shows them goes on to do so. Idempotent."""
+        for arena in self._arenas:
+            arena.close()
+
+    def _padded(self, nbytes: int) -> int:
+        return round_up(nbytes, self._backend.block_bytes)
+
+
+def unreadable(names: Sequence[str], nbytes: int, error: OSError) -> StorageError:
+    """What a drive's refusal means to the user."""
+    return StorageError(
+        error.errno or errno.EIO,
+        f"weight {', '.join(names)} ({nbytes:,} bytes) could not be read from its drive: "
+        f"{os.strerror(error.errno or errno.EIO)}; training cannot go on without it. Go on from a checkpoint, with "
+        "another drive",
+    )

@@ -1,0 +1,99 @@
+"""Memory that shows a file: what leaves comes back, whoever wrote it, and a refusal of the drive is an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.memory.mmap import PAGE_BYTES
+
+NBYTES = 64 * PAGE_BYTES
+
+
+@pytest.fixture
+def fd(spill_dir: Path) -> Iterator[int]:
+    descriptor = os.open(spill_dir, os.O_RDWR | os.O_TMPFILE)
+    os.write(descriptor, os.urandom(NBYTES))
+    os.fsync(descriptor)
+    yield descriptor
+    os.close(descriptor)
+
+
+def shown(fd: int, *, shared: bool) -> tuple[FileView, torch.Tensor]:
+    view = FileView(NBYTES)
+    view.show(0, fd, 0, NBYTES, shared=shared)
+    return view, view.tensor(0, torch.uint8, (NBYTES,), (1,))
+
+
+def in_file(fd: int) -> bytes:
+    return os.pread(fd, NBYTES, 0)
+
+
+def resident_kib(view: FileView) -> int:
+    """Of the pages that this process has mapped there."""
+    wanted = f"{view.address:x}-"
+    lines = iter(Path("/proc/self/smaps").read_text(encoding="ascii").splitlines())
+    assert any(line.startswith(wanted) for line in lines)
+    return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+
+
+def test_pages_come_and_leave(fd: int) -> None:
+    view, tensor = shown(fd, shared=True)
+    assert resident_kib(view) == 0
+    view.bring_in(0, NBYTES)
+    assert resident_kib(view) == NBYTES // 1024
+    view.send_out(0, NBYTES)
+    assert resident_kib(view) == 0
+    assert bytes(tensor.numpy()) == in_file(fd)
+
+
+def test_what_was_written_survives_leaving(fd: int) -> None:
+    view, tensor = shown(fd, shared=True)
+    tensor[5 * PAGE_BYTES + 3] = 7
+    tensor.numpy()[9] = 8
+    expected = bytes(tensor.numpy())
+    view.send_out(0, NBYTES)
+    assert bytes(tensor.numpy()) == expected == in_file(fd)
+
+
+def test_made_private_it_is_ordinary_memory_with_the_same_bytes(fd: int) -> None:
+    view, tensor = shown(fd, shared=True)
+    tensor[0] ^= 255
+    expected = bytes(tensor.numpy())
+    view.show(0, fd, 0, NBYTES)
+    assert bytes(tensor.numpy()) == expected
+    tensor[1] ^= 255
+    assert in_file(fd) == expected, "a private edit changes no file"
+
+
+def test_it_lives_as_long_as_its_tensors(fd: int) -> None:
+    tensor = shown(fd, shared=True)[1][PAGE_BYTES:]
+    assert bytes(tensor.numpy()) == in_file(fd)[PAGE_BYTES:]
+
+
+def test_what_cannot_be_read_is_an_error_not_a_signal(fd: int) -> None:
+    view, _ = shown(fd, shared=True)
+    os.ftruncate(fd, NBYTES // 2)
+    with pytest.raises(OSError, match="Input/output") as refused:
+        view.bring_in(0, NBYTES)
+    assert refused.value.errno == errno.EIO
+
+
+def test_an_old_kernel_maps_at_the_first_touch(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ssd.memory.file_mapping._POPULATE_READ", 250)  # no such advice
+    view, tensor = shown(fd, shared=True)
+    view.bring_in(0, NBYTES)
+    assert bytes(tensor.numpy()) == in_file(fd)
+
+
+@pytest.mark.parametrize(("start", "offset"), [(1, 0), (0, 1), (PAGE_BYTES, 0)])
+def test_parts_are_whole_pages_within_the_range(start: int, offset: int, fd: int) -> None:
+    view = FileView(NBYTES)
+    with pytest.raises(ValueError, match="whole pages within the range"):
+        view.show(start, fd, offset, NBYTES)

@@ -1,0 +1,611 @@
+"""Frozen weights on a drive: the bits of plain training, whatever is done to a weight, and whoever holds it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
+from lightning_ssd.storage.backend import WrappedBackend
+from lightning_ssd.storage.spill_file import Arena
+
+WIDTH, NUM_BLOCKS, VOCABULARY = 128, 4, 600
+MIN_TENSOR = "16KiB"
+
+
+class Block(nn.Module):
+    """A small adapter is trained beside two large weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x))) + self.adapter(x)
+
+
+class Net(nn.Module):
+    """Tied embedding and head; blocks in between."""
+
+    def __init__(self, *, repeats: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self._repeats = repeats
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x) if self._repeats is None else self._repeats(block, x)
+        return self.head(x)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """All but the adapters."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("adapter" in name)
+    return model
+
+
+def built(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return frozen(Net(**options))
+
+
+def batches(num: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num):
+        yield torch.randint(0, VOCABULARY, (3, 20), generator=generator)
+
+
+Between = Callable[[nn.Module, int], object]
+
+
+def train(
+    model: nn.Module,
+    offloader: Offloader | None = None,
+    *,
+    steps: int = 4,
+    between: Between = lambda model, step: None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+) -> list[torch.Tensor]:
+    """Losses, and the gradients of each step."""
+    update = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    found = []
+    for step, ids in enumerate(batches(steps)):
+        if offloader is None:
+            loss = model(ids).logsumexp(-1).mean()
+            loss.backward()
+        else:
+            with offloader.saved_tensors():
+                loss = model(ids).logsumexp(-1).mean()
+            loss.backward()
+            offloader.end_backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        update.step()
+        update.zero_grad()
+        between(model, step)
+    return found
+
+
+def policy(**options: Any) -> OffloadPolicy:
+    return OffloadPolicy(**{"parameters": "offload", "activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
+
+
+@pytest.fixture
+def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
+    """Makes offloaders, which are closed at the end."""
+    made = []
+
+    def make(*modules: nn.Module, **options: Any) -> Offloader:
+        named = {name: options.pop(name) for name in ("_wrap_backend",) if name in options}
+        made.append(Offloader(policy=policy(**options), hardware=HardwareProfile(paths=[spill_dir]), **named))
+        return made[-1].open(*modules)
+
+    yield make
+    for offloader in made:
+        offloader.close()
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def equal_weights(one: nn.Module, other: nn.Module) -> bool:
+    return same(list(one.state_dict().values()), list(other.state_dict().values()))
+
+
+# -- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "auto", "recompute", "recompute_offload"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_training_is_bit_for_bit_that_of_plain_pytorch(
+    activations: str, optimizer: Any, opened: Callable[..., Offloader]
+) -> None:
+    plain, model = built(), built()
+    expected = train(plain, optimizer=optimizer)
+    offloader = opened(model, activations=activations)
+    assert same(train(model, offloader, optimizer=optimizer), expected)
+    assert equal_weights(model, plain)
+    # Two matrices a block, and the embedding; biases are too small.
+    assert offloader.stats.weights_bytes == 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+    assert 0 < offloader.stats.weights_resident_peak_bytes < offloader.stats.weights_bytes
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_with_checkpoints_of_the_model_s_own(reentrant: bool, opened: Callable[..., Offloader]) -> None:
+    def repeats(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x, use_reentrant=reentrant)
+
+    plain, model = built(repeats=repeats), built(repeats=repeats)
+    for one in (plain, model):
+        one.embedding.weight.requires_grad_(reentrant)  # else a reentrant one has nothing to differentiate
+    assert same(train(model, opened(model)), train(plain))
+
+
+def test_with_autocast(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    offloader = opened(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert same(train(model, offloader), train(plain))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_with_compiled_code(scope: str, opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    for one in (plain, model):
+        for part in one.blocks if scope == "blocks" else [one]:
+            part.compile(backend="aot_eager")
+    offloader = opened(model)
+    assert same(train(model, offloader), train(plain))
+    assert offloader.stats.weights_bytes > 0
+
+
+def test_accumulation_and_evaluation_in_between(opened: Callable[..., Offloader]) -> None:
+    def evaluate(model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            seen.append(model(next(batches(1))))
+
+    plain, model = built(), built()
+    seen: list[torch.Tensor] = []
+    expected = train(plain, between=evaluate)
+    half = len(seen)
+    assert same(train(model, opened(model), between=evaluate), expected)
+    assert same(seen[half:], seen[:half])
+
+
+def test_a_step_that_fails_in_forward_and_the_next_one(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    offloader = opened(model)
+    model.blocks[2].up.register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError), offloader.saved_tensors():
+        model(next(batches(1)))
+    model.blocks[2].up._forward_hooks.clear()
+    assert same(train(model, offloader), train(plain))
+
+
+def test_two_backwards_through_one_graph(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    offloader = opened(model)
+    for _ in range(2):
+        losses = []
+        for one, context in ((plain, None), (model, offloader)):
+            if context is None:
+                loss = one(next(batches(1))).logsumexp(-1).mean()
+            else:
+                with context.saved_tensors():
+                    loss = one(next(batches(1))).logsumexp(-1).mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            losses.append([p.grad for p in one.parameters() if p.grad is not None])
+        offloader.end_backward()
+        assert same(*losses)
+
+
+# -- edits of frozen weights, seen and unseen ------------------------------------------------------------------------
+
+
+def _averaged(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for weight in (model.blocks[0].up.weight, model.embedding.weight):
+            weight.lerp_(torch.full_like(weight, 0.01 * step), 0.1)
+
+
+def _past_autograd(model: nn.Module, step: int) -> None:
+    model.blocks[1].down.weight.data.mul_(1.01)
+    model.embedding.weight.detach().numpy()[3] += 0.5
+
+
+def _exchanged(model: nn.Module, step: int) -> None:
+    model.blocks[2].up.weight.data = model.blocks[2].up.weight.data * 1.5
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight * 2, requires_grad=False)
+
+
+def _loaded(model: nn.Module, step: int) -> None:
+    state = {name: value * 1.01 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=step == 1)
+    frozen(model)
+
+
+def _unfrozen(model: nn.Module, step: int) -> None:
+    if step == 1:
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+    if step >= 1:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("edit", [_averaged, _past_autograd, _exchanged, _loaded, _unfrozen])
+def test_edits_between_steps_are_not_lost(edit: Between, opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    expected = train(plain, between=edit, steps=5)
+    assert same(train(model, opened(model), between=edit, steps=5), expected)
+    assert equal_weights(model, plain)
+
+
+def test_an_edit_between_forward_and_backward_is_pytorch_s_error(opened: Callable[..., Offloader]) -> None:
+    messages = []
+    for offloader in (None, opened()):
+        model = built()
+        if offloader is not None:
+            offloader.register_module(model)
+            with offloader.saved_tensors():
+                loss = model(next(batches(1))).sum()
+        else:
+            loss = model(next(batches(1))).sum()
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as refused:
+            loss.backward()
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_thread_that_edits_while_training_runs(opened: Callable[..., Offloader]) -> None:
+    """Edits of bytes that nobody reads: none may be lost when pages leave meanwhile."""
+    model = built()
+    offloader = opened(model)
+    target = model.embedding.weight.data.view(-1)[: VOCABULARY * WIDTH // 2]  # rows that no batch asks for, see below
+    ends = threading.Event()
+    counts = torch.zeros_like(target)
+
+    def edit() -> None:
+        while not ends.is_set():
+            target.add_(1.0)
+            counts.add_(1.0)
+
+    before = target.clone()
+    thread = threading.Thread(target=edit)
+    thread.start()
+    try:
+        for _ in range(30):
+            with offloader.saved_tensors():
+                loss = model.blocks[0](torch.ones(2, WIDTH)).sum()
+            loss.backward()
+            offloader.end_backward()
+    finally:
+        ends.set()
+        thread.join()
+    assert counts[0] > 0
+    for _ in range(int(counts[0])):
+        before.add_(1.0)
+    assert torch.equal(target, before)
+
+
+# -- who holds a weight ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hold", "reason"),
+    [
+        (lambda weight: weight.data, "something else holds its memory \\(1 tensor\\)"),
+        (lambda weight: weight.detach()[:2], "something else holds its memory \\(2 tensors\\)"),
+        (lambda weight: weight.detach().numpy(), "NumPy"),
+        (lambda weight: weight.untyped_storage().share_memory_(), "it is in memory that processes share"),
+    ],
+)
+def test_what_somebody_else_holds_stays(
+    hold: Callable[[torch.Tensor], object], reason: str, opened: Callable[..., Offloader]
+) -> None:
+    model = built()
+    weight = model.blocks[1].up.weight
+    held = hold(weight)
+    address = weight.data_ptr()
+    with pytest.warns(UserWarning, match=rf"1 frozen weights stay in memory.*blocks\.1\.up\.weight: {reason}"):
+        offloader = opened(model)
+    assert weight.data_ptr() == address
+    assert offloader.stats.weights_bytes < 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+    del held
+
+
+def test_foreign_memory_stays(opened: Callable[..., Offloader]) -> None:
+    """Of a parameter made of an array: only the array's owner knows who else uses it."""
+    array = torch.randn(WIDTH, 4 * WIDTH).numpy()
+    model = built()
+    model.blocks[0].down.weight = nn.Parameter(torch.from_numpy(array), requires_grad=False)
+    with pytest.warns(UserWarning, match="NumPy, or whoever made the memory, refers to it"):
+        opened(model)
+    array[:] = 0
+    assert not model.blocks[0].down.weight.any()
+
+
+def test_parts_of_one_storage_move_together(opened: Callable[..., Offloader]) -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.randn(3 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(2))
+            self.q, self.k, self.v = (nn.Parameter(part, requires_grad=False) for part in whole.chunk(3))
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.scale) @ self.q.t() @ self.k @ self.v
+
+    plain, model = Fused(), Fused()
+    offloader = opened(model)
+    assert offloader.stats.weights_bytes == 3 * WIDTH * WIDTH * 4
+    assert model.q.untyped_storage().data_ptr() == model.v.untyped_storage().data_ptr()
+    results = []
+    for one in (plain, model):
+        with offloader.saved_tensors():
+            loss = one(torch.ones(2, WIDTH)).sum()
+        loss.backward()
+        results.append([loss.detach(), one.scale.grad])
+    assert same(*results)
+
+
+def test_a_buffer_in_the_same_memory_keeps_it_there(opened: Callable[..., Offloader]) -> None:
+    model = built()
+    model.register_buffer("shown", model.blocks[0].up.weight.data)
+    with pytest.warns(UserWarning, match="a buffer lies in the same memory"):
+        opened(model)
+
+
+def test_identity_shape_and_version_stay(opened: Callable[..., Offloader]) -> None:
+    model = built()
+    weights = dict(model.named_parameters())
+    facts = {
+        n: (id(p), p.shape, p.stride(), p._version, p.requires_grad, p.is_leaf, type(p)) for n, p in weights.items()
+    }
+    opened(model)
+    now = dict(model.named_parameters())
+    assert facts == {
+        n: (id(p), p.shape, p.stride(), p._version, p.requires_grad, p.is_leaf, type(p)) for n, p in now.items()
+    }
+
+
+def test_copies_are_memory_of_their_own(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    opened(model)
+    twin = copy.deepcopy(model)
+    stream = io.BytesIO()
+    torch.save(model.state_dict(), stream)
+    stream.seek(0)
+    loaded = torch.load(stream)
+    with torch.no_grad():
+        model.blocks[0].up.weight.zero_()
+    assert equal_weights(twin, plain)
+    assert same(list(loaded.values()), list(plain.state_dict().values()))
+    assert same(train(twin), train(plain))
+
+
+def test_a_weight_that_is_gone_gives_its_place_back(opened: Callable[..., Offloader]) -> None:
+    model = built()
+    offloader = opened(model)
+    used = offloader.stats.weights_bytes
+    del model.blocks[3]
+    gc.collect()
+    offloader.send_out_weights()
+    assert offloader.stats.weights_bytes == used - 4 * 8 * WIDTH * WIDTH
+    size = offloader.stats.disk_bytes
+    offloader.register_module(frozen(Block()))
+    assert offloader.stats.disk_bytes == size
+
+
+# -- a model that is never whole in memory ---------------------------------------------------------------------------
+
+
+def test_a_model_built_inside_has_the_same_weights_from_the_same_random_numbers(
+    opened: Callable[..., Offloader],
+) -> None:
+    plain = built()
+    state = torch.get_rng_state()
+    offloader = opened()
+    with offloader.streamed_init():
+        model = built()
+        assert offloader.stats.weights_bytes > 0
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.bias) if module.bias is not None else None
+    assert not torch.equal(torch.get_rng_state(), state)
+    torch.set_rng_state(state)
+    with torch.no_grad():
+        for module in plain.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.bias) if module.bias is not None else None
+    assert equal_weights(model, plain)
+    offloader.register_module(model)
+    assert same(train(model, offloader), train(plain))
+
+
+def test_weights_that_turn_out_to_be_trained_come_back(opened: Callable[..., Offloader]) -> None:
+    offloader = opened()
+    with offloader.streamed_init():
+        model = built()
+    model.blocks[0].requires_grad_(True)
+    offloader.register_module(model)
+    offloader.send_out_weights()
+    assert offloader.stats.weights_bytes == 4 * ((NUM_BLOCKS - 1) * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+    plain = built()
+    plain.blocks[0].requires_grad_(True)
+    assert same(train(model, offloader), train(plain))
+
+
+def test_other_threads_build_as_ever(opened: Callable[..., Offloader]) -> None:
+    offloader = opened()
+    with offloader.streamed_init():
+        thread = threading.Thread(target=built)
+        thread.start()
+        thread.join()
+    assert offloader.stats.weights_bytes == 0
+    nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH))
+    assert offloader.stats.weights_bytes == 0, "the hooks are gone"
+
+
+def test_without_offloaded_parameters_building_is_as_ever(opened: Callable[..., Offloader]) -> None:
+    offloader = opened(parameters="keep")
+    with offloader.streamed_init():
+        model = built()
+    assert equal_weights(model, built())
+    assert offloader.stats.weights_bytes == 0
+
+
+# -- the end, and what goes wrong ------------------------------------------------------------------------------------
+
+
+def test_after_closing_weights_are_there_and_a_second_opening_takes_them_over_again(
+    opened: Callable[..., Offloader], spill_dir: Path
+) -> None:
+    plain, model = built(), built()
+    expected = train(plain) + train(plain)
+    offloader = opened(model)
+    found = train(model, offloader)
+    offloader.close()
+    assert not list(spill_dir.iterdir()), "no name is left"
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(1.0)
+    assert equal_weights(model, built()) is False
+    again = opened(model)
+    assert again.stats.weights_bytes == 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+    assert same(found + train(model, again), expected)
+
+
+def test_a_fork_has_weights_of_its_own(opened: Callable[..., Offloader]) -> None:
+    model = built()
+    offloader = opened(model)
+    train(model, offloader, steps=2)
+    weight = model.blocks[0].up.weight
+    expected = weight.detach().clone()
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads and forks
+        child = os.fork()
+    if child == 0:
+        with torch.no_grad():
+            is_right = torch.equal(weight, expected)
+            result = model.blocks[0](torch.ones(1, WIDTH))  # through a window, and without our thread
+            weight.zero_()
+        os.write(writing, b"y" if is_right and bool(result.isfinite().all()) and not weight.any() else b"n")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 1) == b"y"
+    assert torch.equal(weight, expected)
+    offloader.send_out_weights()
+    assert torch.equal(weight, expected)
+
+
+def test_a_drive_without_room_is_an_error_before_anything_moves(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built()
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    offloader = opened()
+    monkeypatch.setattr(Arena, "_preallocate", lambda self, nbytes: False)
+    with pytest.raises(OutOfSpaceError, match=r"weights need [\d,]+ bytes in .*is full"):
+        offloader.register_module(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+
+
+class FailsAtThird(WrappedBackend):
+    """The third write is refused."""
+
+    num_writes = 0
+
+    def write(self, *args: Any) -> None:
+        self.num_writes += 1
+        if self.num_writes == 3:
+            raise StorageError(5, "refused")
+        super().write(*args)
+
+
+def test_a_write_that_fails_leaves_every_weight_good(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    offloader = opened(_wrap_backend=FailsAtThird)
+    with pytest.raises(StorageError, match="refused"):
+        offloader.register_module(model)
+    assert equal_weights(model, plain)
+    offloader.register_module(model)
+    assert same(train(model, offloader), train(plain))
+
+
+def test_a_read_that_fails_is_an_error_that_names_the_weight(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built()
+    offloader = opened(model)
+    train(model, offloader, steps=2)
+
+    def refuse(self: Any, start: int, nbytes: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_ssd.memory.file_mapping.FileView.bring_in", refuse)
+        with pytest.raises(StorageError, match=r"weight .*weight \([\d,]+ bytes\) could not be read from its drive"):
+            train(model, offloader, steps=2)
+    assert model(next(batches(1))).isfinite().all(), "the drive is well again"
+
+
+def test_edits_that_the_drive_has_lost_are_told_at_close(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built()
+    offloader = opened(model)
+
+    def refuse(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", refuse)
+        with pytest.raises(StorageError, match="weights that were changed could not be written"):
+            offloader.close()
+    assert equal_weights(model, built())
+
+
+def test_nothing_frozen_is_told(opened: Callable[..., Offloader]) -> None:
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="moves nothing: no weight of at least min_tensor_bytes is frozen"):
+        opened(Net())
+
+
+def test_encrypted_drives_are_refused(spill_dir: Path) -> None:
+    hardware = HardwareProfile(paths=[spill_dir], encrypt=True)
+    with pytest.raises(ConfigError, match=r"parameters='offload' got HardwareProfile\.encrypt=True"):
+        Offloader(policy=policy(), hardware=hardware).open()
+    assert not list(spill_dir.iterdir())
+
+
+def test_other_devices_are_refused(spill_dir: Path) -> None:
+    offloader = Offloader(policy=policy(), hardware=HardwareProfile(paths=[spill_dir]), device="meta")
+    with pytest.raises(ConfigError, match="allowed"):
+        offloader.open()
