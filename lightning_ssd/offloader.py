@@ -492,6 +492,8 @@ class Offloader:
     def reset_peaks(self) -> None:
         """Start the peaks anew at what is in memory now."""
         self._opened().reset_peaks()
+        if self._parts.weights is not None:
+            self._parts.weights.reset_peak()
 
     @property
     def plan_report(self) -> PlanReport | None:

@@ -386,6 +386,10 @@ class PagedWeights:
             num_late=self._num_late,
         )
 
+    def reset_peak(self) -> None:
+        """Start the peak anew at what is in memory now."""
+        self._resident_peak_bytes = self._resident_bytes
+
     def close(self) -> None:
         """Nothing is brought in or sent out any more. Weights stay what they are: memory that the system fills from the
         files when it is touched, and takes when it needs the room. The files go with the last weight. Idempotent.

@@ -57,6 +57,8 @@ DASHBOARD = (
             Panel("Peak of all memory (GiB)", ("memory/device_peak_gib", "memory/host_peak_gib")),
             Panel("Held in host memory in place of drives (GiB)", (
                 "memory/host_tier_gib", "memory/states_resident_gib")),
+            Panel("Weights that wait on drives, and in memory of them (GiB)", (
+                "memory/weights_offloaded_gib", "memory/weights_resident_peak_gib")),
             Panel("Memory over one step", ("offload/memory_over_step",), "media"),
         ),
     ),

@@ -80,6 +80,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory/worst_rank", "the process whose peak this is; absent with one process", 1, "last"),
     Metric("memory/states_resident_gib", "states of offloaded optimizers in memory; absent without one", GIB, "last"),
     Metric("memory/host_tier_gib", "host memory taken for activations in place of drives; absent without", GIB, "last"),
+    Metric("memory/weights_offloaded_gib", "weights that wait on drives; absent without", GIB, "last", "sum"),
+    Metric("memory/weights_resident_peak_gib", "of these, brought in at the worst moment", GIB, "max"),
     Metric("io/write_gib", "bytes that reached a drive", GIB, "mean", "sum"),
     Metric("io/read_gib", "bytes that came back from a drive", GIB, "mean", "sum"),
     Metric("io/host_gib", "bytes that went to host memory instead of a drive", GIB, "mean", "sum"),
@@ -253,6 +255,8 @@ def compute(
         "memory/worst_rank": None,  # of several processes, which one alone does not know
         "memory/states_resident_gib": states_bytes,
         "memory/host_tier_gib": host_tier_bytes,
+        "memory/weights_offloaded_gib": stats_now.weights_bytes or None,
+        "memory/weights_resident_peak_gib": stats_now.weights_resident_peak_bytes if stats_now.weights_bytes else None,
         "memory/device_peak_gib": readings.device_peak_bytes,
         "memory/host_peak_gib": readings.host_peak_bytes,
         "memory/activations_resident_peak_gib": stats_now.resident_peak_bytes,

@@ -42,7 +42,8 @@ class RunFacts:
 
 def summarize_run(run: RunFacts) -> str:
     """What was held, moved and waited for; plain words where nothing was offloaded at all."""
-    sentences = [*_activations(run), *_optimizers(run.optimizers), *_life(run.drive_life_days), *_peaks(run.metrics)]
+    parts = _activations(run), _weights(run), _optimizers(run.optimizers), _life(run.drive_life_days)
+    sentences = [sentence for part in (*parts, _peaks(run.metrics)) for sentence in part]
     if run.num_processes > 1:
         sentences.append(f"Numbers of the first of {run.num_processes} processes.")
     return " ".join(sentences)
@@ -101,6 +102,14 @@ def _activations(run: RunFacts) -> list[str]:
     if run.plan is not None:
         sentences.append(run.plan)
     return [*sentences, f"Backend: {run.backend}."]
+
+
+def _weights(run: RunFacts) -> list[str]:
+    if run.stats is None or not run.stats.weights_bytes:
+        return []
+    peak = max(run.stats.weights_resident_peak_bytes, _bytes(run.metrics, "memory/weights_resident_peak_gib"))
+    resident, waiting = format_sizes(peak, run.stats.weights_bytes)
+    return [f"Frozen weights: {waiting} wait on SSD, at most {resident} of them brought in at a time."]
 
 
 def _optimizers(optimizers: Sequence[OptimizerStats]) -> list[str]:

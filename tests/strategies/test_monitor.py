@@ -30,6 +30,8 @@ ABSENT = {
     "memory/worst_rank",
     "memory/states_resident_gib",
     "memory/host_tier_gib",
+    "memory/weights_offloaded_gib",
+    "memory/weights_resident_peak_gib",
     "io/busiest_drive_ratio",
     *(metric.key for metric in METRICS if metric.key.startswith("io/drive")),
     "wear/drive_life_days",

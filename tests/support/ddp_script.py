@@ -257,7 +257,29 @@ def states(directory: Path) -> None:
     print(f"rank {trainer.global_rank}: states ok", flush=True)
 
 
-OTHERS = {"forgotten": forgotten, "agreed": agreed, "impossible": impossible, "states": states}
+class FrozenBlocks(Net):
+    """Only what comes behind the blocks is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+
+def weights(directory: Path) -> None:
+    """Each process has the frozen weights on a drive of its own; rank zero's values reach both."""
+    policy = OffloadPolicy(parameters="offload", min_tensor_bytes=4096)
+    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
+    ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
+    found = []
+    for strategy in (DDPStrategy(start_method="popen"), ours):
+        trainer, module = fit(FrozenBlocks, strategy, directory, devices=2)
+        found.append(result(module))
+    assert_identical(found[1], found[0])
+    assert ours.stats.weights_bytes > 0
+    print(f"rank {trainer.global_rank}: weights ok", flush=True)
+
+
+OTHERS = {"weights": weights, "forgotten": forgotten, "agreed": agreed, "impossible": impossible, "states": states}
 
 
 def main(directory: Path, start_method: str, *names: str) -> None:

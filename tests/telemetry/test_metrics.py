@@ -97,6 +97,8 @@ NOW = OffloadStats(
     stall_s=1.5,
     resident_peak_bytes=GIB,
     saved_peak_bytes=5 * GIB,
+    weights_bytes=6 * GIB,
+    weights_resident_peak_bytes=GIB // 2,
 )
 READINGS = MemoryReadings(host_bytes=GIB, host_peak_bytes=2 * GIB, device_bytes=0, device_peak_bytes=3 * GIB)
 
@@ -139,6 +141,8 @@ def test_the_numbers_of_one_sample():
             "memory/activations_saved_peak_gib": 5,
             "memory/states_resident_gib": 0.25,
             "memory/host_tier_gib": 8,
+            "memory/weights_offloaded_gib": 6,
+            "memory/weights_resident_peak_gib": 0.5,
             "io/write_gib": 2,
             "io/read_gib": 3,
             "io/host_gib": 7,
@@ -239,6 +243,8 @@ def test_what_has_no_number_has_no_key():
         "memory/worst_rank",
         "memory/states_resident_gib",
         "memory/host_tier_gib",
+        "memory/weights_offloaded_gib",
+        "memory/weights_resident_peak_gib",
         "io/stall_ratio",
         *MEASURED,
         *RECORDED,
