@@ -34,6 +34,7 @@ from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.common.waiting import Latch
+from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, why_it_stays
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles, unreadable
@@ -42,6 +43,8 @@ from lightning_ssd.telemetry.stats import WeightStats
 __all__ = ["PagedWeights", "Unit"]
 
 _log = logging.getLogger(__name__)
+_TRIM_BYTES = 64 << 20
+"""After so many bytes malloc is told to give back what the weights had: it would keep it for tensors to come."""
 
 
 @dataclass(eq=False, slots=True)
@@ -96,6 +99,7 @@ class PagedWeights:
         self._in_backward: Unit | None = None
         self._resident_bytes = self._resident_peak_bytes = self._num_late = 0
         self._stall_s = 0.0
+        self._taken_bytes = 0
         self._building: int | None = None
         self._is_closed = False
         # Guards units and what is counted. A leaf lock.
@@ -154,6 +158,10 @@ class PagedWeights:
             self.by_storage[mapped.key.cdata] = unit
         for tensor in weights.tensors:
             tensor.data = TensorSpec.of(tensor).view(storage)
+        self._taken_bytes += mapped.nbytes
+        if self._taken_bytes >= _TRIM_BYTES:
+            self._taken_bytes = 0
+            trim()
 
     def _release(self, weights: SharedWeights) -> None:
         """Give weights that are trained after all ordinary memory: each update would be written to the drive."""
