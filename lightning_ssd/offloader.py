@@ -173,7 +173,7 @@ class Offloader:
             scheduler=parts.scheduler,
             recompute=self.policy.activations in ("recompute", "recompute_offload"),
             heap_policy=parts.heap_policy,
-            weights=parts.weights,
+            weights=None if parts.weights is None else parts.weights.pager,
         )
         stack.callback(self._cache.close)
         self._last_stats = self._sampled = OffloadStats()
@@ -310,7 +310,7 @@ class Offloader:
         saving them. Each :meth:`end_backward` does so, too.
         """
         if self._parts.weights is not None and not self._is_foreign:
-            self._parts.weights.border()
+            self._parts.weights.pager.border()
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let the states of ``optimizer`` wait on SSD. Where the policy keeps them, or it has no parameters, it

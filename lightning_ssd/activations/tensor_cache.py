@@ -35,7 +35,7 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.memory.readings import available_bytes, level_bytes
-from lightning_ssd.parameters.paged_weights import PagedWeights, Unit
+from lightning_ssd.parameters.pager import Pager, Unit
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.recompute.global_modes import forget_threads, note_thread
@@ -100,7 +100,7 @@ class TensorCache:
         scheduler: Scheduler | None = None,
         recompute: bool = False,
         heap_policy: HeapPolicy | None = None,
-        weights: PagedWeights | None = None,
+        weights: Pager | None = None,
     ) -> None:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
         self._heap_policy = heap_policy or HeapPolicy()

@@ -8,17 +8,13 @@ decided here, when to bring in and when to send out, is a matter of time and mem
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
-import queue
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,44 +29,17 @@ from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
-from lightning_ssd.common.waiting import Latch
 from lightning_ssd.memory.malloc import trim
+from lightning_ssd.parameters.pager import Pager, Unit, Weight
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, why_it_stays
-from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
-from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles, unreadable
+from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.telemetry.stats import WeightStats
 
-__all__ = ["PagedWeights", "Unit"]
+__all__ = ["PagedWeights"]
 
 _log = logging.getLogger(__name__)
 _TRIM_BYTES = 64 << 20
 """After so many bytes malloc is told to give back what the weights had: it would keep it for tensors to come."""
-
-
-@dataclass(eq=False, slots=True)
-class _Weight:
-    names: list[str]
-    mapped: MappedStorage
-
-
-@dataclass(eq=False, slots=True)
-class Unit:
-    """What is brought in together: the weights of a block, or of a module outside of all blocks."""
-
-    number: int
-    name: str
-    weights: list[_Weight] = field(default_factory=list)
-    num_windows: int = 0
-    """Calls of its forward under way. Its pages stay as long."""
-    is_in: bool = False
-    coming: Latch | None = None
-    """Opens when the read under way has ended."""
-    error: BaseException | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Of all its weights."""
-        return sum(weight.mapped.nbytes for weight in self.weights)
 
 
 class PagedWeights:
@@ -89,24 +58,10 @@ class PagedWeights:
     def __init__(self, files: WeightFiles, *, min_nbytes: int) -> None:
         self._files = files
         self._min_nbytes = min_nbytes
-        self._pid = os.getpid()
-        self.by_storage: dict[int, Unit] = {}
-        """Whose weights lie in a storage, by its address. Read in the hot path, without a lock."""
-        self._units: dict[str, Unit] = {}
+        self.pager = Pager()
         self._windows: list[_Window] = []
-        self._order = UseOrder()
-        self._ahead: Unit | None = None
-        self._in_backward: Unit | None = None
-        self._resident_bytes = self._resident_peak_bytes = self._num_late = 0
-        self._stall_s = 0.0
         self._taken_bytes = 0
         self._building: int | None = None
-        self._is_closed = False
-        # Guards units and what is counted. A leaf lock.
-        self._lock = threading.Lock()
-        self._requests: queue.SimpleQueue[tuple[Unit, Latch] | None] = queue.SimpleQueue()
-        self._has_ended = Latch()  # the reader
-        _thread.start_new_thread(self._serve, ())
         _opened[:] = [known for known in _opened if known() is not None]
         _opened.append(weakref.ref(self))
 
@@ -121,10 +76,10 @@ class PagedWeights:
         """
         new, held = [], {}
         for weights in shared_weights(module, self._min_nbytes):
-            unit = self.by_storage.get(weights.storage._cdata)
-            if unit is not None and not weights.is_frozen:
+            is_taken = self.pager.find(weights.storage) is not None
+            if is_taken and not weights.is_frozen:
                 self._release(weights)
-            elif unit is None and weights.is_frozen:
+            elif not is_taken and weights.is_frozen:
                 reason = why_it_stays(weights)
                 if reason is None:
                     new.append(weights)
@@ -152,10 +107,7 @@ class PagedWeights:
         mapped = self._files.write(weights.storage)
         storage, mapped.storage = mapped.storage, None
         assert storage is not None
-        with self._lock:
-            unit = self._units.setdefault(unit_name, Unit(len(self._units), unit_name))
-            unit.weights.append(_Weight(weights.names, mapped))
-            self.by_storage[mapped.key.cdata] = unit
+        self.pager.add(unit_name, Weight(weights.names, mapped))
         for tensor in weights.tensors:
             tensor.data = TensorSpec.of(tensor).view(storage)
         self._taken_bytes += mapped.nbytes
@@ -174,26 +126,18 @@ class PagedWeights:
     def _name_units(self, module: nn.Module, places: dict[str, tuple[str, nn.Module | None]]) -> None:
         """Weights that were taken over while the model was built get the units and names that they have in it."""
         for weights in shared_weights(module, self._min_nbytes):
-            unit = self.by_storage.get(weights.storage._cdata)
-            name = places[weights.names[0]][0]
-            if unit is None or unit.name == name:
-                continue
-            with self._lock:
-                moved = [one for one in unit.weights if one.mapped.key.cdata == weights.storage._cdata]
-                unit.weights = [one for one in unit.weights if one not in moved]
-                target = self._units.setdefault(name, Unit(len(self._units), name))
-                target.weights += moved
-                self.by_storage[weights.storage._cdata] = target
-            for one in moved:
-                one.names = weights.names
+            weight = self.pager.find(weights.storage)
+            if weight is not None:
+                weight.names = weights.names
+                self.pager.add(places[weights.names[0]][0], weight)
 
     def _stand_in(self, places: dict[str, tuple[str, nn.Module | None]]) -> None:
         standing = {window.module for window in self._windows}
         for name, module in dict(places.values()).items():
-            unit = self._units.get(name)
+            unit = self.pager.units.get(name)
             if unit is not None and unit.weights and module is not None and module not in standing:
                 standing.add(module)
-                self._windows.append(_Window(module, unit, self))
+                self._windows.append(_Window(module, unit, self.pager))
 
     def _tell(self, held: dict[str, str]) -> None:
         nbytes = self.stats.nbytes
@@ -247,137 +191,11 @@ class PagedWeights:
 
     def _take_built(self, built: list[SharedWeights], unit_name: str) -> None:
         for weights in built:
-            unit = self.by_storage.get(weights.storage._cdata)
-            if unit is None and why_it_stays(weights) is None:
+            weight = self.pager.find(weights.storage)
+            if weight is not None:
+                weight.mapped.send_out()
+            elif why_it_stays(weights) is None:
                 self._take(unit_name, weights)
-            elif unit is not None:
-                for weight in unit.weights:
-                    if weight.mapped.key.cdata == weights.storage._cdata:
-                        weight.mapped.send_out()
-
-    # -- uses ----------------------------------------------------------------------------------------------------
-
-    def enter(self, unit: Unit) -> None:
-        """A forward that uses the unit begins: wait for its weights, and have the next ones brought in.
-
-        Raises:
-            StorageError: the drive refuses to read them.
-        """
-        repeats = torch._C._current_autograd_node() is not None  # a checkpoint
-        phase = Phase.BACKWARD if repeats else Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
-        if self._is_closed:
-            return
-        with self._lock:
-            unit.num_windows += 1
-        if not repeats:
-            self._in_backward = None
-            self._use(unit, phase)
-        else:
-            self.wanted(unit)
-
-    def leave(self, unit: Unit) -> None:
-        """A forward that used the unit has ended, or failed."""
-        if self._is_closed:
-            return
-        with self._lock:
-            unit.num_windows = max(unit.num_windows - 1, 0)
-            if unit is self._ahead or unit is self._in_backward:
-                return  # it is used next
-            self._send_out(unit)
-
-    def wanted(self, unit: Unit) -> None:
-        """Backward asks for a weight of the unit.
-
-        Raises:
-            StorageError: the drive refuses to read them.
-        """
-        before = self._in_backward
-        if unit is before or self._is_closed:
-            return
-        self._in_backward = unit
-        if before is not None:
-            with self._lock:
-                self._send_out(before)
-        self._use(unit, Phase.BACKWARD)
-
-    def border(self) -> None:
-        """A backward is over: what was touched outside of all units leaves, too; what is gone is forgotten."""
-        self._in_backward = None
-        with self._lock:
-            for unit in self._units.values():
-                for weight in [weight for weight in unit.weights if not weight.mapped.key.alive()]:
-                    unit.weights.remove(weight)
-                    self.by_storage.pop(weight.mapped.key.cdata, None)
-                    weight.mapped.forget()
-                if unit is not self._ahead:
-                    self._send_out(unit, strays=True)
-
-    def _use(self, unit: Unit, phase: Phase) -> None:
-        with self._lock:
-            following = self._order.visit(Use(unit.number, phase))
-            self._ahead = None if following is None else self._numbered(following.unit)
-            ahead = self._ahead
-            latch = self._request(unit, is_late=True)
-            if ahead is not None and ahead is not unit:
-                self._request(ahead)
-        if latch is not None and not latch.is_open:
-            begun_s = time.perf_counter()
-            latch.wait()
-            self._stall_s += time.perf_counter() - begun_s
-        if unit.error is not None:
-            error, unit.error, unit.coming = unit.error, None, None
-            raise error
-
-    def _numbered(self, number: int) -> Unit:
-        return next(unit for unit in self._units.values() if unit.number == number)
-
-    def _request(self, unit: Unit, *, is_late: bool = False) -> Latch | None:
-        """Have a unit brought in, if it is neither here nor on its way; return what opens when it is."""
-        if unit.is_in or self._is_closed:
-            return None
-        if unit.coming is None:
-            latch = Latch()
-            self._num_late += is_late
-            self._requests.put(
-                (unit, latch)
-            )  # first: an interrupt in between costs a second read, and no wait for ever
-            unit.coming = latch
-        return unit.coming
-
-    def _send_out(self, unit: Unit, *, strays: bool = False) -> None:
-        if unit.num_windows or not (unit.is_in or strays) or (unit.coming is not None and not unit.coming.is_open):
-            return
-        for weight in unit.weights:
-            weight.mapped.send_out()
-        if unit.is_in:
-            self._resident_bytes -= unit.nbytes
-        unit.is_in, unit.coming = False, None
-
-    # -- the reader ----------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        """In a thread of its own, so that no interrupt comes between a request and its answer."""
-        while (request := self._requests.get()) is not None:
-            self._read(*request)
-        self._has_ended.open()
-
-    def _read(self, unit: Unit, latch: Latch) -> None:
-        error: BaseException | None = None
-        try:
-            for weight in unit.weights:
-                try:
-                    weight.mapped.bring_in()
-                except OSError as refusal:
-                    raise unreadable(weight.names, weight.mapped.nbytes, refusal) from refusal
-        except BaseException as problem:  # raised where the unit is used
-            error = problem
-        with self._lock:
-            unit.error = error
-            if error is None and not unit.is_in:
-                unit.is_in = True
-                self._resident_bytes += unit.nbytes
-                self._resident_peak_bytes = max(self._resident_peak_bytes, self._resident_bytes)
-            latch.open()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -385,18 +203,18 @@ class PagedWeights:
     def stats(self) -> WeightStats:
         """Now."""
         return WeightStats(
-            nbytes=sum(unit.nbytes for unit in self._units.values()),
-            resident_bytes=self._resident_bytes,
-            resident_peak_bytes=self._resident_peak_bytes,
+            nbytes=sum(weight.mapped.nbytes for weight in self.pager.weights),
+            resident_bytes=self.pager.resident_bytes,
+            resident_peak_bytes=self.pager.resident_peak_bytes,
             written_bytes=self._files.written_bytes,
             disk_bytes=self._files.disk_bytes,
-            stall_s=self._stall_s,
-            num_late=self._num_late,
+            stall_s=self.pager.stall_s,
+            num_late=self.pager.num_late,
         )
 
     def reset_peak(self) -> None:
         """Start the peak anew at what is in memory now."""
-        self._resident_peak_bytes = self._resident_bytes
+        self.pager.resident_peak_bytes = self.pager.resident_bytes
 
     def close(self) -> None:
         """Nothing is brought in or sent out any more. Weights stay what they are: memory that the system fills from the
@@ -405,53 +223,46 @@ class PagedWeights:
         Raises:
             StorageError: the drive has lost what was written to a weight in place.
         """
-        if self._is_closed:
+        if self.pager.is_closed:
             return
-        self._is_closed = True
         for window in self._windows:
             window.remove()
         self._windows.clear()
-        self.by_storage = {}
-        self._requests.put(None)
-        self._has_ended.wait()
+        self.pager.close()
         try:
             self._files.sync()
         finally:
-            for weight in self._weights():
+            for weight in self.pager.weights:
                 weight.mapped.send_out()
                 weight.mapped.make_private()
-            for unit in self._units.values():
+            for unit in self.pager.units.values():
                 unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
             self._files.close()
 
     def keep_for_the_child(self) -> None:
         """In a process that has just been forked: what it writes is its own, and nobody brings anything in."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        for weight in self._weights():
-            weight.mapped.make_private()
-
-    def _weights(self) -> list[_Weight]:
-        return [weight for unit in self._units.values() for weight in unit.weights]
+        if not self.pager.is_closed:
+            self.pager.is_closed = True
+            for weight in self.pager.weights:
+                weight.mapped.make_private()
 
 
 class _Window(MethodPatch):
     """Tells when the forward of a unit's module runs."""
 
-    def __init__(self, module: nn.Module, unit: Unit, weights: PagedWeights) -> None:
+    def __init__(self, module: nn.Module, unit: Unit, pager: Pager) -> None:
         self._unit = unit
-        self._weights = weights
+        self._pager = pager
         super().__init__(module, label=f"unit {unit.name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
         try:
-            self._weights.enter(self._unit)
+            self._pager.enter(self._unit)
             return self.__wrapped__(*args, **kwargs)
         finally:  # also after an interrupt on the way in
-            self._weights.leave(self._unit)
+            self._pager.leave(self._unit)
 
 
 _opened: list[weakref.ref[PagedWeights]] = []

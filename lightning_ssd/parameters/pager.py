@@ -1,0 +1,232 @@
+"""Which weights are in memory: brought in ahead of their use, sent out behind it.
+
+Nothing here can make a weight wrong: whoever touches one that is not in memory finds its bytes, a page at a time. So
+what is guessed, and what threads do at once, is a matter of time and memory alone.
+"""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_ssd.common.waiting import Latch
+from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
+from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
+
+__all__ = ["Pager", "Unit", "Weight"]
+
+
+@dataclass(eq=False, slots=True)
+class Weight:
+    """One storage, and the names of the parameters in it."""
+
+    names: list[str]
+    mapped: MappedStorage
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """What is brought in together: the weights of a block, or of a module outside of all blocks."""
+
+    number: int
+    name: str
+    weights: list[Weight] = field(default_factory=list)
+    num_windows: int = 0
+    """Calls of its forward under way. Its pages stay as long."""
+    is_in: bool = False
+    coming: Latch | None = None
+    """Opens when the read under way has ended."""
+    error: BaseException | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its weights."""
+        return sum(weight.mapped.nbytes for weight in self.weights)
+
+
+class Pager:
+    """Brings units in and sends them out. A thread of its own reads, so that no interrupt divides a read."""
+
+    def __init__(self) -> None:
+        self.by_storage: dict[int, Unit] = {}
+        """Whose weights lie in a storage, by its address. Read in the hot path, without a lock."""
+        self.units: dict[str, Unit] = {}
+        self.resident_bytes = self.resident_peak_bytes = self.num_late = 0
+        self.stall_s = 0.0
+        self._order = UseOrder()
+        self._ahead: Unit | None = None
+        self._in_backward: Unit | None = None
+        self.is_closed = False
+        # Guards units and what is counted. A leaf lock.
+        self._lock = threading.Lock()
+        self._requests: queue.SimpleQueue[tuple[Unit, Latch] | None] = queue.SimpleQueue()
+        self._has_ended = Latch()  # the reader
+        _thread.start_new_thread(self._serve, ())
+
+    # -- units ---------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, weight: Weight) -> None:
+        """A weight belongs to the unit of this name from now on, and to no other."""
+        key = weight.mapped.key.cdata
+        with self._lock:
+            before = self.by_storage.get(key)
+            if before is not None:
+                before.weights.remove(weight)
+            unit = self.units.setdefault(name, Unit(len(self.units), name))
+            unit.weights.append(weight)
+            self.by_storage[key] = unit
+
+    def find(self, storage: torch.UntypedStorage) -> Weight | None:
+        """The weight that lies in a storage."""
+        unit = self.by_storage.get(storage._cdata)
+        found = () if unit is None else unit.weights
+        return next((weight for weight in found if weight.mapped.key.cdata == storage._cdata), None)
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All."""
+        return [weight for unit in self.units.values() for weight in unit.weights]
+
+    # -- uses ----------------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> None:
+        """A forward that uses the unit begins: wait for its weights, and have the next ones brought in.
+
+        Raises:
+            StorageError: the drive refuses to read them.
+        """
+        if self.is_closed:
+            return
+        with self._lock:
+            unit.num_windows += 1
+        if torch._C._current_autograd_node() is not None:  # a checkpoint repeats it
+            self.wanted(unit)
+            return
+        self._in_backward = None
+        self._use(unit, Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+
+    def leave(self, unit: Unit) -> None:
+        """A forward that used the unit has ended, or failed."""
+        if self.is_closed:
+            return
+        with self._lock:
+            unit.num_windows = max(unit.num_windows - 1, 0)
+            if unit is not self._ahead and unit is not self._in_backward:  # else it is used next
+                self._send_out(unit)
+
+    def wanted(self, unit: Unit) -> None:
+        """Backward asks for a weight of the unit.
+
+        Raises:
+            StorageError: the drive refuses to read them.
+        """
+        before = self._in_backward
+        if unit is before or self.is_closed:
+            return
+        self._in_backward = unit
+        if before is not None:
+            with self._lock:
+                self._send_out(before)
+        self._use(unit, Phase.BACKWARD)
+
+    def updated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """An optimizer is done with these parameters for now."""
+        if self.is_closed:
+            return
+        found = {id(unit): unit for p in parameters if (unit := self.by_storage.get(_cdata(p))) is not None}
+        with self._lock:
+            for unit in found.values():
+                self._send_out(unit, strays=True)
+
+    def border(self) -> None:
+        """A backward is over: what was touched outside of all units leaves, too; what is gone is forgotten."""
+        if self.is_closed:
+            return
+        self._in_backward = None
+        with self._lock:
+            for unit in self.units.values():
+                for weight in [weight for weight in unit.weights if not weight.mapped.key.alive()]:
+                    unit.weights.remove(weight)
+                    self.by_storage.pop(weight.mapped.key.cdata, None)
+                    weight.mapped.forget()
+                if unit is not self._ahead:
+                    self._send_out(unit, strays=True)
+
+    def _use(self, unit: Unit, phase: Phase) -> None:
+        with self._lock:
+            following = self._order.visit(Use(unit.number, phase))
+            ahead = self._ahead = None if following is None else list(self.units.values())[following.unit]
+            self.num_late += not unit.is_in and unit.coming is None
+            latch = self._request(unit)
+            if ahead is not None and ahead is not unit:
+                self._request(ahead)
+        if latch is not None and not latch.is_open:
+            begun_s = time.perf_counter()
+            latch.wait()
+            self.stall_s += time.perf_counter() - begun_s
+        if unit.error is not None:
+            error, unit.error, unit.coming = unit.error, None, None
+            raise error
+
+    def _request(self, unit: Unit) -> Latch | None:
+        """Have a unit brought in, if it is neither here nor on its way; return what opens when it is."""
+        if unit.is_in:
+            return None
+        if unit.coming is None:
+            latch = Latch()
+            self._requests.put((unit, latch))  # first: an interrupt in between costs a read, and no wait for ever
+            unit.coming = latch
+        return unit.coming
+
+    def _send_out(self, unit: Unit, *, strays: bool = False) -> None:
+        """Unless it is in use, or on its way. ``strays``: also where nobody has brought it in."""
+        if unit.num_windows or not (unit.is_in or strays) or (unit.coming is not None and not unit.coming.is_open):
+            return
+        for weight in unit.weights:
+            weight.mapped.send_out()
+        if unit.is_in:
+            self.resident_bytes -= unit.nbytes
+        unit.is_in, unit.coming = False, None
+
+    # -- the reader ----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (request := self._requests.get()) is not None:
+            self._read(*request)
+        self._has_ended.open()
+
+    def _read(self, unit: Unit, latch: Latch) -> None:
+        error: BaseException | None = None
+        try:
+            for weight in list(unit.weights):
+                try:
+                    weight.mapped.bring_in()
+                except OSError as refusal:
+                    raise unreadable(weight.names, weight.mapped.nbytes, refusal) from refusal
+        except BaseException as problem:  # raised where the unit is used
+            error = problem
+        with self._lock:
+            unit.error = error
+            if error is None and not unit.is_in:
+                unit.is_in = True
+                self.resident_bytes += unit.nbytes
+                self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
+            latch.open()
+
+    def close(self) -> None:
+        """Nothing is brought in or sent out any more; the reader has ended. Idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.by_storage = {}
+            self._requests.put(None)
+        self._has_ended.wait()
+
+
+def _cdata(parameter: torch.Tensor) -> int:
+    return 0 if parameter.layout is not torch.strided else parameter.untyped_storage()._cdata
