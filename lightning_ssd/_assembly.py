@@ -22,6 +22,7 @@ from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.malloc import foreign_malloc, reuses_holes
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
+from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
@@ -40,7 +41,7 @@ from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.wear.meter import WearMeter
 
-__all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_meter", "open_weights"]
+__all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_meter"]
 
 
 _STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
@@ -66,6 +67,9 @@ class Components:
     scheduler: Scheduler | None = None
     heap_policy: HeapPolicy = field(default_factory=HeapPolicy)
     weights: PagedWeights | None = None
+    gradients: PagedGradients | None = None
+    weight_files: WeightFiles | None = None
+    """Of weights and of gradients."""
 
 
 NOTHING = Components(description="closed")
@@ -80,10 +84,7 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, environment: Environment) 
         BackendUnavailableError: ``hardware.backend`` names one that does not work here.
     """
     parts = _assemble_activations(stack, policy, environment)
-    weights = open_weights(stack, policy, environment)
-    if weights is None:
-        return parts
-    return replace(parts, weights=weights, wear=parts.wear or open_wear_meter(environment))
+    return _with_parameters(parts, stack, policy, environment)
 
 
 def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> Components:
@@ -181,30 +182,45 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
         )
 
 
-def open_weights(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> PagedWeights | None:
-    """Files for weights; ``stack`` closes them. ``None``: the policy keeps weights in memory.
+def _with_parameters(
+    parts: Components, stack: ExitStack, policy: OffloadPolicy, environment: Environment
+) -> Components:
+    """Add files for weights and gradients, where the policy offloads them; ``stack`` closes them."""
+    if "offload" not in (policy.parameters, policy.gradients):
+        return parts
+    _refuse_parameters(policy, environment)
+    backend, directories, _ = _open_directories(stack, environment)
+    files = WeightFiles(backend, directories, first=environment.local_rank)
+    stack.callback(files.close)
+    weights = gradients = None
+    if policy.parameters == "offload":
+        trained = policy.optimizer_states == "offload"
+        weights = PagedWeights(files, min_nbytes=policy.min_tensor_nbytes, trained=trained)
+        stack.callback(weights.close)
+    if policy.gradients == "offload":
+        gradients = PagedGradients(files, min_nbytes=policy.min_tensor_nbytes)
+        stack.callback(gradients.close)
+    wear = parts.wear or open_wear_meter(environment)
+    return replace(parts, weights=weights, gradients=gradients, weight_files=files, wear=wear)
 
-    Raises:
-        ConfigError: weights cannot wait on drives here.
-        StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
-    """
-    if policy.parameters == "keep":
-        return None
+
+def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
+    name = "parameters" if policy.parameters == "offload" else "gradients"
     if environment.device.type != "cpu":
         raise ConfigError(
-            f"OffloadPolicy.parameters='offload' got device {str(environment.device)!r}: so far weights can wait on "
-            "drives for models on a CPU only; allowed: parameters='keep'"
+            f"OffloadPolicy.{name}='offload' got device {str(environment.device)!r}: so far they can wait on drives "
+            f"for models on a CPU only; allowed: {name}='keep'"
         )
     if environment.hardware.encrypt:
         raise ConfigError(
-            "OffloadPolicy.parameters='offload' got HardwareProfile.encrypt=True: weights are used from the file "
-            "itself, which has them unencrypted; allowed: encrypt=False, or parameters='keep'"
+            f"OffloadPolicy.{name}='offload' got HardwareProfile.encrypt=True: they are used from the file itself, "
+            f"which has them unencrypted; allowed: encrypt=False, or {name}='keep'"
         )
-    backend, directories, _ = _open_directories(stack, environment)
-    files = WeightFiles(backend, directories, first=environment.local_rank)
-    weights = PagedWeights(files, min_nbytes=policy.min_tensor_nbytes)
-    stack.callback(weights.close)
-    return weights
+    if policy.gradients == "offload" and environment.agree is not None:
+        raise ConfigError(
+            "OffloadPolicy.gradients='offload' got several processes, which keep all gradients in the buckets of "
+            "DistributedDataParallel; allowed: one process, or gradients='keep'"
+        )
 
 
 def _refuse_other_devices(device: torch.device) -> None:

@@ -95,9 +95,14 @@ class OffloadPolicy:
     each block in backward and keeps the blocks' inputs, "recompute_offload" does so and moves the inputs."""
 
     parameters: Literal["keep", "offload"] = "keep"
-    """Weights that are not trained (``requires_grad=False``): "keep" leaves them in memory. "offload" lets each that is
-    at least ``min_tensor_bytes`` large wait on SSD between its uses; the rest, and all that are trained, stay. On a CPU
-    only, so far."""
+    """Weights: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
+    SSD between its uses: those that are not trained (``requires_grad=False``), and with ``optimizer_states="offload"``
+    the trained ones, too. On a CPU only, so far."""
+
+    gradients: Literal["keep", "offload"] = "keep"
+    """Gradients: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
+    SSD from its accumulation to its update; only with ``optimizer_states="offload"``, and so far with one process on a
+    CPU."""
 
     optimizer_states: Literal["keep", "offload"] = "keep"
     """Optimizer states: "keep" leaves them where the optimizer puts them. "offload" keeps them on SSD between steps,
@@ -143,6 +148,7 @@ class OffloadPolicy:
         owner = type(self).__name__
         _check_choice(owner, "activations", self.activations, _ACTIVATIONS)
         _check_choice(owner, "parameters", self.parameters, ("keep", "offload"))
+        _check_choice(owner, "gradients", self.gradients, ("keep", "offload"))
         _check_choice(owner, "optimizer_states", self.optimizer_states, ("keep", "offload"))
         _check_choice(owner, "master_weights", self.master_weights, (False, True))
         _check_choice(owner, "verify", self.verify, ("off", "sampled", "full"))
@@ -204,6 +210,11 @@ class OffloadPolicy:
             raise ConfigError(
                 f"{owner}.master_weights=True with optimizer_states='keep' would be ignored; allowed: "
                 "optimizer_states='offload', since the copies wait with the states"
+            )
+        if self.gradients == "offload" and self.optimizer_states == "keep":
+            raise ConfigError(
+                f"{owner}.gradients='offload' with optimizer_states='keep' would be ignored: the update would bring "
+                "all of them back at once; allowed: optimizer_states='offload', which updates a part after the other"
             )
         if self.recompute_modules and self.activations in ("offload", "keep"):
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
@@ -29,6 +29,8 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.memory.readings import read_memory
 from lightning_ssd.optimizer.offloaded_optimizer import NO_OPTIMIZER, OffloadedOptimizer
+from lightning_ssd.parameters.paged_gradients import PagedGradients
+from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.planning.plan import Machine
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.recompute.block_discovery import find_blocks
@@ -291,6 +293,8 @@ class Offloader:
             )
         if self._parts.weights is not None:
             self._parts.weights.register_module(module)  # before stand-ins of others: what repeats a forward tells, too
+        if self._parts.gradients is not None:
+            self._parts.gradients.register_module(module)
         if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
             classes = self.policy.recomputable_classes
             blocks = find_blocks(module, classes or ())
@@ -309,8 +313,11 @@ class Offloader:
         """Take weights out of memory that something has touched outside of the model's forward and backward, such as
         saving them. Each :meth:`end_backward` does so, too.
         """
-        if self._parts.weights is not None and not self._is_foreign:
-            self._parts.weights.pager.border()
+        if not self._is_foreign:
+            if self._parts.weights is not None:
+                self._parts.weights.pager.border()
+            if self._parts.gradients is not None:
+                self._parts.gradients.send_out()
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let the states of ``optimizer`` wait on SSD. Where the policy keeps them, or it has no parameters, it
@@ -339,7 +346,11 @@ class Offloader:
         )
         try:
             offloaded = OffloadedOptimizer(
-                optimizer, files, master_weights=self.policy.master_weights, events=self._events
+                optimizer,
+                files,
+                master_weights=self.policy.master_weights,
+                events=self._events,
+                after_update=partial(_updated, self._parts.weights, self._parts.gradients),
             )
             resources.callback(offloaded.close)
         except BaseException:
@@ -373,6 +384,7 @@ class Offloader:
 
         Raises:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
+            StorageError: the drive has refused changed weights or gradients, which may be lost.
         """
         put_back_all()
         cache, wear = self._opened(), self._wear
@@ -381,6 +393,8 @@ class Offloader:
             self._recorder.sized(gradient_bytes=cache.parameters.gradient_bytes)
         cache.end_backward()
         self.send_out_weights()
+        if self._parts.weight_files is not None:
+            self._parts.weight_files.look_for_losses()
         if self._parts.reload is not None:
             self._parts.reload.release()
         self._parts.heap_policy.border()
@@ -540,6 +554,16 @@ class Offloader:
             host_tier_bytes=host.memory_bytes if isinstance(host, HostTier) and not self._is_foreign else None,
             num_drives=self._num_drives,
         )
+
+
+def _updated(
+    weights: PagedWeights | None, gradients: PagedGradients | None, parameters: Sequence[torch.Tensor]
+) -> None:
+    """An optimizer is done with some parameters."""
+    if weights is not None:
+        weights.pager.updated(parameters)
+    if gradients is not None:
+        gradients.updated(parameters)
 
 
 def _state_bytes(optimizers: Iterable[Optimizer]) -> int:

@@ -52,6 +52,7 @@ class OffloadedOptimizer(Optimizer):
         files: where to; closed by :meth:`close`.
         master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
         events: where waiting is noted.
+        after_update: called with parameters that have been updated, a subgroup at a time.
 
     Raises:
         ConfigError: the optimizer couples its parameters.
@@ -65,6 +66,7 @@ class OffloadedOptimizer(Optimizer):
         *,
         master_weights: bool = False,
         events: EventLog | None = None,
+        after_update: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
         # Not Optimizer.__init__: groups, defaults and hooks are the inner one's.
         refuse_coupling(optimizer)
@@ -80,6 +82,7 @@ class OffloadedOptimizer(Optimizer):
             files,
             master_weights=master_weights,
             events=events,
+            after_update=after_update,
         )
         self._live = LiveStates(self._states)
         self._num_steps = 0

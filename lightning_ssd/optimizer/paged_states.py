@@ -70,6 +70,7 @@ class PagedStates:
         files: where states wait.
         master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
         events: where waiting is noted.
+        after_update: called with the parameters of a subgroup when all of it has been updated.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class PagedStates:
         *,
         master_weights: bool,
         events: EventLog | None,
+        after_update: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
+        self._after_update = after_update
         self._inner_step = inner_step
         self._optimizer = optimizer
         self._events = events
@@ -241,6 +244,8 @@ class PagedStates:
                 self._update(visit, changes, keep=position >= len(visits) - self._store.num_slots)
                 if watch is not None:
                     watch.check(self._partition.parameters[part.parameter] for _, part in visit.active)
+                if self._after_update is not None:
+                    self._after_update([self._partition.parameters[part.parameter] for _, part in visit.active])
         self._has_updated = True
 
     def _expected_bytes(self, index: int) -> int:

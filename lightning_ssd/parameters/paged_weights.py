@@ -9,10 +9,8 @@ decided here, when to bring in and when to send out, is a matter of time and mem
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -48,27 +46,27 @@ class PagedWeights:
     Note [exactness]: a weight is taken over only if nobody but its parameters holds its memory; then the parameters are
     given other memory with the same bytes, which shows a file that nobody else knows. Nothing that is done to it later
     can be lost: the mapping is shared with the file, so that the kernel keeps what is written through any view. A fork
-    gets a copy of its own (:meth:`keep_for_the_child`), as it would have of other memory.
+    gets a copy of its own, as it would have of other memory.
 
     Args:
         files: where they wait.
         min_nbytes: smaller ones stay.
+        trained: those that are trained wait, too.
     """
 
-    def __init__(self, files: WeightFiles, *, min_nbytes: int) -> None:
+    def __init__(self, files: WeightFiles, *, min_nbytes: int, trained: bool = False) -> None:
         self._files = files
+        self._trained = trained
         self._min_nbytes = min_nbytes
         self.pager = Pager()
         self._windows: list[_Window] = []
         self._taken_bytes = 0
         self._building: int | None = None
-        _opened[:] = [known for known in _opened if known() is not None]
-        _opened.append(weakref.ref(self))
 
     # -- taking over ---------------------------------------------------------------------------------------------
 
     def register_module(self, module: nn.Module) -> None:
-        """Take over the frozen weights of a module. Those that are trained, or that somebody else holds, stay.
+        """Take over the weights of a module. Those that somebody else holds stay.
 
         Raises:
             OutOfSpaceError: the drives have no room for all of them. None was taken over.
@@ -77,9 +75,10 @@ class PagedWeights:
         new, held = [], {}
         for weights in shared_weights(module, self._min_nbytes):
             is_taken = self.pager.find(weights.storage) is not None
-            if is_taken and not weights.is_frozen:
+            waits = self._trained or weights.is_frozen
+            if is_taken and not waits:
                 self._release(weights)
-            elif not is_taken and weights.is_frozen:
+            elif not is_taken and waits:
                 reason = why_it_stays(weights)
                 if reason is None:
                     new.append(weights)
@@ -90,7 +89,7 @@ class PagedWeights:
         if new:
             self._files.check_room([weights.storage.nbytes() for weights in new])
             total = sum(weights.storage.nbytes() for weights in new)
-            doing = f"Writing {format_sizes(total)[0]} of frozen weights"
+            doing = f"Writing {format_sizes(total)[0]} of weights"
             units = [places[weights.names[0]][0] for weights in new]
             undisturbed(partial(self._take_all, new, units), "lightning_ssd-weights", doing=doing)
         self._name_units(module, places)
@@ -141,18 +140,19 @@ class PagedWeights:
 
     def _tell(self, held: dict[str, str]) -> None:
         nbytes = self.stats.nbytes
-        _log.info("%s of frozen weights wait on drives between their uses", format_sizes(nbytes)[0])
+        _log.info("%s of weights wait on drives between their uses", format_sizes(nbytes)[0])
         if held:
             name, reason = next(iter(held.items()))
             warnings.warn(
-                f"{len(held)} frozen weights stay in memory, since exchanging their memory would part them from who "
+                f"{len(held)} weights stay in memory, since exchanging their memory would part them from who "
                 f"else holds it; the first is {name}: {reason}",
                 stacklevel=4,
             )
         elif not nbytes:
             warnings.warn(
                 "OffloadPolicy.parameters='offload' moves nothing: no weight of at least min_tensor_bytes is frozen; "
-                "set requires_grad=False on those that are not trained, or min_tensor_bytes lower",
+                "set requires_grad=False on those that are not trained, or min_tensor_bytes lower, or let the trained "
+                "ones wait, too, with optimizer_states='offload'",
                 stacklevel=4,
             )
 
@@ -237,14 +237,6 @@ class PagedWeights:
                 weight.mapped.make_private()
             for unit in self.pager.units.values():
                 unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
-            self._files.close()
-
-    def keep_for_the_child(self) -> None:
-        """In a process that has just been forked: what it writes is its own, and nobody brings anything in."""
-        if not self.pager.is_closed:
-            self.pager.is_closed = True
-            for weight in self.pager.weights:
-                weight.mapped.make_private()
 
 
 class _Window(MethodPatch):
@@ -263,16 +255,3 @@ class _Window(MethodPatch):
             return self.__wrapped__(*args, **kwargs)
         finally:  # also after an interrupt on the way in
             self._pager.leave(self._unit)
-
-
-_opened: list[weakref.ref[PagedWeights]] = []
-
-
-def _after_fork() -> None:
-    for reference in _opened:
-        weights = reference()
-        if weights is not None:
-            weights.keep_for_the_child()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -7,9 +7,11 @@ what is guessed, and what threads do at once, is a matter of time and memory alo
 from __future__ import annotations
 
 import _thread
+import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -68,6 +70,8 @@ class Pager:
         self._requests: queue.SimpleQueue[tuple[Unit, Latch] | None] = queue.SimpleQueue()
         self._has_ended = Latch()  # the reader
         _thread.start_new_thread(self._serve, ())
+        _pagers[:] = [known for known in _pagers if known() is not None]
+        _pagers.append(weakref.ref(self))
 
     # -- units ---------------------------------------------------------------------------------------------------
 
@@ -230,3 +234,17 @@ class Pager:
 
 def _cdata(parameter: torch.Tensor) -> int:
     return 0 if parameter.layout is not torch.strided else parameter.untyped_storage()._cdata
+
+
+_pagers: list[weakref.ref[Pager]] = []
+
+
+def _after_fork() -> None:
+    """In a fork nobody reads, and the lock may be held for ever; pages come when they are touched."""
+    for reference in _pagers:
+        pager = reference()
+        if pager is not None:
+            pager.is_closed = True
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,20 +14,36 @@ import torch
 
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region, StorageKey
+from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.errors import OutOfSpaceError, StorageError
 from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.memory.mmap import libc
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent, as_storage_error
 
 __all__ = ["MappedStorage", "WeightFiles", "is_mapped", "unreadable"]
 
-_mapped: dict[int, StorageKey] = {}
-"""All that there are in this process, open or not."""
+_WAIT_BEFORE = 1  # SYNC_FILE_RANGE_WAIT_BEFORE
+libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+_mapped: dict[int, weakref.ref[MappedStorage]] = {}
+"""All that there are in this process, open or not, by the address of their storages."""
 
 
 def is_mapped(storage: torch.UntypedStorage) -> bool:
     """Whether the memory of a storage is one of ours that shows a file, also of an offloader that is closed."""
     return storage._cdata in _mapped
+
+
+def _after_fork() -> None:
+    """What a fork writes is its own, as it would be of other memory."""
+    for reference in _mapped.values():
+        mapped = reference()
+        if mapped is not None:
+            mapped.make_private()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class MappedStorage:
@@ -50,10 +67,11 @@ class MappedStorage:
         self.storage: torch.UntypedStorage | None = view.tensor(0, torch.uint8, (nbytes,), (1,)).untyped_storage()
         """Until its owner has it: from then on :attr:`key` refers to it weakly."""
         self.key = StorageKey(self.storage)
-        for cdata, key in list(_mapped.items()):
-            if not key.alive():
+        self._is_private = False
+        for cdata, known in list(_mapped.items()):
+            if (other := known()) is None or not other.key.alive():
                 _mapped.pop(cdata, None)
-        _mapped[self.key.cdata] = self.key
+        _mapped[self.key.cdata] = weakref.ref(self)
 
     def bring_in(self) -> None:
         """Read what is not in memory, and map it. Blocks.
@@ -66,14 +84,15 @@ class MappedStorage:
 
     def send_out(self) -> None:
         """Take the pages out of this process."""
-        if self._view is not None:
+        if self._view is not None and not self._is_private:  # else what was written would be lost
             self._view.send_out(0, self._extent.nbytes)
 
     def make_private(self) -> None:
         """Whatever is written to the memory from now on stays in this process: it has been forked, or nobody sends the
-        pages out any more.
+        pages out any more. Idempotent, so that the file may be closed afterwards.
         """
-        if self._view is not None:
+        if self._view is not None and not self._is_private:
+            self._is_private = True
             self._view.show(0, self._fd, self._extent.offset, self._extent.nbytes)
 
     def forget(self) -> None:
@@ -104,6 +123,7 @@ class WeightFiles:
                 opened.callback(self._arenas[-1].close)
             opened.pop_all()
         self.written_bytes = 0
+        self._check: Task[None] | None = None
 
     def check_room(self, sizes: Sequence[int]) -> None:
         """Take the space for weights of these sizes before the first one is written.
@@ -130,17 +150,14 @@ class WeightFiles:
             StorageError: the drive refuses.
             MemoryError: the system cannot map so much.
         """
-        arena = self._arenas[self._next % len(self._arenas)]
-        self._next += 1
         nbytes = storage.nbytes()
-        extent = arena.allocate(self._padded(nbytes))
+        arena, extent = self._allocate(nbytes)
         try:
             body = nbytes // self._backend.block_bytes * self._backend.block_bytes
             for start in range(0, body, DEFAULT_CHUNK_BYTES):
                 region = Region(storage.data_ptr() + start, min(DEFAULT_CHUNK_BYTES, body - start))
                 self._backend.write(arena, region, extent.offset + start)
-            view = FileView(extent.nbytes)
-            arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
+            view = _shown(arena, extent)
             # Less than a block: the system writes it when it sees fit, and sync() asks whether it could.
             ctypes.memmove(view.address + body, storage.data_ptr() + body, nbytes - body)
         except BaseException:
@@ -148,6 +165,50 @@ class WeightFiles:
             raise
         self.written_bytes += extent.nbytes
         return MappedStorage(view, arena, extent, nbytes)
+
+    def map_new(self, nbytes: int) -> MappedStorage:
+        """Memory that shows a part of a file with arbitrary bytes.
+
+        Raises:
+            OutOfSpaceError: there is no room.
+            MemoryError: the system cannot map so much.
+        """
+        arena, extent = self._allocate(nbytes)
+        try:
+            return MappedStorage(_shown(arena, extent), arena, extent, nbytes)
+        except BaseException:
+            arena.free(extent)
+            raise
+
+    def _allocate(self, nbytes: int) -> tuple[Arena, Extent]:
+        arena = self._arenas[self._next % len(self._arenas)]
+        self._next += 1
+        return arena, arena.allocate(self._padded(nbytes))
+
+    def check_written(self) -> None:
+        """See whether the system could write what it has written since the last time. Waits for what it writes now.
+
+        Raises:
+            StorageError: a drive refuses: what is in memory is right, but may leave it.
+        """
+        for arena in self._arenas:
+            with arena.use() as fd:
+                if libc.sync_file_range(fd, 0, 0, _WAIT_BEFORE):
+                    raise _lost(arena, OSError(ctypes.get_errno(), ""))
+
+    def look_for_losses(self) -> None:
+        """Begin to see, in a thread, whether the system could write what it has written; tell what the last look found.
+
+        Raises:
+            StorageError: a drive has refused: what is in memory is right, but may leave it.
+        """
+        check = self._check
+        if check is not None and not check.is_done:
+            return
+        self._check = Task(self.check_written, "lightning_ssd-written")
+        self._check.start()
+        if check is not None:
+            check.result()
 
     def sync(self) -> None:
         """Block until the drives have all that was written to the weights in place.
@@ -160,8 +221,7 @@ class WeightFiles:
                 try:
                     os.fdatasync(fd)
                 except OSError as error:
-                    what = f"weights that were changed could not be written to {arena.path}; do not use them"
-                    raise as_storage_error(error, what) from error
+                    raise _lost(arena, error) from error
 
     @property
     def disk_bytes(self) -> int:
@@ -170,11 +230,24 @@ class WeightFiles:
 
     def close(self) -> None:
         """Close the files. What shows them goes on to do so. Idempotent."""
+        if self._check is not None:
+            self._check.wait()
         for arena in self._arenas:
             arena.close()
 
     def _padded(self, nbytes: int) -> int:
         return round_up(nbytes, self._backend.block_bytes)
+
+
+def _shown(arena: Arena, extent: Extent) -> FileView:
+    view = FileView(extent.nbytes)
+    arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
+    return view
+
+
+def _lost(arena: Arena, error: OSError) -> StorageError:
+    what = f"weights or gradients that were changed could not be written to {arena.path}; go on from a checkpoint"
+    return as_storage_error(error, what)
 
 
 def unreadable(names: Sequence[str], nbytes: int, error: OSError) -> StorageError:

@@ -333,7 +333,7 @@ def test_what_somebody_else_holds_stays(
     weight = model.blocks[1].up.weight
     held = hold(weight)
     address = weight.data_ptr()
-    with pytest.warns(UserWarning, match=rf"1 frozen weights stay in memory.*blocks\.1\.up\.weight: {reason}"):
+    with pytest.warns(UserWarning, match=rf"1 weights stay in memory.*blocks\.1\.up\.weight: {reason}"):
         offloader = opened(model)
     assert weight.data_ptr() == address
     assert offloader.stats.weights_bytes < 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
@@ -519,7 +519,9 @@ def test_a_fork_has_weights_of_its_own(opened: Callable[..., Offloader]) -> None
         os.write(writing, b"y" if is_right and bool(result.isfinite().all()) and not weight.any() else b"n")
         os._exit(0)
     os.waitpid(child, 0)
+    os.close(writing)
     assert os.read(reading, 1) == b"y"
+    os.close(reading)
     assert torch.equal(weight, expected)
     offloader.send_out_weights()
     assert torch.equal(weight, expected)
@@ -587,7 +589,7 @@ def test_edits_that_the_drive_has_lost_are_told_at_close(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fdatasync", refuse)
-        with pytest.raises(StorageError, match="weights that were changed could not be written"):
+        with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
             offloader.close()
     assert equal_weights(model, built())
 

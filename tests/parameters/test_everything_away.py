@@ -1,0 +1,269 @@
+"""Trained weights, gradients and optimizer states on a drive, all at once: the bits of plain training."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import ConfigError, StorageError
+from lightning_ssd.parameters import weight_files
+from tests.parameters.test_paged_weights import MIN_TENSOR, VOCABULARY, Net, batches, equal_weights, same
+
+EVERYTHING = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}
+Between = Callable[[nn.Module, torch.optim.Optimizer, int], object]
+
+
+def nothing(*_: object) -> None:
+    """No more than training."""
+
+
+class Loop:
+    """A training loop, with an offloader or without."""
+
+    accumulate = 1
+    set_to_none = True
+    autocast = False
+
+    def __init__(
+        self,
+        offloader: Offloader | None = None,
+        *,
+        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        before_step: Between = nothing,
+        after_step: Between = nothing,
+        dtype: torch.dtype = torch.float32,
+        repeats: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Net(repeats=repeats).to(dtype)
+        self.offloader = offloader
+        self._before, self._after = before_step, after_step
+        self.__dict__.update(options)
+        if offloader is not None:
+            offloader.register_module(self.model)
+        self.optimizer = make(self.model.parameters(), lr=1e-2)
+        if offloader is not None:
+            self.optimizer = offloader.offload_optimizer(self.optimizer)
+        self.found: list[torch.Tensor] = []
+
+    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+            return self.model(ids).float().logsumexp(-1).mean()
+
+    def run(self, steps: int = 4) -> Loop:
+        for step in range(steps):
+            for ids in list(batches(steps * self.accumulate))[step * self.accumulate :][: self.accumulate]:
+                if self.offloader is None:
+                    loss = self._loss(ids)
+                    loss.backward()
+                else:
+                    with self.offloader.saved_tensors():
+                        loss = self._loss(ids)
+                    loss.backward()
+                    self.offloader.end_backward()
+                self.found.append(loss.detach())
+            self._before(self.model, self.optimizer, step)
+            self.found += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=self.set_to_none)
+            self._after(self.model, self.optimizer, step)
+        return self
+
+    def result(self) -> list[torch.Tensor]:
+        """Losses, gradients, weights, states."""
+        states = self.optimizer.state_dict()["state"]
+        held = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        return [*self.found, *self.model.state_dict().values(), *(value.clone() for value in held)]
+
+
+@pytest.fixture
+def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
+    made = []
+
+    def make(**options: Any) -> Offloader:
+        policy = OffloadPolicy(**EVERYTHING | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
+        made.append(Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])))
+        return made[-1].open()
+
+    yield make
+    for offloader in made:
+        offloader.close()
+
+
+def clip_norm(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def clip_value(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+def edit_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model.blocks[0].up.weight.grad.mul_(0.5)
+    model.blocks[1].up.weight.grad = model.blocks[1].up.weight.grad * 2
+    model.blocks[2].up.weight.grad = None
+
+
+def clamp(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def repeated(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"make": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True)},
+    "adafactor": {"make": torch.optim.Adafactor},
+    "fused": {"make": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)},
+    "accumulate": {"accumulate": 3},
+    "zeros": {"set_to_none": False},
+    "accumulated zeros": {"accumulate": 2, "set_to_none": False},
+    "clip norm": {"before_step": clip_norm},
+    "clip value": {"before_step": clip_value},
+    "edited gradients": {"before_step": edit_gradients},
+    "clamped weights": {"after_step": clamp},
+    "autocast": {"autocast": True},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "checkpointed": {"repeats": repeated},
+}
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_bits(program: str, activations: str, opened: Callable[..., Offloader]) -> None:
+    options = PROGRAMS[program]
+    expected = Loop(**options).run().result()
+    offloader = opened(activations=activations)
+    assert same(Loop(offloader, **options).run().result(), expected)
+    assert offloader.stats.weights_bytes > 4 * VOCABULARY * 2
+
+
+def test_gradients_wait_in_the_files(opened: Callable[..., Offloader]) -> None:
+    seen = []
+
+    def look(model: nn.Module, *_: object) -> None:
+        seen.append([weight_files.is_mapped(p.grad.untyped_storage()) for p in model.parameters() if p.dim() > 1])
+
+    Loop(opened(), before_step=look).run(2)
+    assert seen == [[True] * 13] * 2
+
+
+def test_a_gradient_that_somebody_keeps_is_not_written_over(opened: Callable[..., Offloader]) -> None:
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(model: nn.Module, *_: object) -> None:
+        gradient = model.blocks[0].up.weight.grad
+        assert gradient is not None
+        kept.append((gradient[1:], gradient[1:].clone()))
+
+    Loop(opened(), before_step=keep).run(4)
+    assert all(torch.equal(held, copied) for held, copied in kept)
+    assert len({held.data_ptr() for held, _ in kept}) == 4
+
+
+def test_memory_of_gradients_is_used_again(opened: Callable[..., Offloader]) -> None:
+    offloader = opened()
+    loop = Loop(offloader).run(1)
+    size = offloader.stats.disk_bytes
+    loop.run(3)
+    assert offloader.stats.disk_bytes == size
+
+
+def test_resuming_from_state_dicts(opened: Callable[..., Offloader]) -> None:
+    plain = Loop().run(4)
+    first = Loop(opened()).run(2)
+    saved = {name: value.clone() for name, value in first.model.state_dict().items()}, first.optimizer.state_dict()
+    second = Loop(opened())
+    second.model.load_state_dict(saved[0])
+    second.optimizer.load_state_dict(saved[1])
+    again = Loop().run(2)
+    third = Loop()
+    third.model.load_state_dict(again.model.state_dict())
+    third.optimizer.load_state_dict(again.optimizer.state_dict())
+    assert same(second.run(2).result(), third.run(2).result())
+    assert equal_weights(first.model, again.model)
+    assert not equal_weights(plain.model, again.model)
+
+
+def test_after_closing_training_goes_on_in_memory(opened: Callable[..., Offloader]) -> None:
+    offloader = opened()
+    loop = Loop(offloader, make=torch.optim.SGD).run(2)
+    model = loop.model
+    offloader.close()
+    plain = Loop(make=torch.optim.SGD).run(2)
+    for one in (plain, loop):
+        one.offloader = None
+        one.optimizer = torch.optim.SGD(one.model.parameters(), lr=1e-2)
+        one.found.clear()
+    assert same(loop.run(2).result(), plain.run(2).result())
+    assert not any(weight_files.is_mapped(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None)
+
+
+def test_a_fork_trains_by_itself(opened: Callable[..., Offloader]) -> None:
+    offloader = opened()
+    loop = Loop(offloader).run(1)
+    loop.optimizer.zero_grad()
+    weights = [value.clone() for value in loop.model.state_dict().values()]
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads and forks
+        child = os.fork()
+    if child == 0:
+        try:
+            loop.model(next(batches(1))).sum().backward()
+            with torch.no_grad():
+                for parameter in loop.model.parameters():
+                    parameter.sub_(parameter.grad)
+            os.write(writing, b"y")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    assert os.read(reading, 1) == b"y"
+    os.close(reading)
+    assert same(list(loop.model.state_dict().values()), weights)
+
+
+def test_what_the_drive_has_lost_ends_training(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(opened())
+    monkeypatch.setattr(weight_files.libc, "sync_file_range", lambda *_: -1)
+    with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
+        loop.run(4)
+
+
+def test_nothing_is_left_of_a_model_that_is_gone(opened: Callable[..., Offloader]) -> None:
+    offloader = opened()
+    loop = Loop(offloader).run(1)
+    keys = [weight_files._mapped[p.untyped_storage()._cdata] for p in loop.model.parameters() if p.dim() > 1]
+    offloader.close()
+    del loop
+    gc.collect()
+    assert [key() for key in keys] == [None] * len(keys)
+
+
+def test_gradients_alone_are_refused() -> None:
+    with pytest.raises(ConfigError, match="gradients='offload' with optimizer_states='keep' would be ignored"):
+        OffloadPolicy(gradients="offload")
+
+
+def test_several_processes_are_refused(spill_dir: Path) -> None:
+    policy = OffloadPolicy(gradients="offload", optimizer_states="offload")
+    offloader = Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), agree=list)
+    with pytest.raises(ConfigError, match="gradients='offload' got several processes"):
+        offloader.open()
