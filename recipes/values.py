@@ -101,6 +101,13 @@ _RULES: dict[str, Rule] = {
     "data.cache_dir": _PATH.or_one_of(None),
     "model.learning_rate": _number(0),
     "model.weight_decay": _number(0),
+    "model.path": _PATH,
+    "model.lora": Rule("null, or the settings of the adapters", lambda v: v is None or isinstance(v, dict), "null"),
+    "model.lora.rank": _whole(1),
+    "model.lora.alpha": _POSITIVE,
+    "model.lora.target_modules": Rule(
+        "a list of names", lambda v: isinstance(v, list) and bool(v) and all(map(_TEXT.accepts, v)), "[q_proj,v_proj]"
+    ).or_one_of(None),
     "trainer.max_epochs": _whole(1).or_one_of(-1, None),
     "trainer.max_steps": _whole(1).or_one_of(-1),
     "trainer.limit_train_batches": _batches(1).or_one_of(None),
@@ -142,7 +149,7 @@ _RULES: dict[str, Rule] = {
 }
 
 BY_THEIR_TARGET = frozenset(
-    {"trainer.accelerator", "trainer.precision", "trainer.strategy", "model.objective", "model.config"}
+    {"trainer.accelerator", "trainer.precision", "trainer.strategy", "model.objective", "model.config", "model.dtype"}
 )
 """Keys without a rule: their targets list what they take, which depends on versions and machines."""
 
