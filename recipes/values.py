@@ -97,6 +97,7 @@ _RULES: dict[str, Rule] = {
     "data.num_val_batches": _whole(0),
     "data.seed": _SEED,
     "data.path": _PATH.or_one_of(None),
+    "data.tokenizer": _PATH.or_one_of(None),
     "data.max_text_bytes": _whole(1),
     "data.cache_dir": _PATH.or_one_of(None),
     "model.learning_rate": _number(0),

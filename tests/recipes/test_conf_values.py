@@ -87,6 +87,7 @@ BAD = {
     "data.num_val_batches": "-1 x 1e9",
     "data.seed": "x -1",
     "data.path": "5 [a] ''",
+    "data.tokenizer": "5 [a] ''",
     "data.max_text_bytes": "0 -1 x",
     "data.cache_dir": "5 true",
     "model.learning_rate": "x -1 nan inf null true",
