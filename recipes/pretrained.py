@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -57,9 +58,9 @@ class PretrainedModel(LanguageModel):
     def make_network(self) -> nn.Module:
         """Read the weights; freeze them and add adapters, where there shall be any."""
         settle_first_calls()
-        network = _read_weights(self.folder, self.dtype_of_weights)
+        network = _read_weights(self.folder)
         network.requires_grad_(self.lora is None)
-        _own_memory(network)
+        _own_memory(network, None if self.dtype_of_weights == "auto" else getattr(torch, self.dtype_of_weights))
         if self.lora is not None:
             add_adapters(network, self.lora)
         network.train()  # it comes in evaluation mode
@@ -80,11 +81,12 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         raise ConfigMistake(f"model.path={folder}: config.json cannot be used: {_first_line(error)}") from error
 
 
-def _read_weights(folder: Path, dtype: str) -> PreTrainedModel:
+def _read_weights(folder: Path) -> PreTrainedModel:
+    """Of the type that they have in the files: `transformers` would convert them all at once, in several threads."""
     read = cast(Any, AutoModelForCausalLM).from_pretrained
     network: PreTrainedModel
     try:
-        network, found = read(folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **_LOCAL)
+        network, found = read(folder, dtype="auto", use_safetensors=True, output_loading_info=True, **_LOCAL)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigMistake(f"model.path={folder}: the weights cannot be read: {_first_line(error)}") from error
     missing = sorted(found["missing_keys"])
@@ -96,8 +98,8 @@ def _read_weights(folder: Path, dtype: str) -> PreTrainedModel:
     return network
 
 
-def _own_memory(network: nn.Module) -> None:
-    """Copy the weights one by one out of the files, which `transformers` only maps into memory.
+def _own_memory(network: nn.Module, dtype: torch.dtype | None) -> None:
+    """Copy the weights one by one out of the files, which `transformers` only maps into memory, and convert them.
 
     Whoever writes to such a file would change the model, and whoever wants to move a weight could not tell who else
     refers to its memory. Setting the parameter again lets a strategy that takes over weights as they are made take this
@@ -108,7 +110,7 @@ def _own_memory(network: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in copied:  # two layers may share it
                 copied.add(id(parameter))
-                parameter.data = parameter.data.clone()
+                parameter.data = parameter.data.to(dtype or parameter.dtype, copy=True)
             setattr(module, name, parameter)
 
 

@@ -119,10 +119,11 @@ def in_memory() -> set[int]:
     return {number for number, storage in storages.items() if storage.resizable() and not is_mapped(storage)}
 
 
-def test_the_model_is_never_whole_in_memory(folder: Path, spill_dir: Path) -> None:
+@pytest.mark.parametrize(("dtype", "share"), [("auto", 1.0), ("bfloat16", 0.5)])
+def test_the_model_is_never_whole_in_memory(dtype: Any, share: float, folder: Path, spill_dir: Path) -> None:
     """No weight is read before the one before it is on the drive."""
     policy = OffloadPolicy(parameters="offload", activations="keep", min_tensor_bytes=SMALLEST)
-    module = PretrainedModel(path=str(folder), lora=LoRA(rank=1))
+    module = PretrainedModel(path=str(folder), lora=LoRA(rank=1), dtype=dtype)
     before, counts = in_memory(), []
     with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])) as offloader:
         hook = register_module_parameter_registration_hook(lambda *_: counts.append(len(in_memory() - before)))
@@ -134,7 +135,7 @@ def test_the_model_is_never_whole_in_memory(folder: Path, spill_dir: Path) -> No
         assert max(counts) == 1
         assert not in_memory() - before
         offloader.register_module(module)
-        assert offloader.stats.weights_bytes == base_bytes(folder)
+        assert offloader.stats.weights_bytes == share * base_bytes(folder)
 
 
 @pytest.mark.parametrize("folder", ["gpt2", "llama"], indirect=True)
