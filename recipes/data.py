@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -75,6 +76,20 @@ def tokenize(text: str, vocab_size: int) -> Tensor:
         numbers += encoding.ids
         numbers.append(EOS_TOKEN)
     return torch.tensor(numbers, dtype=torch.int32)
+
+
+def _read_tokenizer(folder: str) -> Any:
+    # Imported here: it takes seconds, and only this function needs it.
+    from transformers import AutoTokenizer
+
+    path = Path(folder).expanduser()
+    problem = "is no folder"
+    if path.is_dir():
+        try:
+            return cast(Any, AutoTokenizer).from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            problem = f"has no tokenizer that transformers can read ({next(iter(str(error).splitlines()), '')})"
+    raise ConfigMistake(f"data.tokenizer={folder}: {problem}; give a folder with tokenizer.json, or null for our own")
 
 
 def _default_cache_dir() -> Path:
@@ -184,6 +199,8 @@ class TextData(TokenData):
 
     Args:
         path: a UTF-8 text file; ``None`` takes :func:`python_text`.
+        tokenizer: a folder with the tokenizer of a pretrained model, which then says ``vocab_size``, and whose tokens
+            are not kept; ``None``: a vocabulary is trained on the text.
         max_text_bytes: how much of the text to use.
         cache_dir: where the tokens wait for the next run; ``None``: ``lightning_ssd`` in the user's cache directory.
         vocab_size: see :class:`TokenData`.
@@ -197,6 +214,7 @@ class TextData(TokenData):
         self,
         *,
         path: str | None = None,
+        tokenizer: str | None = None,
         max_text_bytes: int = 4_000_000,
         cache_dir: str | None = None,
         vocab_size: int = 4096,
@@ -205,8 +223,9 @@ class TextData(TokenData):
         num_val_batches: int = 1,
         seed: int = 0,
     ) -> None:
+        self.tokenizer = None if tokenizer is None else _read_tokenizer(tokenizer)
         super().__init__(
-            vocab_size=vocab_size,
+            vocab_size=vocab_size if self.tokenizer is None else len(self.tokenizer),
             sequence_length=sequence_length,
             batch_size=batch_size,
             num_val_batches=num_val_batches,
@@ -229,6 +248,8 @@ class TextData(TokenData):
     def make_tokens(self) -> Tensor:
         """Tokens of the text, from the cache when the same text and vocabulary were asked for before."""
         text = self.read_text()
+        if self.tokenizer is not None:
+            return self._numbered(text)
         digest = hashlib.sha256(f"{_FORMAT} {self.vocab_size}\n{text}".encode()).hexdigest()[:16]
         cached = self.cache_dir / f"tokens-{digest}.pt"
         if cached.is_file():
@@ -242,9 +263,18 @@ class TextData(TokenData):
         os.replace(stream.name, cached)
         return tokens
 
+    def _numbered(self, text: str) -> Tensor:
+        """As the tokenizer of the pretrained model does it, each document with its end."""
+        documents = [document for document in text.split(_DOCUMENT_BORDER) if document]
+        assert self.tokenizer is not None
+        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        encoded = self.tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor([number for numbers in encoded for number in (*numbers, *end)], dtype=torch.int32)
+
     def prepare_data(self) -> None:
         """Fill the cache once, before several processes want it."""
-        self.make_tokens()
+        if self.tokenizer is None:
+            self.make_tokens()
 
 
 class SyntheticData(TokenData):

@@ -28,7 +28,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadStats, SSDOffloadFa
 from lightning_ssd._environment import PATHS_VARIABLE
 from recipes.determinism import make_deterministic
 from recipes.meter import StepMeter, num_warmup, weights_digest
-from recipes.models import LanguageModel, build_network, compute_loss
+from recipes.models import LanguageModel, compute_loss
 from recipes.own_loop import endless, run_command
 from recipes.summary import RunSummary
 
@@ -49,8 +49,8 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     torch.manual_seed(config.seed)
     recipe: LanguageModel = instantiate(config.model, _convert_="all")
     loader = fabric.setup_dataloaders(instantiate(config.data).train_dataloader())
-    raw = build_network(recipe.config, recipe.objective)
-    optimizer = torch.optim.AdamW(raw.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    raw = recipe.make_network()
+    optimizer = recipe.make_optimizer(raw.parameters())
     network, optimizer = fabric.setup(raw, optimizer)
     meter = StepMeter(fabric.device, num_warmup=num_warmup(config.trainer.max_steps))
     batches, losses, before = endless(loader), [], OffloadStats()

@@ -44,7 +44,7 @@ def refusal(error: Exception) -> str:
     if not is_refusal or os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
     said = say_as_keys(str(cause))
-    names_its_key = said.startswith(tuple(f"{group}." for group in OWNERS))
+    names_its_key = said.startswith(tuple(f"{group}." for group in (*OWNERS, *([] if key is None else [key[1]]))))
     return said if key is None or names_its_key else f"{key[1]}: {said}"
 
 

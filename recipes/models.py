@@ -5,6 +5,7 @@ Nothing here talks to a model hub: the architecture is real, the weights are ini
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -108,13 +109,17 @@ class LanguageModel(pl.LightningModule):
         self.weight_decay = weight_decay
         self.network: nn.Module | None = None
 
+    def make_network(self) -> nn.Module:
+        """The network alone, for loops of one's own."""
+        return build_network(self.config, self.objective)
+
     def configure_model(self) -> None:
         """Make the weights once; Lightning calls this again for every fit, validate or test.
 
         Where the strategy has a mesh of devices, each gets its shards (FSDP2), block by block.
         """
         if self.network is None:
-            self.network = build_network(self.config, self.objective)
+            self.network = self.make_network()
             if self.device_mesh is not None:
                 _shard(self.network, self.device_mesh["data_parallel"])
 
@@ -135,8 +140,13 @@ class LanguageModel(pl.LightningModule):
         self.log("val/loss", self(batch, mask_seed=batch_idx), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW over all parameters."""
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
+        """AdamW over all parameters that are trained."""
+        return self.make_optimizer(self.parameters())
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """AdamW over those of the parameters that are trained."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay)
 
 
 def _shard(network: nn.Module, mesh: DeviceMesh) -> None:

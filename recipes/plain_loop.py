@@ -20,7 +20,7 @@ import lightning_ssd
 from lightning_ssd import OffloadStats
 from recipes.determinism import make_deterministic
 from recipes.meter import StepMeter, num_warmup, weights_digest
-from recipes.models import LanguageModel, build_network, compute_loss
+from recipes.models import LanguageModel, compute_loss
 from recipes.own_loop import endless, run_command
 from recipes.summary import RunSummary
 
@@ -40,8 +40,8 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
     batches = endless(instantiate(config.data).train_dataloader())
     device = torch.device("cuda" if torch.cuda.is_available() and config.trainer.accelerator != "cpu" else "cpu")
     make_deterministic(device)
-    network = build_network(recipe.config, recipe.objective).to(device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    network = recipe.make_network().to(device)
+    optimizer = recipe.make_optimizer(network.parameters())
     meter = StepMeter(device, num_warmup=num_warmup(config.trainer.max_steps))
     losses: list[float] = []
     before = OffloadStats()

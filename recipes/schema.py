@@ -25,7 +25,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from recipes.mistakes import ConfigMistake
 from recipes.values import is_interpolation, mistake_in
@@ -268,6 +268,8 @@ def _check_value(key: str, value: Any) -> None:
 def _resolved(config: DictConfig) -> Tree:
     try:
         return typing.cast(Tree, OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    except MissingMandatoryValue as error:
+        raise ConfigMistake(f"{error.full_key} is missing: give {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
         said = str(error).splitlines()[0]
         raise ConfigMistake(

@@ -41,6 +41,8 @@ class RunSummary:
     written_bytes_per_step: int = 0
     read_bytes_per_step: int = 0
     stall_s_per_step: float = 0.0
+    weights_bytes: int = 0
+    """Frozen weights that wait on drives between their uses."""
     backend: str = ""
     plan: str = ""
     """Predicted against measured; empty without a plan."""
@@ -71,6 +73,7 @@ class RunSummary:
                 "written_bytes_per_step": (stats.bytes_written - before.bytes_written) // num_steps,
                 "read_bytes_per_step": (stats.bytes_read - before.bytes_read) // num_steps,
                 "stall_s_per_step": (stats.stall_s - before.stall_s) / num_steps,
+                "weights_bytes": stats.weights_bytes,
                 "backend": backend,
                 "plan": plan,
             }
@@ -109,4 +112,6 @@ class RunSummary:
                 f"per step {self.written_bytes_per_step / _MIB:,.0f} MiB written, "
                 f"{self.read_bytes_per_step / _MIB:,.0f} MiB read, {self.stall_s_per_step:.3f} s stalled",
             ]
+        if self.weights_bytes:
+            parts.append(f"{self.weights_bytes / _MIB:,.0f} MiB of frozen weights wait on the SSD between their uses")
         return " | ".join([*parts, f"weights {self.weights_digest[:12]}"])

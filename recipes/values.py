@@ -18,7 +18,10 @@ __all__ = ["BY_THEIR_TARGET", "Rule", "is_interpolation", "mistake_in", "rule_of
 
 _LARGEST = 2**63 - 1
 # Without these, a setting alone would be refused because it has no effect.
-_COMPANIONS: dict[str, dict[str, Any]] = {"master_weights": {"optimizer_states": "offload"}}
+_COMPANIONS: dict[str, dict[str, Any]] = {
+    "master_weights": {"optimizer_states": "offload"},
+    "gradients": {"optimizer_states": "offload"},
+}
 _TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
 
 
@@ -97,10 +100,18 @@ _RULES: dict[str, Rule] = {
     "data.num_val_batches": _whole(0),
     "data.seed": _SEED,
     "data.path": _PATH.or_one_of(None),
+    "data.tokenizer": _PATH.or_one_of(None),
     "data.max_text_bytes": _whole(1),
     "data.cache_dir": _PATH.or_one_of(None),
     "model.learning_rate": _number(0),
     "model.weight_decay": _number(0),
+    "model.path": _PATH,
+    "model.lora": Rule("null, or the settings of the adapters", lambda v: v is None or isinstance(v, dict), "null"),
+    "model.lora.rank": _whole(1),
+    "model.lora.alpha": _POSITIVE,
+    "model.lora.target_modules": Rule(
+        "a list of names", lambda v: isinstance(v, list) and bool(v) and all(map(_TEXT.accepts, v)), "[q_proj,v_proj]"
+    ).or_one_of(None),
     "trainer.max_epochs": _whole(1).or_one_of(-1, None),
     "trainer.max_steps": _whole(1).or_one_of(-1),
     "trainer.limit_train_batches": _batches(1).or_one_of(None),
@@ -142,7 +153,7 @@ _RULES: dict[str, Rule] = {
 }
 
 BY_THEIR_TARGET = frozenset(
-    {"trainer.accelerator", "trainer.precision", "trainer.strategy", "model.objective", "model.config"}
+    {"trainer.accelerator", "trainer.precision", "trainer.strategy", "model.objective", "model.config", "model.dtype"}
 )
 """Keys without a rule: their targets list what they take, which depends on versions and machines."""
 

@@ -23,6 +23,7 @@ from lightning_ssd.planning.machine_profile import MachineProfile
 from recipes.models import LanguageModel
 from recipes.schema import SCHEMA, ConfigMistake
 from recipes.train import main
+from tests.support.pretrained import save_tiny
 
 CONFIG_DIR = SCHEMA.config_dir
 FILES = sorted(path for path in CONFIG_DIR.rglob("*.yaml") if path.parent.name != "local")
@@ -59,6 +60,9 @@ def test_a_file_opens_with_what_it_is_and_commands_that_work(path: Path) -> None
 def test_every_option_is_composed_and_built(group: str, option: str, tmp_path: Path) -> None:
     # One device, because the machine of a test need not have those of the machine that is described.
     config = compose([f"{group}={option}", "data.batch_size=2", "trainer.devices=1"], tmp_path)
+    if option == "pretrained":
+        save_tiny("gpt2", tmp_path / "model")
+        config.model.path = str(tmp_path / "model")
     SCHEMA.check_config(config)
     assert isinstance(instantiate(config.model, _convert_="all"), LanguageModel)
     data = instantiate(config.data)
@@ -92,9 +96,10 @@ def test_a_policy_names_every_field_with_its_default(path: Path, tmp_path: Path)
     policy = instantiate(config.offload)
     changed = {name for name, default in defaults.items() if getattr(policy, name) != default}
     more = {"auto": set(), "fsdp": set(), "budget": {"activation_budget"}, "states": {"optimizer_states"}}
+    more["weights"] = {"parameters"}
     expected = more.get(path.stem, {"activations"})
     assert changed == expected
-    names = {"ssd": "offload", "budget": "auto", "states": "auto", "fsdp": "auto"}
+    names = {"ssd": "offload", "budget": "auto", "states": "auto", "fsdp": "auto", "weights": "auto"}
     assert policy.activations == names.get(path.stem, path.stem)
     assert policy.optimizer_states == ("offload" if path.stem == "states" else "keep")
     assert policy.recompute_modules == ()
@@ -166,7 +171,11 @@ def test_a_budget_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
         instantiate(config.offload)
 
 
-@pytest.mark.parametrize("path", sorted((CONFIG_DIR / "model").glob("*.yaml")), ids=lambda path: path.stem)
+# The size of "pretrained" is that of its folder.
+SIZED_MODELS = [path for path in sorted((CONFIG_DIR / "model").glob("*.yaml")) if path.stem != "pretrained"]
+
+
+@pytest.mark.parametrize("path", SIZED_MODELS, ids=lambda path: path.stem)
 def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) -> None:
     """The weights are made on the meta device, so that no memory is needed."""
     config = compose([f"model={path.stem}"], tmp_path)

@@ -260,7 +260,7 @@ def test_the_plain_loop_opens_its_offloader_for_the_device_of_the_network(
         raise Opened(device)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(plain_loop, "build_network", lambda config, objective: Network(1, 1))
+    monkeypatch.setattr(models, "build_network", lambda config, objective: Network(1, 1))
     monkeypatch.setattr("lightning_ssd.Offloader", offloader)
     overrides = [*TINY, "offload=ssd", f"trainer.accelerator={accelerator}", f"output_dir={spill_dir}"]
     with pytest.raises(Opened) as opened:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from recipes.data import EOS_TOKEN, SyntheticData, TextData, python_text, tokenize
 from recipes.mistakes import ConfigMistake
@@ -55,6 +57,27 @@ def test_text_data_reads_the_users_file(tmp_path: Path) -> None:
     missing = TextData(path=str(tmp_path / "none.txt"))
     with pytest.raises(ConfigMistake, match=r"data\.path='.*none\.txt' is no file; give a UTF-8 text file"):
         missing.read_text()
+
+
+def test_text_is_cut_into_the_tokens_of_a_pretrained_model(tmp_path: Path) -> None:
+    inner = Tokenizer(models.WordLevel({"<end>": 0, "?": 1, "one": 2, "two": 3}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(tmp_path / "model")
+    file = tmp_path / "my.txt"
+    file.write_text("one two\0two three one")
+    data = TextData(path=str(file), tokenizer=str(tmp_path / "model"), vocab_size=9, cache_dir=str(tmp_path / "cache"))
+    data.prepare_data()
+    assert data.make_tokens().tolist() == [2, 3, 0, 3, 1, 2, 0]
+    assert data.vocab_size == 4
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("none", "is no folder; give a folder with tokenizer.json"), ("", "has no tokenizer that")]
+)
+def test_a_folder_without_a_tokenizer_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigMistake, match=rf"^data\.tokenizer=.*: {message}"):
+        TextData(tokenizer=str(tmp_path / name))
 
 
 def test_windows_are_shuffled_alike_and_validation_is_apart() -> None:

@@ -1,0 +1,261 @@
+"""Fine-tuning of a model in a folder: the bits of plain Lightning while the frozen weights wait on a drive."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.parameters.weight_files import is_mapped
+from recipes import fabric_loop, plain_loop
+from recipes.lora import LoRA, LoRALayer
+from recipes.pretrained import PretrainedModel
+from recipes.runner import run
+from recipes.schema import SCHEMA
+from recipes.summary import RunSummary
+from recipes.train import main
+from tests.support.pretrained import save_tiny
+
+SMALLEST = 4 << 10
+TINY = ["experiment=smoke", "trainer.max_steps=3", "model=pretrained", "model.learning_rate=1e-2", "logger=none"]
+OFFLOADED = ["offload=weights", f"offload.min_tensor_bytes={SMALLEST}"]
+Tune = Callable[..., RunSummary]
+
+
+@pytest.fixture
+def folder(spill_dir: Path, request: pytest.FixtureRequest) -> Path:
+    place = spill_dir / "model"
+    save_tiny(getattr(request, "param", "gpt2"), place)
+    return place
+
+
+@pytest.fixture
+def tune(spill_dir: Path, folder: Path) -> Tune:
+    """Train as a job of ``recipes.train`` does, in this process."""
+
+    def tune_once(*overrides: str) -> RunSummary:
+        config, choices = SCHEMA.compose([*TINY, f"model.path={folder}", f"output_dir={spill_dir / 'run'}", *overrides])
+        return run(config, model=choices["model"], offload=choices["offload"])
+
+    return tune_once
+
+
+def base_bytes(folder: Path) -> int:
+    """Of the weights that are large enough to move, in the files."""
+    sizes = [tensor.nbytes for tensor in load_file(folder / "model.safetensors").values()]
+    return sum(nbytes for nbytes in sizes if nbytes >= SMALLEST)
+
+
+def equal(one: RunSummary, other: RunSummary) -> bool:
+    return (one.losses, one.weights_digest) == (other.losses, other.weights_digest)
+
+
+# -- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["gpt2", "llama"], indirect=True)
+def test_adapters_are_trained_as_by_plain_lightning_while_the_base_waits(tune: Tune, folder: Path) -> None:
+    plain = tune("offload=none")
+    assert len(set(plain.losses)) == 3
+    other = tune(*OFFLOADED)
+    assert equal(plain, other)
+    assert other.weights_bytes == base_bytes(folder)
+    assert "frozen weights wait on the SSD" in other.line()
+    assert "frozen weights" not in plain.line()
+
+
+@pytest.mark.filterwarnings("ignore:OffloadPolicy.parameters='offload' moves nothing")
+@pytest.mark.parametrize("folder", ["gpt2", "llama"], indirect=True)
+def test_a_whole_model_is_trained_as_by_plain_lightning(tune: Tune) -> None:
+    plain = tune("offload=none", "model.lora=null")
+    other = tune(*OFFLOADED, "model.lora=null")
+    assert equal(plain, other)
+    assert other.weights_bytes == 0
+    assert equal(plain, tune("offload=ssd", "offload.min_tensor_bytes=4KiB", "model.lora=null"))
+
+
+def test_weights_in_half_precision_have_adapters_in_float32(tune: Tune, folder: Path) -> None:
+    save_tiny("llama", folder, dtype=torch.bfloat16)
+    plain = tune("offload=none")
+    assert equal(plain, tune(*OFFLOADED))
+    network = made(folder)
+    assert {p.dtype for p in network.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in network.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in made(folder, dtype="float32").parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("loop", [plain_loop, fabric_loop], ids=["plain_loop", "fabric_loop"])
+def test_loops_of_one_s_own_train_the_same(loop: Any, tune: Tune, folder: Path, spill_dir: Path) -> None:
+    other = loop.main([*TINY, *OFFLOADED, f"model.path={folder}", f"output_dir={spill_dir / 'loop'}"])
+    assert equal(tune("offload=none"), other)
+    assert other.weights_bytes == base_bytes(folder)
+
+
+# -- what is made ----------------------------------------------------------------------------------------------------
+
+
+def made(folder: Path, lora: LoRA | None = LoRA(), **options: Any) -> nn.Module:  # noqa: B008
+    return PretrainedModel(path=str(folder), lora=lora, **options).make_network()
+
+
+def in_memory() -> set[int]:
+    """Parameters that are neither on a drive nor a view of a file."""
+    found = (thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter) and not thing.is_meta)
+    storages = {id(parameter): parameter.untyped_storage() for parameter in found if parameter.nbytes >= SMALLEST}
+    return {number for number, storage in storages.items() if storage.resizable() and not is_mapped(storage)}
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("auto", 1.0), ("bfloat16", 0.5)])
+def test_the_model_is_never_whole_in_memory(dtype: Any, share: float, folder: Path, spill_dir: Path) -> None:
+    """No weight is read before the one before it is on the drive."""
+    policy = OffloadPolicy(parameters="offload", activations="keep", min_tensor_bytes=SMALLEST)
+    module = PretrainedModel(path=str(folder), lora=LoRA(rank=1), dtype=dtype)
+    before, counts = in_memory(), []
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])) as offloader:
+        hook = register_module_parameter_registration_hook(lambda *_: counts.append(len(in_memory() - before)))
+        try:
+            with offloader.streamed_init():
+                module.configure_model()
+        finally:
+            hook.remove()
+        assert max(counts) == 1
+        assert not in_memory() - before
+        offloader.register_module(module)
+        assert offloader.stats.weights_bytes == share * base_bytes(folder)
+
+
+@pytest.mark.parametrize("folder", ["gpt2", "llama"], indirect=True)
+def test_it_begins_as_the_model_in_the_folder_and_leaves_its_files_alone(tune: Tune, folder: Path) -> None:
+    ids = torch.arange(64).view(2, 32)
+    network, original = made(folder).eval(), AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(network(ids).logits, original(ids).logits)
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    tune(*OFFLOADED)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == files
+
+
+@pytest.mark.parametrize("base", [nn.Linear(6, 4), Conv1D(4, 6)], ids=lambda base: type(base).__name__)
+def test_an_adapter_is_a_change_of_the_weight_of_low_rank(base: Any) -> None:
+    x = torch.randn(3, 6)
+    layer = LoRALayer(base, rank=2, scale=0.5)
+    assert torch.equal(layer(x), base(x))
+    nn.init.normal_(layer.up)
+    change = 0.5 * layer.up @ layer.down
+    weight = base.weight if isinstance(base, nn.Linear) else base.weight.T
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, weight + change, base.bias))
+    assert layer.weight is base.weight
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [(None, 3 * 4), (["c_attn"], 3), (["mlp.c_proj", "c_attn"], 6), (["transformer.h.0.mlp.c_fc"], 1)],
+)
+def test_the_named_layers_get_adapters_and_nothing_else_is_trained(
+    targets: list[str] | None, count: int, folder: Path
+) -> None:
+    network = made(folder, LoRA(rank=2, target_modules=targets))
+    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, LoRALayer)}
+    assert len(layers) == count
+    assert not any("lm_head" in name for name in layers)
+    trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    assert trained == {f"{name}.{matrix}" for name in layers for matrix in ("up", "down")}
+    assert network.lm_head.weight is network.transformer.wte.weight
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refusal(folder: Path, spill_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., str]:
+    """What the command says before it ends."""
+
+    def refusal_of(*overrides: str) -> str:
+        monkeypatch.chdir(spill_dir)
+        GlobalHydra.instance().clear()
+        named = [] if any("model.path" in override for override in overrides) else [f"model.path={folder}"]
+        monkeypatch.setattr(sys, "argv", ["train", *TINY, *named, *overrides])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        said = caught.value.code
+        assert isinstance(said, str)
+        assert "Traceback" not in said + capsys.readouterr().err
+        return said
+
+    return refusal_of
+
+
+def without(pattern: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for path in folder.glob(pattern):
+            path.rename(path.with_suffix(".away"))
+
+    return remove
+
+
+def with_code(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
+    (folder / "config.json").write_text(json.dumps({**config, **code}))
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def without_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("*"), r"^model\.path=.*: has no config\.json; give a folder that save_pretrained"),
+        (without("*.safetensors"), r"^model\.path=.*: has no weights \(\*\.safetensors\); give a folder"),
+        (with_code, r"^model\.path=.*: config\.json cannot be used: .*custom code"),
+        (cut_short, r"^model\.path=.*: the weights cannot be read: "),
+        (without_a_weight, r": 1 weights of GPT2LMHeadModel are not there, the first is transformer\.h\.1\.mlp\.c_fc"),
+    ],
+    ids=["no_config", "no_safetensors", "code", "cut_short", "a_weight_is_missing"],
+)
+def test_a_folder_that_cannot_be_used_is_refused(
+    damage: Callable[[Path], None], message: str, refusal: Callable[..., str], folder: Path
+) -> None:
+    damage(folder)
+    assert re.search(message, refusal(*OFFLOADED))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.path=/none"], r"^model\.path=/none: is no folder; give one that save_pretrained"),
+        (["model.path='???'"], r"^model\.path is missing: give model\.path=VALUE"),
+        (
+            ["model.lora.target_modules=[q_proj]"],
+            r"'q_proj' is the name of no linear layer of GPT2LMHeadModel; allowed",
+        ),
+        (
+            ["model.lora.target_modules=[c_attn,attn]"],
+            r"'attn' is the name of no .*allowed: c_attn, c_fc, c_proj, lm_he",
+        ),
+        (["data.sequence_length=128"], r"data\.sequence_length=128 is more than the model takes; allowed: up to 64"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(overrides: list[str], message: str, refusal: Callable[..., str]) -> None:
+    assert re.search(message, refusal("offload=none", *overrides))
