@@ -97,11 +97,13 @@ def test_a_policy_names_every_field_with_its_default(path: Path, tmp_path: Path)
     changed = {name for name, default in defaults.items() if getattr(policy, name) != default}
     more = {"auto": set(), "fsdp": set(), "budget": {"activation_budget"}, "states": {"optimizer_states"}}
     more["weights"] = {"parameters"}
+    more["everything"] = {"activations", "parameters", "gradients", "optimizer_states"}
     expected = more.get(path.stem, {"activations"})
     assert changed == expected
     names = {"ssd": "offload", "budget": "auto", "states": "auto", "fsdp": "auto", "weights": "auto"}
+    names["everything"] = "offload"
     assert policy.activations == names.get(path.stem, path.stem)
-    assert policy.optimizer_states == ("offload" if path.stem == "states" else "keep")
+    assert policy.optimizer_states == ("offload" if path.stem in ("states", "everything") else "keep")
     assert policy.recompute_modules == ()
 
 
@@ -196,7 +198,7 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
         (["modle=gpt"], "modle", "model", "callbacks, data, experiment"),
         (["model=bart"], "model=bart", "model=bert", "bert, bert_base"),
         (["model=gpt,bertt"], "model=bertt", "model=bert", "bert, bert_base"),
-        (["offload=sdd"], "offload=sdd", "offload=ssd", "auto, budget, fsdp, keep, none, recompute"),
+        (["offload=sdd"], "offload=sdd", "offload=ssd", "auto, budget, everything, fsdp, keep, none, recompute"),
         (
             ["experiment=smok"],
             "experiment=smok",
@@ -223,7 +225,7 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
         (["offload.verify=off,ful"], "offload.verify=ful", "offload.verify=full", "off, sampled, full"),
         (["hardware.backend=possix"], "hardware.backend=possix", "hardware.backend=posix", "auto, kvikio, posix"),
         (["model.objective=cusal"], "model.objective=cusal", "model.objective=causal", "causal, masked, seq2seq"),
-        (["offload=none", "offload.verify=full"], "offload.verify", None, "auto, budget, fsdp, keep, none, recompute"),
+        (["offload=none", "offload.verify=full"], "offload.verify", None, "auto, budget, everything, fsdp, keep, none, recompute"),
         (["+local=machine"], "local", None, "callbacks, data"),
         (["seed=1", "+sed=1"], "sed", "seed", "callbacks, data"),
     ],

@@ -117,7 +117,6 @@ BAD = {
     "offload.wear_budget": "-1 1XDWPD x 0",
     "offload.recompute_modules": "5 [5]",
     "offload.master_weights": "maybe 3 null",
-    "offload.parameters": "away null 1",
     "offload.gradients": "away null 1",
     "hardware.paths": "5 [5] null ['']",
     "hardware.host_memory": "x -1 null 1.5",
