@@ -1,7 +1,7 @@
 """Memory for subgroups of optimizer states: a few pieces that are used again and again, whoever still points at them.
 
 Fresh memory is dear (a page fault per 4 KiB), and sizes rounded up to powers of two would waste up to half of it: a
-slot is as large as the largest subgroup that it has held.
+slot is as large as the largest subgroup so far when it was made; only what is touched of it takes memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class BufferPool:
         self._device = device
         self._spare: list[ctypes.Array[ctypes.c_char]] = []
         self._lent: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self._largest_nbytes = 0
         self.num_lent = self.lent_bytes = self.peak_bytes = 0
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
@@ -46,6 +47,7 @@ class BufferPool:
     def _take(self, nbytes: int) -> torch.UntypedStorage:
         if self._device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        self._largest_nbytes = max(self._largest_nbytes, nbytes)
         fitting = [array for array in self._spare if len(array) >= nbytes]
         if fitting:
             array = min(fitting, key=len)
@@ -53,7 +55,9 @@ class BufferPool:
         else:
             if self._spare:
                 self._spare.pop()  # too small: a larger one takes its place
-            array = MappedBlock(round_up(nbytes, PAGE_BYTES)).export()
+            # Else each that is a little larger than those before would be made anew, and the old ones live on as long
+            # as a move holds them.
+            array = MappedBlock(round_up(self._largest_nbytes, PAGE_BYTES)).export()
         self._lent[ctypes.addressof(array)] = array
         return torch.frombuffer(array, dtype=torch.uint8, count=nbytes).untyped_storage()
 
