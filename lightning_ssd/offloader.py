@@ -308,6 +308,8 @@ class Offloader:
                     "would recompute; name their classes in OffloadPolicy.recompute_modules, or use 'offload'"
                 )
         cache.parameters.register_module(module)
+        if self._parts.weights is not None:
+            self._parts.weights.tell()
 
     def send_out_weights(self) -> None:
         """Take weights out of memory that something has touched outside of the model's forward and backward, such as

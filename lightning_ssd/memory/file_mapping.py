@@ -12,6 +12,7 @@ import torch
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.memory.mmap import (
     MAP_FAILED,
+    NO_ACCESS,
     PAGE_BYTES,
     READ_WRITE,
     address_of,
@@ -63,6 +64,11 @@ class FileView:
         mapped = libc.mmap(self.address + start, nbytes, READ_WRITE, flags, fd, offset)
         if mapped is None or mapped == MAP_FAILED:
             raise MemoryError(f"the system cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
+
+    def hide(self) -> None:
+        """Let nobody touch the range any more: who does ends the process."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
+        libc.mmap(self.address, self._length, NO_ACCESS, flags, -1, 0)
 
     def bring_in(self, start: int, nbytes: int) -> None:
         """Read a part from its file, as far as the system's page cache has it not, and map it.

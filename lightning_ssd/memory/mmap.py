@@ -14,6 +14,7 @@ import torch
 __all__ = [
     "HUGE_PAGE_BYTES",
     "MAP_FAILED",
+    "NO_ACCESS",
     "PAGE_BYTES",
     "READ_WRITE",
     "MappedBlock",
@@ -28,7 +29,7 @@ __all__ = [
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
-_NO_ACCESS = 0  # PROT_NONE, which Python does not name everywhere
+NO_ACCESS = 0  # PROT_NONE, which Python does not name everywhere
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _WIPEONFORK = 18  # MADV_WIPEONFORK, likewise
@@ -84,7 +85,7 @@ class MappedBlock:
         huge = nbytes >= HUGE_PAGE_BYTES
         alignment = max(alignment, HUGE_PAGE_BYTES if huge else PAGE_BYTES)
         length = nbytes + alignment - PAGE_BYTES
-        self._map = map_anonymous(length, READ_WRITE if usable else _NO_ACCESS)
+        self._map = map_anonymous(length, READ_WRITE if usable else NO_ACCESS)
         mapped = address_of(self._map)
         self.address = mapped + -mapped % alignment
         self.nbytes = nbytes

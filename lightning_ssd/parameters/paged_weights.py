@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,6 +36,8 @@ from lightning_ssd.telemetry.stats import WeightStats
 __all__ = ["PagedWeights"]
 
 _log = logging.getLogger(__name__)
+_Place = tuple[str, nn.Module | None]
+"""Name and module of a unit; ``None``: not known (yet), or not to be watched."""
 _TRIM_BYTES = 64 << 20
 """After so many bytes malloc is told to give back what the weights had: it would keep it for tensors to come."""
 
@@ -62,6 +64,9 @@ class PagedWeights:
         self._windows: list[_Window] = []
         self._taken_bytes = 0
         self._building: int | None = None
+        self._held: dict[str, str] = {}
+        # Guards the exchange of memory against an interrupted caller who goes on. A leaf lock.
+        self._exchange = threading.Lock()
 
     # -- taking over ---------------------------------------------------------------------------------------------
 
@@ -72,80 +77,114 @@ class PagedWeights:
             OutOfSpaceError: the drives have no room for all of them. None was taken over.
             StorageError: a drive refuses. What was taken over before it did is as good as before.
         """
-        new, held = [], {}
-        for weights in shared_weights(module, self._min_nbytes):
+        self.pager.border()  # what is gone leaves its place to the new ones
+        self._windows = [window for window in self._windows if window.module is not None]
+        found = shared_weights(module, self._min_nbytes)
+        places = owners(module, [weights.names[0] for weights in found])
+        new, trained = self._sorted_out(found)
+        self._files.check_room([weights.storage.nbytes() for weights in new])
+        doing = f"Writing {format_sizes(sum(weights.storage.nbytes() for weights in new))[0]} of weights"
+        del found
+        work = partial(self._take_all, new, [places[weights.names[0]] for weights in new], trained)
+        if new or trained:
+            self._uninterrupted(work, doing)
+        self._name_units(module, places)
+        self._stand_in(places)
+
+    def _uninterrupted(self, work: Callable[[_Stop], None], doing: str | None = None) -> None:
+        """Take over in a thread of its own. Once an interrupt has taken us from it, it exchanges no memory any more."""
+        stop = _Stop(self._exchange)
+        try:
+            undisturbed(partial(work, stop), "lightning_ssd-weights", doing=doing)
+        except BaseException:
+            stop.now()
+            raise
+
+    def _sorted_out(self, found: list[SharedWeights]) -> tuple[list[SharedWeights], list[SharedWeights]]:
+        """Those to take over, and those to give back because they are trained."""
+        new, trained = [], []
+        self._held = {}
+        for weights in found:
             is_taken = self.pager.find(weights.storage) is not None
             waits = self._trained or weights.is_frozen
             if is_taken and not waits:
-                self._release(weights)
+                trained.append(weights)
             elif not is_taken and waits:
                 reason = why_it_stays(weights)
                 if reason is None:
                     new.append(weights)
                 else:
-                    held[weights.names[0]] = reason
-        names = [weights.names[0] for weights in shared_weights(module, self._min_nbytes)]
-        places = owners(module, names)
-        if new:
-            self._files.check_room([weights.storage.nbytes() for weights in new])
-            total = sum(weights.storage.nbytes() for weights in new)
-            doing = f"Writing {format_sizes(total)[0]} of weights"
-            units = [places[weights.names[0]][0] for weights in new]
-            undisturbed(partial(self._take_all, new, units), "lightning_ssd-weights", doing=doing)
-        self._name_units(module, places)
-        self._stand_in(places)
-        self._tell(held)
+                    self._held[weights.names[0]] = reason
+        return new, trained
 
-    def _take_all(self, new: list[SharedWeights], units: Sequence[str]) -> None:
-        for unit in units:
-            self._take(unit, new.pop(0))  # whose old memory goes as soon as it has its new one
+    def _take_all(
+        self, new: list[SharedWeights], places: Sequence[_Place], trained: list[SharedWeights], stop: _Stop
+    ) -> None:
+        """Their old memory goes one by one, as each has its new one."""
+        for place in places:
+            self._take(place, new.pop(0), stop)
+        while trained:
+            self._release(trained.pop(0), stop)
         self._files.sync()
 
-    def _take(self, unit_name: str, weights: SharedWeights) -> None:
+    def _take(self, place: _Place, weights: SharedWeights, stop: _Stop) -> None:
         """Write one storage to a file, and give its weights memory that shows it."""
+        if stop.has_come():
+            return
         mapped = self._files.write(weights.storage)
         storage, mapped.storage = mapped.storage, None
         assert storage is not None
-        self.pager.add(unit_name, Weight(weights.names, mapped))
-        for tensor in weights.tensors:
-            tensor.data = TensorSpec.of(tensor).view(storage)
+        with self._exchange:
+            if stop.has_come() or why_it_stays(weights) is not None:  # the caller has gone on meanwhile
+                del storage
+                mapped.forget()
+                return
+            self.pager.add(place, Weight(weights.names, mapped))
+            for tensor in weights.tensors:
+                tensor.data = TensorSpec.of(tensor).view(storage)
         self._taken_bytes += mapped.nbytes
         if self._taken_bytes >= _TRIM_BYTES:
             self._taken_bytes = 0
             trim()
 
-    def _release(self, weights: SharedWeights) -> None:
+    def _release(self, weights: SharedWeights, stop: _Stop) -> None:
         """Give weights that are trained after all ordinary memory: each update would be written to the drive."""
-        if why_it_stays(weights) is not None:
-            return
         ordinary = torch.empty(0, dtype=torch.uint8).set_(weights.storage).clone().untyped_storage()
-        for tensor in weights.tensors:
-            tensor.data = TensorSpec.of(tensor).view(ordinary)
+        with self._exchange:
+            if not stop.has_come() and why_it_stays(weights) is None:
+                for tensor in weights.tensors:
+                    tensor.data = TensorSpec.of(tensor).view(ordinary)
 
-    def _name_units(self, module: nn.Module, places: dict[str, tuple[str, nn.Module | None]]) -> None:
+    def _name_units(self, module: nn.Module, places: Mapping[str, _Place]) -> None:
         """Weights that were taken over while the model was built get the units and names that they have in it."""
         for weights in shared_weights(module, self._min_nbytes):
             weight = self.pager.find(weights.storage)
             if weight is not None:
                 weight.names = weights.names
-                self.pager.add(places[weights.names[0]][0], weight)
+                self.pager.add(places[weights.names[0]], weight)
 
-    def _stand_in(self, places: dict[str, tuple[str, nn.Module | None]]) -> None:
-        standing = {window.module for window in self._windows}
-        for name, module in dict(places.values()).items():
-            unit = self.pager.units.get(name)
-            if unit is not None and unit.weights and module is not None and module not in standing:
-                standing.add(module)
-                self._windows.append(_Window(module, unit, self.pager))
+    def _stand_in(self, places: Mapping[str, _Place]) -> None:
+        standing = {window.module: window for window in self._windows}
+        for place in places.values():
+            unit, module = self.pager.find_unit(place), place[1]
+            if unit is None or module is None:
+                continue
+            if module in standing:
+                standing[module].unit = unit
+            else:
+                standing[module] = _Window(module, unit, self.pager)
+                self._windows.append(standing[module])
 
-    def _tell(self, held: dict[str, str]) -> None:
-        nbytes = self.stats.nbytes
+    def tell(self) -> None:
+        """Log how much waits, and warn of what the user may not expect, of the last module that was registered."""
+        self.pager.border()
+        nbytes, held = self.stats.nbytes, self._held
         _log.info("%s of weights wait on drives between their uses", format_sizes(nbytes)[0])
         if held:
             name, reason = next(iter(held.items()))
             warnings.warn(
-                f"{len(held)} weights stay in memory, since exchanging their memory would part them from who "
-                f"else holds it; the first is {name}: {reason}",
+                f"{len(held)} weights stay in memory, since exchanging their memory might part them from who else "
+                f"holds it; the first is {name}: {reason}",
                 stacklevel=4,
             )
         elif not nbytes:
@@ -165,37 +204,42 @@ class PagedWeights:
         A module's weights are whole in memory only until then. Those that turn out to be trained come back to memory
         when the model is registered.
         """
-        self._building = threading.get_ident()
-        hooks = [
-            register_module_module_registration_hook(self._module_is_registered),
-            register_module_parameter_registration_hook(self._parameter_is_registered),
-        ]
+        before, hooks = self._building, []
         try:
+            self._building = threading.get_ident()
+            hooks.append(register_module_module_registration_hook(self._module_is_registered))
+            hooks.append(register_module_parameter_registration_hook(self._parameter_is_registered))
             yield
         finally:
+            self._building = before  # first: an interrupt would leave hooks behind, which do nothing then
             for hook in hooks:
                 hook.remove()
-            self._building = None
+
+    @property
+    def _builds_here(self) -> bool:
+        return threading.get_ident() == self._building and not self.pager.is_closed
 
     def _module_is_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        if submodule is not None and threading.get_ident() == self._building:
+        if submodule is not None and self._builds_here:
             self._take_built(shared_weights(submodule, self._min_nbytes), type(submodule).__name__)
 
     def _parameter_is_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """One that replaces another one has its values already; others are about to be initialised."""
-        if parameter is None or module._parameters.get(name) is None or threading.get_ident() != self._building:
-            return
-        holder = nn.Module()
-        holder._parameters[name] = parameter
-        self._take_built(shared_weights(holder, self._min_nbytes), type(module).__name__)
+        if parameter is not None and module._parameters.get(name) is not None and self._builds_here:
+            holder = nn.Module()
+            holder._parameters[name] = parameter
+            self._take_built(shared_weights(holder, self._min_nbytes), type(module).__name__)
 
     def _take_built(self, built: list[SharedWeights], unit_name: str) -> None:
-        for weights in built:
+        while built:
+            weights = built.pop(0)
             weight = self.pager.find(weights.storage)
             if weight is not None:
                 weight.mapped.send_out()
             elif why_it_stays(weights) is None:
-                self._take(unit_name, weights)
+                work = partial(self._take, (unit_name, None), weights)
+                del weights  # else its old memory would be held until the next one
+                self._uninterrupted(work)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -235,23 +279,46 @@ class PagedWeights:
             for weight in self.pager.weights:
                 weight.mapped.send_out()
                 weight.mapped.make_private()
-            for unit in self.pager.units.values():
+            for unit in self.pager.units:
                 unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
+
+
+class _Stop:
+    """Tells a thread that whoever has asked for its work has gone on.
+
+    Args:
+        exchange: held while memory is exchanged.
+    """
+
+    def __init__(self, exchange: threading.Lock) -> None:
+        self._exchange = exchange
+        self._come = False
+
+    def has_come(self) -> bool:
+        """Whether to do nothing more."""
+        return self._come
+
+    def now(self) -> None:
+        """From the return on, no memory is exchanged."""
+        self._come = True  # already for what has not begun
+        with self._exchange:
+            pass
 
 
 class _Window(MethodPatch):
     """Tells when the forward of a unit's module runs."""
 
     def __init__(self, module: nn.Module, unit: Unit, pager: Pager) -> None:
-        self._unit = unit
+        self.unit = unit
         self._pager = pager
         super().__init__(module, label=f"unit {unit.name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        unit = self.unit
+        if torch.compiler.is_compiling() or not unit.weights:
             return self.__wrapped__(*args, **kwargs)
         try:
-            self._pager.enter(self._unit)
+            self._pager.enter(unit)
             return self.__wrapped__(*args, **kwargs)
         finally:  # also after an interrupt on the way in
-            self._pager.leave(self._unit)
+            self._pager.leave(unit)

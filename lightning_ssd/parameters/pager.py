@@ -12,12 +12,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from lightning_ssd.common.waiting import Latch
+from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
 from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
@@ -32,24 +34,36 @@ class Weight:
     mapped: MappedStorage
 
 
-@dataclass(eq=False, slots=True)
 class Unit:
-    """What is brought in together: the weights of a block, or of a module outside of all blocks."""
+    """What is brought in together: the weights of a block, or of a module outside of all blocks.
 
-    number: int
-    name: str
-    weights: list[Weight] = field(default_factory=list)
-    num_windows: int = 0
-    """Calls of its forward under way. Its pages stay as long."""
-    is_in: bool = False
-    coming: Latch | None = None
-    """Opens when the read under way has ended."""
-    error: BaseException | None = None
+    Args:
+        number: of the unit.
+        name: for messages.
+        module: whose forward uses it, if that is known. Held weakly.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Of all its weights."""
-        return sum(weight.mapped.nbytes for weight in self.weights)
+    def __init__(self, number: int, name: str, module: nn.Module | None) -> None:
+        self.number = number
+        self.name = name
+        self.module: Callable[[], nn.Module | None] = _nobody if module is None else weakref.ref(module)
+        self.weights: list[Weight] = []
+        self.num_windows = 0
+        """Calls of its forward under way. Its pages stay as long."""
+        self.resident_bytes: int | None = None
+        """What was brought in; ``None``: it is not in memory."""
+        self.coming: Latch | None = None
+        """Opens when the read under way has ended."""
+        self.error: BaseException | None = None
+
+
+def _nobody() -> None:
+    """The module of a unit that has none."""
+
+
+def _key(place: tuple[str, nn.Module | None]) -> object:
+    name, module = place
+    return name if module is None else id(module)
 
 
 class Pager:
@@ -58,15 +72,17 @@ class Pager:
     def __init__(self) -> None:
         self.by_storage: dict[int, Unit] = {}
         """Whose weights lie in a storage, by its address. Read in the hot path, without a lock."""
-        self.units: dict[str, Unit] = {}
+        self.units: list[Unit] = []
+        self._by_place: dict[object, Unit] = {}
         self.resident_bytes = self.resident_peak_bytes = self.num_late = 0
         self.stall_s = 0.0
         self._order = UseOrder()
         self._ahead: Unit | None = None
         self._in_backward: Unit | None = None
         self.is_closed = False
-        # Guards units and what is counted. A leaf lock.
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        # Guards units and what is counted. A leaf lock; again from a signal handler, which may come while it is held.
+        self._lock = threading.RLock()
         self._requests: queue.SimpleQueue[tuple[Unit, Latch] | None] = queue.SimpleQueue()
         self._has_ended = Latch()  # the reader
         _thread.start_new_thread(self._serve, ())
@@ -75,27 +91,38 @@ class Pager:
 
     # -- units ---------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, weight: Weight) -> None:
-        """A weight belongs to the unit of this name from now on, and to no other."""
+    def add(self, place: tuple[str, nn.Module | None], weight: Weight) -> None:
+        """A weight belongs to the unit of this module (without one: of this name) from now on, and to no other."""
         key = weight.mapped.key.cdata
         with self._lock:
+            unit = self.find_unit(place)
+            if unit is None:
+                unit = Unit(len(self.units), *place)
+                self.units.append(unit)
+                self._by_place[_key(place)] = unit
             before = self.by_storage.get(key)
-            if before is not None:
-                before.weights.remove(weight)
-            unit = self.units.setdefault(name, Unit(len(self.units), name))
+            if before is unit:
+                return
             unit.weights.append(weight)
             self.by_storage[key] = unit
+            if before is not None:
+                before.weights.remove(weight)
+
+    def find_unit(self, place: tuple[str, nn.Module | None]) -> Unit | None:
+        """The unit of a module."""
+        found = self._by_place.get(_key(place))
+        return found if found is not None and found.module() is place[1] else None
 
     def find(self, storage: torch.UntypedStorage) -> Weight | None:
         """The weight that lies in a storage."""
         unit = self.by_storage.get(storage._cdata)
-        found = () if unit is None else unit.weights
+        found = () if unit is None else tuple(unit.weights)
         return next((weight for weight in found if weight.mapped.key.cdata == storage._cdata), None)
 
     @property
     def weights(self) -> list[Weight]:
         """All."""
-        return [weight for unit in self.units.values() for weight in unit.weights]
+        return [weight for unit in list(self.units) for weight in list(unit.weights)]
 
     # -- uses ----------------------------------------------------------------------------------------------------
 
@@ -104,8 +131,10 @@ class Pager:
 
         Raises:
             StorageError: the drive refuses to read them.
+            OffloaderClosedError: this is a fork of the process that they belong to.
         """
         if self.is_closed:
+            self._refuse_fork(unit)
             return
         with self._lock:
             unit.num_windows += 1
@@ -114,6 +143,14 @@ class Pager:
             return
         self._in_backward = None
         self._use(unit, Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+
+    def _refuse_fork(self, unit: Unit) -> None:
+        if os.getpid() != self._pid:
+            raise OffloaderClosedError(
+                f"the weights of {unit.name or 'the model'} wait on a drive for process {self._pid}, and this is its "
+                f"fork {os.getpid()}, where they cannot be read; copy the model before the fork (copy.deepcopy), or "
+                "start processes by spawn"
+            )
 
     def leave(self, unit: Unit) -> None:
         """A forward that used the unit has ended, or failed."""
@@ -149,24 +186,31 @@ class Pager:
                 self._send_out(unit, strays=True)
 
     def border(self) -> None:
-        """A backward is over: what was touched outside of all units leaves, too; what is gone is forgotten."""
+        """A backward is over: what was touched outside of all units leaves, too; what is gone is forgotten.
+
+        An interrupt may have come between the beginning of a forward and its end: none is under way now.
+        """
         if self.is_closed:
             return
         self._in_backward = None
         with self._lock:
-            for unit in self.units.values():
-                for weight in [weight for weight in unit.weights if not weight.mapped.key.alive()]:
+            for unit in list(self.units):
+                unit.num_windows = 0
+                for weight in [weight for weight in list(unit.weights) if not weight.mapped.key.alive()]:
                     unit.weights.remove(weight)
                     self.by_storage.pop(weight.mapped.key.cdata, None)
-                    weight.mapped.forget()
+                    if not self.is_closed:
+                        weight.mapped.forget()
                 if unit is not self._ahead:
                     self._send_out(unit, strays=True)
 
     def _use(self, unit: Unit, phase: Phase) -> None:
         with self._lock:
-            following = self._order.visit(Use(unit.number, phase))
-            ahead = self._ahead = None if following is None else list(self.units.values())[following.unit]
-            self.num_late += not unit.is_in and unit.coming is None
+            following, guessed = self._order.visit(Use(unit.number, phase)), self._ahead
+            ahead = self._ahead = None if following is None else self.units[following.unit]
+            if guessed is not None and guessed is not unit and guessed is not ahead:
+                self._send_out(guessed)  # it was not used after all
+            self.num_late += unit.resident_bytes is None and unit.coming is None
             latch = self._request(unit)
             if ahead is not None and ahead is not unit:
                 self._request(ahead)
@@ -180,7 +224,7 @@ class Pager:
 
     def _request(self, unit: Unit) -> Latch | None:
         """Have a unit brought in, if it is neither here nor on its way; return what opens when it is."""
-        if unit.is_in:
+        if unit.resident_bytes is not None or self.is_closed:
             return None
         if unit.coming is None:
             latch = Latch()
@@ -190,13 +234,13 @@ class Pager:
 
     def _send_out(self, unit: Unit, *, strays: bool = False) -> None:
         """Unless it is in use, or on its way. ``strays``: also where nobody has brought it in."""
-        if unit.num_windows or not (unit.is_in or strays) or (unit.coming is not None and not unit.coming.is_open):
+        is_coming = unit.coming is not None and not unit.coming.is_open
+        if self.is_closed or unit.num_windows or is_coming or (unit.resident_bytes is None and not strays):
             return
-        for weight in unit.weights:
+        for weight in list(unit.weights):
             weight.mapped.send_out()
-        if unit.is_in:
-            self.resident_bytes -= unit.nbytes
-        unit.is_in, unit.coming = False, None
+        self.resident_bytes -= unit.resident_bytes or 0
+        unit.resident_bytes = unit.coming = None
 
     # -- the reader ----------------------------------------------------------------------------------------------
 
@@ -217,18 +261,19 @@ class Pager:
             error = problem
         with self._lock:
             unit.error = error
-            if error is None and not unit.is_in:
-                unit.is_in = True
-                self.resident_bytes += unit.nbytes
+            if error is None and unit.resident_bytes is None:
+                unit.resident_bytes = sum(weight.mapped.nbytes for weight in list(unit.weights))
+                self.resident_bytes += unit.resident_bytes
                 self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
             latch.open()
 
     def close(self) -> None:
         """Nothing is brought in or sent out any more; the reader has ended. Idempotent."""
-        if not self.is_closed:
-            self.is_closed = True
-            self.by_storage = {}
-            self._requests.put(None)
+        with self._lock:
+            if not self.is_closed:
+                self.is_closed = True
+                self.by_storage = {}
+                self._requests.put(None)  # behind all requests that there are
         self._has_ended.wait()
 
 
@@ -240,7 +285,7 @@ _pagers: list[weakref.ref[Pager]] = []
 
 
 def _after_fork() -> None:
-    """In a fork nobody reads, and the lock may be held for ever; pages come when they are touched."""
+    """In a fork nobody reads, and the lock may be held for ever."""
     for reference in _pagers:
         pager = reference()
         if pager is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -69,13 +71,28 @@ def why_it_stays(weights: SharedWeights) -> str | None:
     if weights.storage.is_shared():
         return "it is in memory that processes share"
     if not (weights.storage.resizable() or is_mapped(weights.storage)):
-        return "NumPy, or whoever made the memory, refers to it"
+        return (
+            "its memory was not made by PyTorch (it shows a file or an array of NumPy); give it memory of its own "
+            "before, by weight.data = weight.data.clone()"
+        )
     if not can_count_holders():
         return "this PyTorch does not tell who else holds its memory"
     others = holders(weights.storage) - len(weights.tensors)
     if others:
         return f"something else holds its memory ({others} {'tensor' if others == 1 else 'tensors'})"
+    if any(tensor._use_count() > 1 for tensor in weights.tensors):  # type: ignore[attr-defined]  # in no stub
+        return "something outside of Python holds it (an array by DLPack, or a graph that has not been used yet)"
+    if sys.getrefcount(weights.storage) > _references_of_one():
+        return "something else holds its storage object"
     return None
+
+
+@functools.cache
+def _references_of_one() -> int:
+    """To a storage object that only a :class:`SharedWeights` refers to, seen as in :func:`why_it_stays`."""
+    tensor = torch.empty(1)
+    weights = SharedWeights(tensor.untyped_storage())
+    return sys.getrefcount(weights.storage)
 
 
 def owners(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, nn.Module | None]]:

@@ -15,7 +15,7 @@ import torch
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region, StorageKey
 from lightning_ssd.common.uninterrupted import Task
-from lightning_ssd.errors import OutOfSpaceError, StorageError
+from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import libc
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
@@ -26,8 +26,9 @@ __all__ = ["MappedStorage", "WeightFiles", "is_mapped", "unreadable"]
 _WAIT_BEFORE = 1  # SYNC_FILE_RANGE_WAIT_BEFORE
 libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
-_mapped: dict[int, weakref.ref[MappedStorage]] = {}
+_mapped: dict[int, tuple[StorageKey, weakref.ref[MappedStorage]]] = {}
 """All that there are in this process, open or not, by the address of their storages."""
+_never_private: list[MappedStorage] = []
 
 
 def is_mapped(storage: torch.UntypedStorage) -> bool:
@@ -36,11 +37,11 @@ def is_mapped(storage: torch.UntypedStorage) -> bool:
 
 
 def _after_fork() -> None:
-    """What a fork writes is its own, as it would be of other memory."""
-    for reference in _mapped.values():
+    """A fork has no copy of its own, and the parent goes on to write to the file: nothing may be read there."""
+    for _, reference in _mapped.values():
         mapped = reference()
         if mapped is not None:
-            mapped.make_private()
+            mapped.hide()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -68,10 +69,10 @@ class MappedStorage:
         """Until its owner has it: from then on :attr:`key` refers to it weakly."""
         self.key = StorageKey(self.storage)
         self._is_private = False
-        for cdata, known in list(_mapped.items()):
-            if (other := known()) is None or not other.key.alive():
+        for cdata, (key, _) in list(_mapped.items()):
+            if not key.alive():
                 _mapped.pop(cdata, None)
-        _mapped[self.key.cdata] = weakref.ref(self)
+        _mapped[self.key.cdata] = self.key, weakref.ref(self)
 
     def bring_in(self) -> None:
         """Read what is not in memory, and map it. Blocks.
@@ -88,12 +89,24 @@ class MappedStorage:
             self._view.send_out(0, self._extent.nbytes)
 
     def make_private(self) -> None:
-        """Whatever is written to the memory from now on stays in this process: it has been forked, or nobody sends the
-        pages out any more. Idempotent, so that the file may be closed afterwards.
+        """Whatever is written to the memory from now on stays in this process; nobody sends the pages out any more, nor
+        writes to the file. Idempotent.
+
+        Where the system allows no more private memory, it stays as it is, which is as good, but for a fork.
         """
         if self._view is not None and not self._is_private:
+            try:
+                self._view.show(0, self._fd, self._extent.offset, self._extent.nbytes)
+            except MemoryError:
+                _never_private.append(self)  # so that a fork is kept from it
+                return
             self._is_private = True
-            self._view.show(0, self._fd, self._extent.offset, self._extent.nbytes)
+
+    def hide(self) -> None:
+        """In a fork: let nobody see what the parent writes, if it still may."""
+        if self._view is not None and not self._is_private:
+            self._is_private = True
+            self._view.hide()
 
     def forget(self) -> None:
         """Nobody holds the storage any more: unmap the memory, then give its place in the file back."""
@@ -111,6 +124,7 @@ class WeightFiles:
 
     Raises:
         StorageError: a file cannot be made.
+        UnsuitablePathError: a file system cannot set space aside.
     """
 
     def __init__(self, backend: Backend, directories: Sequence[Path], *, first: int = 0) -> None:
@@ -119,8 +133,16 @@ class WeightFiles:
         self._arenas: list[Arena] = []
         with ExitStack() as opened:
             for directory in directories:
-                self._arenas.append(backend.open_arena(directory))
-                opened.callback(self._arenas[-1].close)
+                arena = backend.open_arena(directory)
+                opened.callback(arena.close)
+                arena.reserve(backend.block_bytes)
+                if arena.is_sparse:
+                    raise UnsuitablePathError(
+                        errno.EOPNOTSUPP,
+                        f"{directory} lies on a file system that cannot set space aside (fallocate), so that weights "
+                        "there would end the process when it is full; allowed: others, such as ext4 or xfs",
+                    )
+                self._arenas.append(arena)
             opened.pop_all()
         self.written_bytes = 0
         self._check: Task[None] | None = None
@@ -157,14 +179,20 @@ class WeightFiles:
             for start in range(0, body, DEFAULT_CHUNK_BYTES):
                 region = Region(storage.data_ptr() + start, min(DEFAULT_CHUNK_BYTES, body - start))
                 self._backend.write(arena, region, extent.offset + start)
+            self._write_tail(arena, Region(storage.data_ptr() + body, nbytes - body), extent.offset + body)
             view = _shown(arena, extent)
-            # Less than a block: the system writes it when it sees fit, and sync() asks whether it could.
-            ctypes.memmove(view.address + body, storage.data_ptr() + body, nbytes - body)
         except BaseException:
             arena.free(extent)
             raise
         self.written_bytes += extent.nbytes
         return MappedStorage(view, arena, extent, nbytes)
+
+    def _write_tail(self, arena: Arena, tail: Region, offset: int) -> None:
+        """Less than a block, with zeros behind it."""
+        if tail.nbytes:
+            block = torch.zeros(self._backend.block_bytes, dtype=torch.uint8)
+            ctypes.memmove(block.data_ptr(), tail.address, tail.nbytes)
+            self._backend.write(arena, Region(block.data_ptr(), block.nbytes), offset)
 
     def map_new(self, nbytes: int) -> MappedStorage:
         """Memory that shows a part of a file with arbitrary bytes.

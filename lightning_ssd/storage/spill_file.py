@@ -80,6 +80,8 @@ class Arena:
         self.direct = direct
         self.is_distrusted = False
         """Whether the system may have lost bytes on their way to it."""
+        self.is_sparse = False
+        """Whether the file system cannot set space aside, so that it may be full when bytes come."""
         self.write_numbers: Any = None
         """Which write covers what (encryption)."""
         self._growth_bytes = growth_bytes
@@ -287,7 +289,7 @@ class Arena:
         """Reserve ``nbytes`` behind the end; ``False`` where the file system is full."""
         size = self.size_bytes
         try:
-            _reserve(self._fd, size, nbytes)
+            self.is_sparse = not _reserve(self._fd, size, nbytes) or self.is_sparse
         except OSError as error:
             # A refused reservation may have been granted in part.
             os.ftruncate(self._fd, size)
@@ -305,17 +307,21 @@ class Arena:
         )
 
 
-def _reserve(fd: int, offset: int, nbytes: int) -> None:
-    """``fallocate``, else a sparse file. Not ``os.posix_fallocate``: glibc emulates it by writing into every block."""
+def _reserve(fd: int, offset: int, nbytes: int) -> bool:
+    """``fallocate``, else a sparse file (``False``).
+
+    Not ``os.posix_fallocate``: glibc emulates it by writing into every block.
+    """
     while _fallocate is not None:
         if _fallocate(fd, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)) == 0:
-            return
+            return True
         code = ctypes.get_errno()
         if code in _NO_FALLOCATE:
             break
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
     os.ftruncate(fd, offset + nbytes)
+    return False
 
 
 def _open_anonymous(directory: Path, name: str, *, direct: bool) -> int:

@@ -225,7 +225,12 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
         (["offload.verify=off,ful"], "offload.verify=ful", "offload.verify=full", "off, sampled, full"),
         (["hardware.backend=possix"], "hardware.backend=possix", "hardware.backend=posix", "auto, kvikio, posix"),
         (["model.objective=cusal"], "model.objective=cusal", "model.objective=causal", "causal, masked, seq2seq"),
-        (["offload=none", "offload.verify=full"], "offload.verify", None, "auto, budget, everything, fsdp, keep, none, recompute"),
+        (
+            ["offload=none", "offload.verify=full"],
+            "offload.verify",
+            None,
+            "auto, budget, everything, fsdp, keep, none, recompute",
+        ),
         (["+local=machine"], "local", None, "callbacks, data"),
         (["seed=1", "+sed=1"], "sed", "seed", "callbacks, data"),
     ],
