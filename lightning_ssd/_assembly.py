@@ -19,7 +19,7 @@ from lightning_ssd.common.formatting import escape_control
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.heap_policy import HeapPolicy
-from lightning_ssd.memory.malloc import foreign_malloc, reuses_holes
+from lightning_ssd.memory.malloc import MallocThreshold, foreign_malloc, reuses_holes
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.paged_gradients import PagedGradients
@@ -46,6 +46,8 @@ __all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_m
 
 _STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
 _SPARE_BYTES = 256 << 20
+_MAPPED_BYTES = 1 << 20
+"""Where gradients wait, tensors from this size on are mapped one by one."""
 _log = logging.getLogger(__name__)
 
 _MIN_RELIEF_IF_MAPPED = 0.05
@@ -200,6 +202,10 @@ def _with_parameters(
     if policy.gradients == "offload":
         gradients = PagedGradients(files, min_nbytes=policy.min_tensor_nbytes)
         stack.callback(gradients.close)
+        # Else malloc's heap keeps what gradients and states have left, all through the update.
+        threshold = MallocThreshold(_MAPPED_BYTES)
+        stack.callback(threshold.restore)
+        threshold.fix()
     wear = parts.wear or open_wear_meter(environment)
     return replace(parts, weights=weights, gradients=gradients, weight_files=files, wear=wear)
 

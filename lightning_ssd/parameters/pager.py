@@ -201,7 +201,7 @@ class Pager:
                     self.by_storage.pop(weight.mapped.key.cdata, None)
                     if not self.is_closed:
                         weight.mapped.forget()
-                if unit is not self._ahead:
+                if unit is not self._ahead or not unit.weights:
                     self._send_out(unit, strays=True)
 
     def _use(self, unit: Unit, phase: Phase) -> None:
