@@ -3,13 +3,15 @@
     python -m recipes.benchmarks.memory_limit --dir DIR
     python -m recipes.benchmarks.memory_limit --limit 1.5GiB  # of your own; default: half of what the activations take
     python -m recipes.benchmarks.memory_limit --budget none        # without a budget: ours finds the limit itself
+    python -m recipes.benchmarks.memory_limit --parameters         # 2 GiB of weights in 1.2 GiB, everything on the SSD
     python -m recipes.benchmarks.memory_limit --tiny               # a toy size, to try the recipe itself
 
 First plain Lightning trains without a limit; this gives the losses to compare with, and what the training takes. Then
 both train in a memory control group, whose every byte the kernel counts, and who takes more is killed. Each training
 is a process of its own with the same seed. Spill files are read and written past the page cache (``O_DIRECT``), so
 that they count for nothing in the group. Ours is ``SSDOffloadStrategy`` with a budget for activations and the
-optimizer's states on SSD; the exact policy is printed.
+optimizer's states on SSD; the exact policy is printed. With ``--parameters`` weights and gradients wait, too: these go
+through the page cache, whose pages count, and are dropped when the group is full.
 
 Exit codes: 0: plain training was killed, ours finished with the same losses and weights bit for bit; 1: not so;
 2: a mistake on the command line; 3: this machine, or this user, cannot make a memory control group.
@@ -61,13 +63,18 @@ class Job:
     batch: int
     sequence: int
     vocabulary: int = 512
+    heads: int = 4
     threads: int = 2
     activation_budget: int | None = None
     """Bytes of saved activations in memory, for ``mode="ssd"``; ``None``: no budget, the strategy finds the limit."""
+    everything: bool = False
+    """Whether weights and gradients wait on the drive, too, and all large activations."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Of the policy of ``mode="ssd"``; those that are not the default."""
+        if self.everything:
+            return dict.fromkeys(("activations", "parameters", "gradients", "optimizer_states"), "offload")
         budget = {} if self.activation_budget is None else {"activation_budget": self.activation_budget}
         return budget | {"optimizer_states": "offload", "min_tensor_bytes": _MIN_TENSOR}
 
@@ -81,6 +88,8 @@ class Job:
 SIZES = {
     "small": Job(mode="plain", directory="", steps=6, layers=8, width=256, batch=16, sequence=256),
     "tiny": Job(mode="plain", directory="", steps=3, layers=6, width=256, batch=8, sequence=128),
+    "parameters": Job(mode="plain", directory="", steps=5, layers=18, width=1536, batch=4, sequence=64, heads=8),
+    "tiny parameters": Job(mode="plain", directory="", steps=2, layers=12, width=768, batch=2, sequence=64),
 }
 
 
@@ -257,12 +266,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="half",
         help="of saved activations: half of what the limit leaves, or none: the strategy finds what there is",
     )
+    parser.add_argument("--parameters", action="store_true", help="a model whose weights alone exceed the limit")
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="a toy size")
     parser.add_argument("--json", type=Path, help="write the trials here")
     parser.add_argument("--verbose", action="store_true", help="show what the trainings say")
     args = parser.parse_args(arguments)
+    if args.parameters and args.limit is None:
+        args.limit = "600MiB" if args.tiny else "1200MiB"
     try:
         args.limit = None if args.limit is None else parse_size(args.limit, name="--limit")
     except ConfigError as error:
@@ -273,7 +285,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _trials(args: argparse.Namespace, directory: Path) -> Iterator[Trial]:
-    size = SIZES["tiny" if args.tiny else "small"]
+    name = ("tiny parameters" if args.tiny else "parameters") if args.parameters else "tiny" if args.tiny else "small"
+    size = SIZES[name]
     job = replace(size, directory=str(directory), threads=args.threads, steps=args.steps or size.steps)
     print("[1/3] plain Lightning, without a limit ...", flush=True)
     free = run(job, None, verbose=args.verbose)
@@ -284,7 +297,7 @@ def _trials(args: argparse.Namespace, directory: Path) -> Iterator[Trial]:
     print(f"[2/3] plain Lightning in {limit / _MIB:,.0f} MiB ...", flush=True)
     yield run(job, limit, verbose=args.verbose)
     budget = max(round(_BUDGET_SHARE * (limit - free.rest_bytes)), _MIB) if args.budget == "half" else None
-    ours = replace(job, mode="ssd", activation_budget=budget)
+    ours = replace(job, mode="ssd", activation_budget=budget, everything=args.parameters)
     print(f"[3/3] {ours.strategy} in {limit / _MIB:,.0f} MiB ...", flush=True)
     yield run(ours, limit, verbose=args.verbose)
 

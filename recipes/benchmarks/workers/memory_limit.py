@@ -57,7 +57,7 @@ def _config(job: Job) -> GPT2Config:
         n_positions=job.sequence,
         n_embd=job.width,
         n_layer=job.layers,
-        n_head=4,
+        n_head=job.heads,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
