@@ -242,7 +242,7 @@ def shown(free: Trial, plain: Trial, ours: Trial) -> tuple[bool, str]:
         return True, (
             f"Verdict: in {(plain.limit_bytes or 0) / _MIB:,.0f} MiB the kernel killed plain training in step "
             f"{len(plain.losses) + 1}; with SSDOffloadStrategy the same training finished, with losses and weights "
-            f"bit for bit those without a limit. It wrote {ours.moved_bytes / _MIB:,.0f} MiB to the drive."
+            f"bit for bit those without a limit. Past the page cache it wrote {ours.moved_bytes / _MIB:,.0f} MiB."
         )
     if not free.finished:
         return False, "Not shown: plain training without a limit did not finish; its message is above."
