@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.errors import ConfigError, StorageError
+from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
 from lightning_ssd.parameters import weight_files
 from tests.parameters.test_paged_weights import MIN_TENSOR, VOCABULARY, Net, batches, equal_weights, in_a_fork, same
 
@@ -172,6 +172,52 @@ def test_a_gradient_that_somebody_keeps_is_not_written_over(opened: Callable[...
     Loop(opened(), before_step=keep).run(4)
     assert all(torch.equal(held, copied) for held, copied in kept)
     assert len({held.data_ptr() for held, _ in kept}) == 4
+
+
+def test_the_place_of_gradients_that_were_kept_comes_back(opened: Callable[..., Offloader]) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(model: nn.Module, *_: object) -> None:
+        kept[:] = [p.grad for p in model.parameters() if p.grad is not None]
+
+    offloader = opened()
+    loop = Loop(offloader, before_step=keep).run(3)
+    used = sum(arena.used_bytes for arena in offloader._parts.weight_files._arenas)
+    loop.run(6)
+    assert sum(arena.used_bytes for arena in offloader._parts.weight_files._arenas) == used
+
+
+def test_gradients_of_models_that_are_gone_give_their_place_back(opened: Callable[..., Offloader]) -> None:
+    offloader = opened()
+    offloader.expect_no_optimizer()
+    used = []
+    for _ in range(4):
+        model = Net()
+        offloader.register_module(model)
+        with offloader.saved_tensors():
+            loss = model(next(batches(1))).sum()
+        loss.backward()
+        offloader.end_backward()
+        del model, loss
+        gc.collect()
+        offloader.send_out_weights()
+        used.append(sum(arena.used_bytes for arena in offloader._parts.weight_files._arenas))
+    assert used[1:] == used[:1] * 3
+
+
+def test_a_gradient_without_a_place_stays_in_memory(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OutOfSpaceError(28, "full")
+
+    expected = Loop().run().result()
+    loop = Loop(opened())
+    monkeypatch.setattr(weight_files.WeightFiles, "map_new", refuse)
+    with pytest.warns(UserWarning, match=r"a gradient has no place to wait in .*stays in memory") as told:
+        loop.run()
+    assert len(told) == 1
+    assert same(loop.result(), expected)
 
 
 def test_memory_of_gradients_is_used_again(opened: Callable[..., Offloader]) -> None:
