@@ -7,11 +7,14 @@ is short or time has passed. Whoever asks for the gradient finds its bytes, and 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
+import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, holders
 from lightning_ssd.errors import StorageError
-from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles
+from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles, is_mapped
 
 __all__ = ["PagedGradients"]
 
@@ -30,8 +33,8 @@ _log = logging.getLogger(__name__)
 class PagedGradients:
     """The gradients of one process that wait in files.
 
-    Note [whose memory]: the memory of one step's gradient serves the next one's. Where somebody still holds the old
-    gradient, the new one gets memory of its own.
+    Note [whose memory]: a gradient is exchanged only if nobody but its parameter has it: neither the tensor nor its
+    memory. The memory of one step's gradient serves the next one's, unless somebody still has the old one.
 
     Args:
         files: where they wait.
@@ -41,12 +44,15 @@ class PagedGradients:
     def __init__(self, files: WeightFiles, *, min_nbytes: int) -> None:
         self._files = files
         self._min_nbytes = max(min_nbytes, 1)
-        self._hooks: dict[int, tuple[weakref.ref[nn.Parameter], RemovableHandle]] = {}
-        self._memory: dict[int, tuple[MappedStorage, torch.UntypedStorage]] = {}
+        # By the number of the parameter. No reference to it, not even a weak one, which torch.utils.swap_tensors refuses.
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._memory: dict[int, MappedStorage] = {}
         self._retired: list[MappedStorage] = []
         """Memory that somebody else still had when its parameter needed some."""
         self._has_warned = self._is_closed = False
         self._pid = os.getpid()
+        # Guards the exchange of memory against closing; again from a signal handler. A leaf lock but for the arenas'.
+        self._lock = threading.RLock()
 
     def register_module(self, module: nn.Module) -> None:
         """From now on gradients of the parameters that are trained wait.
@@ -54,18 +60,24 @@ class PagedGradients:
         Raises:
             OutOfSpaceError: the drives have no room for them.
         """
+        _counts_of_one()  # learnt now, because it needs a backward of its own
         self._forget()
         trained = [p for p in module.parameters() if p.requires_grad and self._takes(p)]
-        new = [p for p in trained if (known := self._hooks.get(id(p))) is None or known[0]() is not p]
+        new = [p for p in trained if not self._has_hook(p)]
         self._files.check_room([parameter.nbytes for parameter in new])
         for parameter in new:
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._hooks[id(parameter)] = weakref.ref(parameter), register(self._accumulated)
+            self._hooks[id(parameter)] = register(self._accumulated)
         if nbytes := sum(parameter.nbytes for parameter in trained):
             _log.info(
                 "each backward changes %s of gradients, which the system writes to the drive where memory is short",
                 format_sizes(nbytes)[0],
             )
+
+    def _has_hook(self, parameter: torch.Tensor) -> bool:
+        handle = self._hooks.get(id(parameter))
+        hooks = None if handle is None else handle.hooks_dict_ref()
+        return hooks is not None and hooks is parameter._post_accumulate_grad_hooks
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         return (
@@ -78,30 +90,41 @@ class PagedGradients:
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Autograd has made or changed a gradient."""
         gradient = parameter.grad
-        if gradient is None or gradient.requires_grad or not self._takes(gradient):
-            return
-        if self._is_closed or os.getpid() != self._pid:  # the files are the parent's
-            return
+        if gradient is None or gradient.requires_grad or not self._takes(gradient) or os.getpid() != self._pid:
+            return  # the last: the files are the parent's
         storage = gradient.untyped_storage()
-        mapped, memory = self._memory.get(id(parameter), (None, None))
-        if mapped is not None and memory is not None and storage._cdata == memory._cdata:
+        mapped = self._memory.get(id(parameter))
+        if mapped is not None and mapped.key.cdata == storage._cdata:
             mapped.send_out()  # it was added to in place
             return
-        if holders(storage) != 1 or storage.nbytes() != gradient.nbytes or gradient.storage_offset():
-            return  # somebody else looks at it, or at memory beside it
-        if mapped is None or memory is None or memory.nbytes() != storage.nbytes() or holders(memory):
-            if mapped is not None:
-                self._retired.append(mapped)
-                del self._memory[id(parameter)]
-            try:
-                mapped, memory = self._new(storage.nbytes())
-            except (StorageError, MemoryError) as error:
-                self._warn(error)
-                return
-            self._memory[id(parameter)] = mapped, memory
+        is_whole = storage.nbytes() == gradient.nbytes and gradient.dtype == parameter.dtype
+        is_own = not storage.is_shared() and (storage.resizable() or is_mapped(storage)) and holders(storage) == 1
+        del gradient, storage  # or they would count
+        if is_whole and is_own and _counts(parameter) == _counts_of_one():
+            with self._lock:
+                if not self._is_closed:
+                    self._exchange(parameter)
+
+    def _exchange(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        mapped = self._memory.get(id(parameter))
+        try:
+            if mapped is None or mapped.nbytes != gradient.nbytes or mapped.key.alive():
+                if mapped is not None:
+                    self._retired.append(mapped)
+                    del self._memory[id(parameter)]
+                mapped = self._files.map_new(gradient.nbytes)
+                self._memory[id(parameter)] = mapped
+                memory, mapped.storage = mapped.storage, None
+            else:
+                memory = mapped.show()
+        except (StorageError, MemoryError) as error:
+            self._warn(error)
+            return
+        assert memory is not None
         waiting = TensorSpec.of(gradient).view(memory)
         waiting.copy_(gradient)
-        del storage
         parameter.grad = waiting
         mapped.send_out()
 
@@ -116,44 +139,56 @@ class PagedGradients:
 
     def _forget(self) -> None:
         """Give back the place of gradients that are gone."""
-        for key, (reference, _) in list(self._hooks.items()):
-            if reference() is None:
-                del self._hooks[key]
-                if key in self._memory:
-                    self._retired.append(self._memory.pop(key)[0])
-        for mapped in [mapped for mapped in self._retired if not mapped.key.alive()]:
-            self._retired.remove(mapped)
-            mapped.forget()
-
-    def _new(self, nbytes: int) -> tuple[MappedStorage, torch.UntypedStorage]:
-        mapped = self._files.map_new(nbytes)
-        memory, mapped.storage = mapped.storage, None
-        assert memory is not None
-        return mapped, memory
+        with self._lock:
+            for key, handle in list(self._hooks.items()):
+                if handle.hooks_dict_ref() is None:
+                    del self._hooks[key]
+                    if key in self._memory:
+                        self._retired.append(self._memory.pop(key))
+            for mapped in [mapped for mapped in self._retired if not mapped.key.alive()]:
+                self._retired.remove(mapped)
+                mapped.forget()
 
     def updated(self, parameters: Iterable[torch.Tensor]) -> None:
         """An optimizer is done with the gradients of these parameters for now."""
         for parameter in parameters:
-            mapped, memory = self._memory.get(id(parameter), (None, None))
-            gradient = parameter.grad
-            if mapped is None or memory is None or gradient is None or gradient.layout is not torch.strided:
-                continue
-            if gradient.untyped_storage()._cdata == memory._cdata:
+            mapped = self._memory.get(id(parameter))
+            if mapped is not None:
                 mapped.send_out()
 
     def send_out(self) -> None:
         """All leave memory that something has touched, such as clipping; what is gone is forgotten."""
         self._forget()
-        for mapped, _ in list(self._memory.values()):
+        for mapped in list(self._memory.values()):
             mapped.send_out()
 
     def close(self) -> None:
         """Later gradients stay in memory; those that there are stay what they are. Idempotent."""
-        self._is_closed = True
-        for _, handle in self._hooks.values():
+        with self._lock:
+            self._is_closed = True
+        for handle in list(self._hooks.values()):
             handle.remove()
         self._hooks.clear()
-        for mapped in (*(mapped for mapped, _ in self._memory.values()), *self._retired):
+        for mapped in (*self._memory.values(), *self._retired):
             mapped.make_private()
         self._memory.clear()
         self._retired.clear()
+
+
+def _counts(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Who refers to its gradient, in C++ and in Python, and to the memory of that."""
+    gradient: Any = parameter.grad
+    storage = gradient.untyped_storage()
+    return gradient._use_count(), sys.getrefcount(gradient), sys.getrefcount(storage)
+
+
+@functools.cache
+def _counts_of_one() -> tuple[int, int, int]:
+    """The same for a gradient that only its parameter has, just accumulated."""
+    found: list[tuple[int, int, int]] = []
+    with torch.enable_grad(), torch.inference_mode(False):
+        parameter = torch.zeros(2, requires_grad=True)
+        register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+        register(lambda one: found.append(_counts(one)))
+        torch.autograd.backward((parameter * torch.ones(2)).sum())
+    return found[0]

@@ -65,14 +65,21 @@ class MappedStorage:
         self._arena = arena
         self._fd = arena.fd  # a forked child has it too, and may not ask the arena
         self._extent = extent
-        self.storage: torch.UntypedStorage | None = view.tensor(0, torch.uint8, (nbytes,), (1,)).untyped_storage()
-        """Until its owner has it: from then on :attr:`key` refers to it weakly."""
-        self.key = StorageKey(self.storage)
         self._is_private = False
+        self.storage: torch.UntypedStorage | None = self.show()
+        """Until its owner has it: from then on :attr:`key` refers to it weakly."""
+
+    def show(self) -> torch.UntypedStorage:
+        """A storage over the memory. Again only when nobody has the last one any more."""
+        if self._view is None:
+            raise RuntimeError("its place in the file was given back")
+        storage = self._view.tensor(0, torch.uint8, (self.nbytes,), (1,)).untyped_storage()
+        self.key = StorageKey(storage)
         for cdata, (key, _) in list(_mapped.items()):
             if not key.alive():
                 _mapped.pop(cdata, None)
         _mapped[self.key.cdata] = self.key, weakref.ref(self)
+        return storage
 
     def bring_in(self) -> None:
         """Read what is not in memory, and map it. Blocks.

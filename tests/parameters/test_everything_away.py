@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,130 @@ def test_a_gradient_that_somebody_keeps_is_not_written_over(opened: Callable[...
     Loop(opened(), before_step=keep).run(4)
     assert all(torch.equal(held, copied) for held, copied in kept)
     assert len({held.data_ptr() for held, _ in kept}) == 4
+
+
+def gradient_twice(hold: Callable[[nn.Parameter], Any], offloader: Offloader | None) -> list[torch.Tensor]:
+    """What a holder sees after two backwards, and the gradient itself."""
+    torch.manual_seed(4)
+    layer = nn.Linear(128, 128, bias=False)
+    held = hold(layer.weight)
+    if offloader is not None:
+        offloader.register_module(layer)
+    for scale in (1.0, 2.0):
+        (layer(torch.ones(2, 128)) * scale).square().sum().backward()
+    seen = held() if callable(held) else held
+    gradient = layer.weight.grad
+    assert gradient is not None
+    return [torch.as_tensor(seen).clone(), gradient.clone()]
+
+
+def _set(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    parameter.grad = gradient
+    return gradient
+
+
+def _array(parameter: nn.Parameter) -> Any:
+    array = torch.zeros(128, 128).numpy()
+    parameter.grad = torch.from_numpy(array)
+    return array
+
+
+def _hooked(parameter: nn.Parameter) -> Any:
+    kept: list[torch.Tensor] = []
+    parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    return lambda: kept[0]
+
+
+HOLDERS = {
+    "a buffer of one's own": lambda p: _set(p, torch.zeros(128, 128)),
+    "an array": _array,
+    "shared memory": lambda p: _set(p, torch.zeros(128, 128).share_memory_()),
+    "a view": lambda p: _set(p, torch.zeros(128, 128))[1:],
+    "another hook": _hooked,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_gradient_that_somebody_has_is_not_exchanged(holder: str, opened: Callable[..., Offloader]) -> None:
+    offloader = opened()
+    offloader.expect_no_optimizer()
+    assert same(gradient_twice(HOLDERS[holder], offloader), gradient_twice(HOLDERS[holder], None))
+
+
+def test_one_gradient_of_two_parameters(opened: Callable[..., Offloader]) -> None:
+    found = []
+    for offloader in (None, opened()):
+        torch.manual_seed(4)
+        layers = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
+        if offloader is not None:
+            offloader.expect_no_optimizer()
+            offloader.register_module(layers)
+        layers[0].weight.grad = layers[1].weight.grad = torch.zeros(128, 128)
+        layers(torch.ones(2, 128)).sum().backward()
+        found.append([layer.weight.grad for layer in layers])
+    assert same(*found)
+
+
+def test_a_storage_object_that_was_kept_is_not_written_over(opened: Callable[..., Offloader]) -> None:
+    kept = []
+
+    def keep(model: nn.Module, *_: object) -> None:
+        storage = model.blocks[0].up.weight.grad.untyped_storage()
+        kept.append((storage, bytes(storage[:64])))
+
+    Loop(opened(), before_step=keep).run(4)
+    assert all(bytes(storage[:64]) == seen for storage, seen in kept)
+
+
+def test_a_fork_does_not_reach_gradients_that_were_kept(opened: Callable[..., Offloader]) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(model: nn.Module, *_: object) -> None:
+        gradient = model.blocks[0].up.weight.grad
+        assert gradient is not None
+        kept.append(gradient)
+
+    Loop(opened(), before_step=keep).run(3)
+    before = [gradient.clone() for gradient in kept]
+    assert in_a_fork(lambda: kept[0].zero_()) == signal.SIGSEGV
+    assert same(kept, before)
+
+
+def test_tensors_can_be_swapped(opened: Callable[..., Offloader]) -> None:
+    loop = Loop(opened(parameters="keep")).run(1)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        loop.optimizer.zero_grad()
+        loop.model.load_state_dict({name: value.clone() for name, value in loop.model.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_threads_train_side_by_side(opened: Callable[..., Offloader]) -> None:
+    offloader = opened()
+    offloader.expect_no_optimizer()
+    expected, found = [], []
+
+    def train(into: list[torch.Tensor], offload: bool) -> None:
+        model = nn.Linear(128, 128, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        if offload:
+            offloader.register_module(model)
+        for _ in range(20):
+            model(torch.ones(2, 128)).sum().backward()
+            if offload:
+                offloader.send_out_weights()
+        assert model.weight.grad is not None
+        into.append(model.weight.grad.clone())
+
+    train(expected, offload=False)
+    threads = [threading.Thread(target=train, args=(found, True)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same(found, expected * 4)
 
 
 def test_the_place_of_gradients_that_were_kept_comes_back(opened: Callable[..., Offloader]) -> None:
