@@ -44,7 +44,7 @@ class PagedGradients:
     def __init__(self, files: WeightFiles, *, min_nbytes: int) -> None:
         self._files = files
         self._min_nbytes = max(min_nbytes, 1)
-        # By the number of the parameter. No reference to it, not even a weak one, which torch.utils.swap_tensors refuses.
+        # By the number of the parameter. No reference to it: torch.utils.swap_tensors refuses even a weak one.
         self._hooks: dict[int, RemovableHandle] = {}
         self._memory: dict[int, MappedStorage] = {}
         self._retired: list[MappedStorage] = []
