@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from lightning_ssd.storage.spill_file import Arena, Extent, as_storage_error
 __all__ = ["MappedStorage", "WeightFiles", "is_mapped", "unreadable"]
 
 _WAIT_BEFORE = 1  # SYNC_FILE_RANGE_WAIT_BEFORE
-libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", None)
 
 _mapped: dict[int, tuple[StorageKey, weakref.ref[MappedStorage]]] = {}
 """All that there are in this process, open or not, by the address of their storages."""
@@ -226,9 +226,9 @@ class WeightFiles:
         Raises:
             StorageError: a drive refuses: what is in memory is right, but may leave it.
         """
-        for arena in self._arenas:
+        for arena in self._arenas if _sync_file_range is not None else ():
             with arena.use() as fd:
-                if libc.sync_file_range(fd, 0, 0, _WAIT_BEFORE):
+                if _sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), _WAIT_BEFORE):
                     raise _lost(arena, OSError(ctypes.get_errno(), ""))
 
     def look_for_losses(self) -> None:

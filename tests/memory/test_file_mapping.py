@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +19,10 @@ NBYTES = 64 * PAGE_BYTES
 
 @pytest.fixture
 def fd(spill_dir: Path) -> Iterator[int]:
-    descriptor = os.open(spill_dir, os.O_RDWR | os.O_TMPFILE)
-    os.write(descriptor, os.urandom(NBYTES))
-    os.fsync(descriptor)
-    yield descriptor
-    os.close(descriptor)
+    with tempfile.TemporaryFile(dir=spill_dir, buffering=0) as file:
+        file.write(os.urandom(NBYTES))
+        os.fsync(file.fileno())
+        yield file.fileno()
 
 
 def shown(fd: int, *, shared: bool) -> tuple[FileView, torch.Tensor]:

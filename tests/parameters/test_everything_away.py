@@ -403,7 +403,7 @@ def test_what_the_drive_has_lost_ends_training(
     opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = Loop(opened())
-    monkeypatch.setattr(weight_files.libc, "sync_file_range", lambda *_: -1)
+    monkeypatch.setattr(weight_files, "_sync_file_range", lambda *_: -1)
     with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
         loop.run(4)
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import os
+import resource
 import signal
 import threading
 import traceback
@@ -512,6 +513,7 @@ def in_a_fork(work: Callable[[], object]) -> int:
         warnings.simplefilter("ignore", DeprecationWarning)  # threads and forks
         child = os.fork()
     if child == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         try:
             work()
         except BaseException:

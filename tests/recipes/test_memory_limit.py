@@ -56,21 +56,21 @@ def test_the_kernel_kills_plain_training_and_ours_finishes(spill_dir: Path, caps
 
 @pytest.mark.slow
 def test_a_model_that_does_not_fit_at_all_is_trained(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights, gradients and states take more than twice the limit."""
+    """What plain training takes is more than twice the limit."""
     try:
         with memory_group(None):
             pass
     except GroupUnavailableError as error:
         pytest.skip(f"no memory control group here: {error}")
     file = spill_dir / "trials.json"
-    code = main(["--parameters", "--tiny", "--dir", str(spill_dir), "--json", str(file)])
+    code = main(["--parameters", "--tiny", "--limit", "800MiB", "--dir", str(spill_dir), "--json", str(file)])
     said = capsys.readouterr()
     assert code == 0, said.out + said.err
     free, plain, ours = json.loads(file.read_text())
     assert plain["exit_code"] == -9
     assert ours["losses"] == free["losses"]
     assert ours["weights_digest"] == free["weights_digest"] != ""
-    assert free["peak_bytes"] > 2.5 * ours["limit_bytes"]
+    assert free["peak_bytes"] > 2 * ours["limit_bytes"]
     assert ours["peak_bytes"] <= ours["limit_bytes"]
 
 
