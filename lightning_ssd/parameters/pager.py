@@ -226,7 +226,8 @@ class Pager:
         """Have a unit brought in, if it is neither here nor on its way; return what opens when it is."""
         if unit.resident_bytes is not None or self.is_closed:
             return None
-        if unit.coming is None:
+        if unit.coming is None or unit.coming.is_open:  # the latter: a read ahead has failed, and is tried again
+            unit.error = None
             latch = Latch()
             self._requests.put((unit, latch))  # first: an interrupt in between costs a read, and no wait for ever
             unit.coming = latch

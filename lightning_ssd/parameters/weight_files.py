@@ -226,9 +226,12 @@ class WeightFiles:
         Raises:
             StorageError: a drive refuses: what is in memory is right, but may leave it.
         """
-        for arena in self._arenas if _sync_file_range is not None else ():
+        look = _sync_file_range
+        if look is None:
+            return
+        for arena in self._arenas:
             with arena.use() as fd:
-                if _sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), _WAIT_BEFORE):
+                if look(fd, ctypes.c_int64(0), ctypes.c_int64(0), _WAIT_BEFORE):
                     raise _lost(arena, OSError(ctypes.get_errno(), ""))
 
     def look_for_losses(self) -> None:

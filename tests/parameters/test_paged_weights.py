@@ -614,7 +614,8 @@ def test_a_read_that_fails_is_an_error_that_names_the_weight(
         patched.setattr("lightning_ssd.memory.file_mapping.FileView.bring_in", refuse)
         with pytest.raises(StorageError, match=r"weight .*weight \([\d,]+ bytes\) could not be read from its drive"):
             train(model, offloader, steps=2)
-    assert model(next(batches(1))).isfinite().all(), "the drive is well again"
+    for _ in range(2):  # the drive is well again; a read ahead that has failed meanwhile is tried anew
+        assert model(next(batches(1))).isfinite().all()
 
 
 def test_edits_that_the_drive_has_lost_are_told_at_close(
