@@ -27,6 +27,7 @@ from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
+from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.pager import Pager, Unit, Weight
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, why_it_stays
@@ -87,7 +88,12 @@ class PagedWeights:
         del found
         work = partial(self._take_all, new, [places[weights.names[0]] for weights in new], trained)
         if new or trained:
-            self._uninterrupted(work, doing)
+            try:
+                self._uninterrupted(work, doing)
+            except Exception:
+                new.clear()  # whoever handles the error has our frame, and what it holds would count as held
+                trained.clear()
+                raise
         self._name_units(module, places)
         self._stand_in(places)
 
@@ -96,8 +102,9 @@ class PagedWeights:
         stop = _Stop(self._exchange)
         try:
             undisturbed(partial(work, stop), "lightning_ssd-weights", doing=doing)
-        except BaseException:
+        except BaseException as error:
             stop.now()
+            forget_frames(error)  # they hold the storages, which would count as held when it is tried again
             raise
 
     def _sorted_out(self, found: list[SharedWeights]) -> tuple[list[SharedWeights], list[SharedWeights]]:

@@ -112,16 +112,15 @@ class OffloadMixin(WithModule):
             )
         return self._session
 
+    # Not model_sharded_context, for which Trainer.init_module() warns that it cannot do all.
     @override
     @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        with super().model_sharded_context():
-            if self.policy.parameters == "keep":
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        module = self.lightning_module
+        with super().tensor_init_context(empty_init):
+            if self.policy.parameters == "keep" or module is None:  # the latter: Trainer.init_module()
                 yield
                 return
-            module = self.lightning_module
-            if module is None:
-                raise RuntimeError(f"{type(self).__name__}.model_sharded_context before connect; call Trainer.fit")
             with self._begun_session(module.trainer).offloader.open().streamed_init():
                 yield
 

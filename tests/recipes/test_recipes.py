@@ -280,7 +280,7 @@ def test_a_loop_tells_how_it_is_used(loop: ModuleType, capsys: pytest.CaptureFix
     assert caught.value.code == 0
     told = capsys.readouterr().out
     assert f"python -m {loop.__name__} model=gpt offload=ssd" in told
-    assert "  offload: auto, budget, fsdp, keep, none, recompute" in told
+    assert "  offload: auto, budget, everything, fsdp, keep, none, recompute" in told
     for word in ("--fast", "-m", "model"):
         with pytest.raises(SystemExit, match=rf"^{word} is no override; allowed: GROUP=OPTION, KEY=VALUE"):
             loop.main([word])
@@ -290,7 +290,7 @@ def test_help_of_train_is_short(tmp_path: Path) -> None:
     done = run_module("recipes.train", "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: python -m recipes.train [-m] [GROUP=OPTION ...] [KEY=VALUE ...]")
-    assert "offload: auto, budget, fsdp, keep, none, recompute" in done.stdout
+    assert "offload: auto, budget, everything, fsdp, keep, none, recompute" in done.stdout
     assert "_target_" not in done.stdout, "the whole configuration is no usage text"
     assert len(done.stdout.splitlines()) < 40
     assert list(tmp_path.iterdir()) == []

@@ -30,8 +30,8 @@ OFFLOADED = [
     *("offload=auto", "offload.max_slowdown=9", "offload.min_tensor_bytes=4KiB", "offload.optimizer_states=offload"),
     *("hardware.allow_unsuitable_paths=true", "hardware.drive_endurance=1TB", "hardware.host_memory=8MiB"),
 ]
-NOT_HERE = re.compile(r"memory/device_peak_gib|io/drive[2-7]_.*")
-"""Of a CUDA device, and of drives that the run has not got."""
+NOT_HERE = re.compile(r"memory/device_peak_gib|memory/weights_.*|io/drive[2-7]_.*")
+"""Of a CUDA device, of weights that wait, and of drives that the run has not got."""
 
 
 def call(*command: str | Path) -> str:
