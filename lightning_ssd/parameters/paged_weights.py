@@ -1,4 +1,4 @@
-"""Frozen weights that wait on a drive, and come back just before the part of the model that uses them runs.
+"""Weights that wait on a drive, and come back just before the part of the model that uses them runs.
 
 On a CPU a weight stays what it is to everybody: the same object, of the same shape, at the same address. Only the
 memory at that address is a part of a file, whose pages leave after a use and come back ahead of the next one. Whoever
@@ -49,7 +49,7 @@ class PagedWeights:
     Note [exactness]: a weight is taken over only if nobody but its parameters holds its memory; then the parameters are
     given other memory with the same bytes, which shows a file that nobody else knows. Nothing that is done to it later
     can be lost: the mapping is shared with the file, so that the kernel keeps what is written through any view. A fork
-    gets a copy of its own, as it would have of other memory.
+    would see what its parent writes later, and so sees nothing at all.
 
     Args:
         files: where they wait.

@@ -109,7 +109,7 @@ def _weights(run: RunFacts) -> list[str]:
         return []
     peak = max(run.stats.weights_resident_peak_bytes, _bytes(run.metrics, "memory/weights_resident_peak_gib"))
     resident, waiting = format_sizes(peak, run.stats.weights_bytes)
-    return [f"Frozen weights: {waiting} wait on SSD, at most {resident} of them brought in at a time."]
+    return [f"Weights: {waiting} wait on SSD, at most {resident} of them brought in at a time."]
 
 
 def _optimizers(optimizers: Sequence[OptimizerStats]) -> list[str]:

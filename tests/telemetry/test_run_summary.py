@@ -178,3 +178,11 @@ def test_a_line_to_compare_runs_by():
     assert told == "activations 3.00 -> 0.75 GiB, step +0.6 %, 432.00 GiB/h written, drive life 4.1 years"
     assert headline(run(stats=None)) == ""
     assert "written" not in headline(run(stats=OffloadStats(bytes_saved=1, saved_peak_bytes=1)))
+
+
+def test_weights_that_waited():
+    stats = replace(STATS, weights_bytes=4 << 30, weights_resident_peak_bytes=1 << 30)
+    assert "Weights: 4.00 GiB wait on SSD, at most 1.00 GiB of them brought in at a time." in summarize_run(
+        run(stats=stats)
+    )
+    assert "Weights:" not in summarize_run(run())
