@@ -113,5 +113,5 @@ class RunSummary:
                 f"{self.read_bytes_per_step / _MIB:,.0f} MiB read, {self.stall_s_per_step:.3f} s stalled",
             ]
         if self.weights_bytes:
-            parts.append(f"{self.weights_bytes / _MIB:,.0f} MiB of frozen weights wait on the SSD between their uses")
+            parts.append(f"{self.weights_bytes / _MIB:,.0f} MiB of weights wait on the SSD between their uses")
         return " | ".join([*parts, f"weights {self.weights_digest[:12]}"])
