@@ -42,7 +42,7 @@ class RunSummary:
     read_bytes_per_step: int = 0
     stall_s_per_step: float = 0.0
     weights_bytes: int = 0
-    """Frozen weights that wait on drives between their uses."""
+    """Weights that wait on drives between their uses."""
     backend: str = ""
     plan: str = ""
     """Predicted against measured; empty without a plan."""

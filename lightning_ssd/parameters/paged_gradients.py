@@ -21,8 +21,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, holders
+from lightning_ssd.common.tensors import TensorSpec, holders
 from lightning_ssd.errors import StorageError
+from lightning_ssd.parameters.units import is_plain
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles, is_mapped
 
 __all__ = ["PagedGradients"]
@@ -80,12 +81,7 @@ class PagedGradients:
         return hooks is not None and hooks is parameter._post_accumulate_grad_hooks
 
     def _takes(self, tensor: torch.Tensor) -> bool:
-        return (
-            type(tensor) in PLAIN_TYPES
-            and tensor.layout is torch.strided
-            and tensor.device.type == "cpu"
-            and tensor.nbytes >= self._min_nbytes
-        )
+        return is_plain(tensor) and tensor.nbytes >= self._min_nbytes
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Autograd has made or changed a gradient."""
@@ -115,15 +111,11 @@ class PagedGradients:
                     self._retired.append(mapped)
                     del self._memory[id(parameter)]
                 mapped = self._files.map_new(gradient.nbytes)
-                self._memory[id(parameter)] = mapped
-                memory, mapped.storage = mapped.storage, None
-            else:
-                memory = mapped.show()
         except (StorageError, MemoryError) as error:
             self._warn(error)
             return
-        assert memory is not None
-        waiting = TensorSpec.of(gradient).view(memory)
+        waiting = TensorSpec.of(gradient).view(mapped.show())
+        self._memory[id(parameter)] = mapped
         waiting.copy_(gradient)
         parameter.grad = waiting
         mapped.send_out()

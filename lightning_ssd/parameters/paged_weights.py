@@ -139,8 +139,7 @@ class PagedWeights:
         if stop.has_come():
             return
         mapped = self._files.write(weights.storage)
-        storage, mapped.storage = mapped.storage, None
-        assert storage is not None
+        storage = mapped.show()
         with self._exchange:
             if stop.has_come() or why_it_stays(weights) is not None:  # the caller has gone on meanwhile
                 del storage

@@ -14,7 +14,7 @@ from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders
 from lightning_ssd.parameters.weight_files import is_mapped
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks
 
-__all__ = ["SharedWeights", "owner_of", "owners", "shared_weights", "why_it_stays"]
+__all__ = ["SharedWeights", "is_plain", "owners", "shared_weights", "why_it_stays"]
 
 
 @dataclass(slots=True)
@@ -39,19 +39,20 @@ def shared_weights(module: nn.Module, min_nbytes: int) -> list[SharedWeights]:
     """
     found: dict[int, SharedWeights] = {}
     for name, tensor in module.named_parameters(remove_duplicate=True):
-        if _is_plain(tensor):
+        if is_plain(tensor):
             storage = tensor.untyped_storage()
             if storage.nbytes() >= max(min_nbytes, 1):
                 weights = found.setdefault(storage._cdata, SharedWeights(storage))
                 weights.names.append(name)
                 weights.tensors.append(tensor)
     for buffer in module.buffers() if found else ():
-        if _is_plain(buffer) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
+        if is_plain(buffer) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
             shared.has_buffers = True
     return list(found.values())
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a view of ordinary memory of a CPU."""
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
@@ -101,10 +102,10 @@ def owners(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, nn.M
     The module is ``None`` where its forward belongs to the compiler: nobody tells then when it runs.
     """
     blocks, modules = find_blocks(module), dict(module.named_modules(remove_duplicate=False))
-    return {name: owner_of(name, modules, blocks) for name in names}
+    return {name: _owner_of(name, modules, blocks) for name in names}
 
 
-def owner_of(name: str, modules: dict[str, nn.Module], blocks: dict[str, nn.Module]) -> tuple[str, nn.Module | None]:
+def _owner_of(name: str, modules: dict[str, nn.Module], blocks: dict[str, nn.Module]) -> tuple[str, nn.Module | None]:
     """See :func:`owners`."""
     own = name.rpartition(".")[0]
     for path in _paths(own):

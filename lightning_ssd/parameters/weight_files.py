@@ -66,11 +66,12 @@ class MappedStorage:
         self._fd = arena.fd  # a forked child has it too, and may not ask the arena
         self._extent = extent
         self._is_private = False
-        self.storage: torch.UntypedStorage | None = self.show()
-        """Until its owner has it: from then on :attr:`key` refers to it weakly."""
 
     def show(self) -> torch.UntypedStorage:
-        """A storage over the memory. Again only when nobody has the last one any more."""
+        """A storage over the memory, to which :attr:`key` refers weakly from then on.
+
+        Again only when nobody has the last one any more.
+        """
         if self._view is None:
             raise RuntimeError("its place in the file was given back")
         storage = self._view.tensor(0, torch.uint8, (self.nbytes,), (1,)).untyped_storage()

@@ -30,14 +30,19 @@ KILLED = replace(FREE, limit_bytes=200 * MIB, losses=(3.0,), step_s=(0.5,), exit
 OURS = replace(FREE, mode="ssd", limit_bytes=200 * MIB, moved_bytes=7 * MIB)
 
 
-@pytest.mark.slow
-def test_the_kernel_kills_plain_training_and_ours_finishes(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The real thing in small: three processes, a real limit, real losses."""
+@pytest.fixture
+def _control_group() -> None:
     try:
         with memory_group(None):
             pass
     except GroupUnavailableError as error:
         pytest.skip(f"no memory control group here: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_control_group")
+def test_the_kernel_kills_plain_training_and_ours_finishes(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The real thing in small: three processes, a real limit, real losses."""
     code = main(["--tiny", "--steps", "2", "--dir", str(spill_dir), "--json", str(spill_dir / "trials.json")])
     said = capsys.readouterr()
     assert code == 0, said.out + said.err
@@ -55,13 +60,9 @@ def test_the_kernel_kills_plain_training_and_ours_finishes(spill_dir: Path, caps
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_control_group")
 def test_a_model_that_does_not_fit_at_all_is_trained(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What plain training takes is more than twice the limit."""
-    try:
-        with memory_group(None):
-            pass
-    except GroupUnavailableError as error:
-        pytest.skip(f"no memory control group here: {error}")
     file = spill_dir / "trials.json"
     code = main(["--parameters", "--tiny", "--limit", "800MiB", "--dir", str(spill_dir), "--json", str(file)])
     said = capsys.readouterr()
