@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,8 +23,9 @@ from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.malloc import MallocThreshold, foreign_malloc, reuses_holes
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
+from lightning_ssd.parameters.device_weights import DeviceWeights, WeightTiers
 from lightning_ssd.parameters.paged_gradients import PagedGradients
-from lightning_ssd.parameters.paged_weights import PagedWeights
+from lightning_ssd.parameters.paged_weights import MappedWeights, PagedWeights
 from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
@@ -68,7 +70,7 @@ class Components:
     wear: WearMeter | None = None
     scheduler: Scheduler | None = None
     heap_policy: HeapPolicy = field(default_factory=HeapPolicy)
-    weights: PagedWeights | None = None
+    weights: PagedWeights[Any] | None = None
     gradients: PagedGradients | None = None
     weight_files: WeightFiles | None = None
     """Of weights and of gradients."""
@@ -191,13 +193,15 @@ def _with_parameters(
     if "offload" not in (policy.parameters, policy.gradients):
         return parts
     _refuse_parameters(policy, environment)
+    if _is_device(environment):
+        return replace(parts, weights=_open_device_weights(stack, policy, environment))
     backend, directories, _ = _open_directories(stack, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank)
     stack.callback(files.close)
     weights = gradients = None
     if policy.parameters == "offload":
         trained = policy.optimizer_states == "offload"
-        weights = PagedWeights(files, min_nbytes=policy.min_tensor_nbytes, trained=trained)
+        weights = MappedWeights(files, min_nbytes=policy.min_tensor_nbytes, trained=trained)
         stack.callback(weights.close)
     if policy.gradients == "offload":
         gradients = PagedGradients(files, min_nbytes=policy.min_tensor_nbytes)
@@ -210,13 +214,28 @@ def _with_parameters(
     return replace(parts, weights=weights, gradients=gradients, weight_files=files, wear=wear)
 
 
+def _is_device(environment: Environment) -> bool:
+    return environment.device.type != "cpu" or environment.copies.is_asynchronous
+
+
+def _open_device_weights(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> DeviceWeights:
+    """Tiers of their own for the frozen weights of a device."""
+    backend, directories, _ = _open_directories(stack, environment)
+    mover = _open_mover(stack, policy, backend, environment, reload=None)
+    sampler = Sampler(policy.verify)
+    ssd = SsdTier(backend, mover, directories, events=environment.events, sampler=sampler, first=environment.local_rank)
+    stack.callback(ssd.close)
+    tiers = WeightTiers(ssd, _open_host(stack, environment), environment.copies)
+    weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes, device=environment.device.type)
+    stack.callback(weights.close)
+    return weights
+
+
 def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
     name = "parameters" if policy.parameters == "offload" else "gradients"
-    if environment.device.type != "cpu":
-        raise ConfigError(
-            f"OffloadPolicy.{name}='offload' got device {str(environment.device)!r}: so far they can wait on drives "
-            f"for models on a CPU only; allowed: {name}='keep'"
-        )
+    if _is_device(environment):
+        _refuse_on_device(policy, environment)
+        return
     if environment.hardware.encrypt:
         raise ConfigError(
             f"OffloadPolicy.{name}='offload' got HardwareProfile.encrypt=True: they are used from the file itself, "
@@ -226,6 +245,20 @@ def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
         raise ConfigError(
             "OffloadPolicy.gradients='offload' got several processes, which keep all gradients in the buckets of "
             "DistributedDataParallel; allowed: one process, or gradients='keep'"
+        )
+
+
+def _refuse_on_device(policy: OffloadPolicy, environment: Environment) -> None:
+    _refuse_other_devices(environment.device)
+    if policy.gradients == "offload":
+        raise ConfigError(
+            f"OffloadPolicy.gradients='offload' got device {str(environment.device)!r}: so far gradients can wait on "
+            "drives for models on a CPU only; allowed: gradients='keep'"
+        )
+    if environment.agree is not None:
+        raise ConfigError(
+            f"OffloadPolicy.parameters='offload' got several processes on {str(environment.device)!r}: so far weights "
+            "of a device can wait on drives in one process only; allowed: one device, or parameters='keep'"
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -559,7 +560,7 @@ class Offloader:
 
 
 def _updated(
-    weights: PagedWeights | None, gradients: PagedGradients | None, parameters: Sequence[torch.Tensor]
+    weights: PagedWeights[Any] | None, gradients: PagedGradients | None, parameters: Sequence[torch.Tensor]
 ) -> None:
     """An optimizer is done with some parameters."""
     if weights is not None:

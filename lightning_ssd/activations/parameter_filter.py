@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from lightning_ssd.common.dtensor import Gathered, gathered_of, local_of
-from lightning_ssd.common.tensors import PLAIN_TYPES, StorageKey
+from lightning_ssd.common.tensors import PLAIN_TYPES, StorageKey, storage_of
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.parameters.guard import is_guarded
 
 __all__ = ["ParameterStorages", "device_of"]
 
@@ -94,8 +95,8 @@ class ParameterStorages:
     def _take(self, module: torch.nn.Module) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
             part = local_of(tensor)
-            if type(part) in PLAIN_TYPES and part.layout is torch.strided:
-                self._add(part.untyped_storage())
+            if (type(part) in PLAIN_TYPES or is_guarded(part)) and part.layout is torch.strided:
+                self._add(storage_of(part))
 
     def _take_gathered(self, parameters: list[Gathered]) -> None:
         """Their storages last from the first all-gather on; whatever has had none is asked again."""

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.memory.readings import available_bytes, level_bytes
-from lightning_ssd.parameters.pager import Pager, Unit
+from lightning_ssd.parameters.pager import Pager, SavedElsewhere, Unit
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.recompute.global_modes import forget_threads, note_thread
@@ -68,10 +68,11 @@ class Tiers:
 
 
 class SavedWeight(NamedTuple):
-    """A saved weight that waits on a drive. It stays the tensor that it is; its use tells how far backward has got."""
+    """A saved weight that waits on a drive between its uses. Its use tells how far backward has got."""
 
-    kept: Kept
-    unit: Unit
+    held: Kept | SavedElsewhere
+    """The former where it stays the tensor that it is."""
+    unit: Unit[Any]
 
 
 class TensorCache:
@@ -100,7 +101,7 @@ class TensorCache:
         scheduler: Scheduler | None = None,
         recompute: bool = False,
         heap_policy: HeapPolicy | None = None,
-        weights: Pager | None = None,
+        weights: Pager[Any] | None = None,
     ) -> None:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
         self._heap_policy = heap_policy or HeapPolicy()
@@ -360,10 +361,9 @@ class TensorCache:
                 return keep(tensor, tensor._is_view())
             if storage._cdata in self._parameter_keys:
                 self._counters.num_kept_parameters += 1
-                kept = keep(tensor, tensor._is_view())
                 if self._weights is None or (unit := self._weights.by_storage.get(storage._cdata)) is None:
-                    return kept
-                return SavedWeight(kept, unit)
+                    return keep(tensor, tensor._is_view())
+                return SavedWeight(self._weights.save(tensor, unit) or keep(tensor, tensor._is_view()), unit)
             if self._is_ours(tensor, storage, nbytes):
                 if not self.parameters.recognise(tensor, storage):
                     return self._pack_storage(current, tensor, storage, nbytes)
@@ -494,13 +494,12 @@ class TensorCache:
         if isinstance(packed, SavedWeight):
             if self._weights is not None:
                 self._weights.wanted(packed.unit)
-            tensor: torch.Tensor = give_back(packed.kept)
-            return tensor
+            return give_back(packed.held) if isinstance(packed.held, tuple) else packed.held.tensor()
         self.check_process()
         lease, spec, probe, origin = packed
         if (version := probe.version) != probe.saved:
             description = spec.dtype, self._device, spec.size
             raise inplace_error(description, origin, version=version, expected=probe.saved)
-        tensor = probe.rebuild(spec, self._fetcher.fetch(lease.record))
+        tensor: torch.Tensor = probe.rebuild(spec, self._fetcher.fetch(lease.record))
         self._copies.protect(tensor)
         return tensor

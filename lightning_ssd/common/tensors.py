@@ -17,7 +17,16 @@ from typing import NamedTuple, cast
 
 import torch
 
-__all__ = ["PLAIN_TYPES", "Region", "StorageKey", "TensorSpec", "can_count_holders", "holders", "is_released"]
+__all__ = [
+    "PLAIN_TYPES",
+    "Region",
+    "StorageKey",
+    "TensorSpec",
+    "can_count_holders",
+    "holders",
+    "is_released",
+    "storage_of",
+]
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """Tensors of these very types, not of subclasses, are nothing but a view of a storage."""
@@ -44,6 +53,12 @@ class Region(NamedTuple):
         """The bytes themselves, writable. Valid while the memory is."""
         view: memoryview = _view_memory(self.address, self.nbytes, _WRITABLE)
         return view
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Its storage. A subclass of tensors is not asked, which might bring bytes there that nobody wants."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
 
 
 class StorageKey:

@@ -1,9 +1,9 @@
 """Weights that wait on a drive, and come back just before the part of the model that uses them runs.
 
-On a CPU a weight stays what it is to everybody: the same object, of the same shape, at the same address. Only the
-memory at that address is a part of a file, whose pages leave after a use and come back ahead of the next one. Whoever
-touches a weight in between, by whatever way, finds its bytes: that costs page faults and never a number. So what is
-decided here, when to bring in and when to send out, is a matter of time and memory alone.
+A weight stays what it is to everybody: the same object, of the same shape. On a CPU (:class:`MappedWeights`) it has
+memory that is a part of a file, whose pages leave after a use and come back ahead of the next one. Whoever touches a
+weight in between, by whatever way, finds its bytes: that costs page faults and never a number. How it is done on a
+device: ``device_weights.py``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import nn
@@ -29,12 +30,12 @@ from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.malloc import trim
-from lightning_ssd.parameters.pager import Pager, Unit, Weight
+from lightning_ssd.parameters.pager import MappedPager, Memory, Pager, Unit, Weight
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, why_it_stays
-from lightning_ssd.parameters.weight_files import WeightFiles
+from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles
 from lightning_ssd.telemetry.stats import WeightStats
 
-__all__ = ["PagedWeights"]
+__all__ = ["MappedWeights", "PagedWeights"]
 
 _log = logging.getLogger(__name__)
 _Place = tuple[str, nn.Module | None]
@@ -43,31 +44,49 @@ _TRIM_BYTES = 64 << 20
 """After so many bytes malloc is told to give back what the weights had: it would keep it for tensors to come."""
 
 
-class PagedWeights:
+class PagedWeights(ABC, Generic[Memory]):
     """The weights of one process that wait on drives.
 
-    Note [exactness]: a weight is taken over only if nobody but its parameters holds its memory; then the parameters are
-    given other memory with the same bytes, which shows a file that nobody else knows. Nothing that is done to it later
-    can be lost: the mapping is shared with the file, so that the kernel keeps what is written through any view. A fork
-    would see what its parent writes later, and so sees nothing at all.
-
     Args:
-        files: where they wait.
+        pager: brings them in and sends them out.
         min_nbytes: smaller ones stay.
         trained: those that are trained wait, too.
+        device: of the weights that may wait.
     """
 
-    def __init__(self, files: WeightFiles, *, min_nbytes: int, trained: bool = False) -> None:
-        self._files = files
+    _watches_compiled = False
+    """Whether compiled blocks have windows, too."""
+
+    def __init__(self, pager: Pager[Memory], *, min_nbytes: int, trained: bool = False, device: str = "cpu") -> None:
+        self.pager = pager
         self._trained = trained
         self._min_nbytes = min_nbytes
-        self.pager = Pager()
+        self._device = device
         self._windows: list[_Window] = []
-        self._taken_bytes = 0
         self._building: int | None = None
         self._held: dict[str, str] = {}
-        # Guards the exchange of memory against an interrupted caller who goes on. A leaf lock.
-        self._exchange = threading.Lock()
+
+    # -- what is done otherwise on a CPU and on a device -----------------------------------------------------------
+
+    @abstractmethod
+    def _check_room(self, sizes: Sequence[int]) -> None:
+        """Take the space for weights of these sizes.
+
+        Raises:
+            OutOfSpaceError: there is not enough.
+        """
+
+    @abstractmethod
+    def _take_over(self, new: list[SharedWeights], places: Sequence[_Place], trained: list[SharedWeights]) -> None:
+        """Have new ones wait, one by one, and give back those that turn out to be trained. Both lists are emptied."""
+
+    @abstractmethod
+    def _put_away(self, weight: Weight[Memory]) -> None:
+        """Of a weight that waits already, and was touched while the model was built."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing is brought in or sent out any more. Idempotent."""
 
     # -- taking over ---------------------------------------------------------------------------------------------
 
@@ -80,16 +99,14 @@ class PagedWeights:
         """
         self.pager.border()  # what is gone leaves its place to the new ones
         self._windows = [window for window in self._windows if window.module is not None]
-        found = shared_weights(module, self._min_nbytes)
-        places = owners(module, [weights.names[0] for weights in found])
-        new, trained = self._sorted_out(found)
-        self._files.check_room([weights.storage.nbytes() for weights in new])
-        doing = f"Writing {format_sizes(sum(weights.storage.nbytes() for weights in new))[0]} of weights"
+        found = shared_weights(module, self._min_nbytes, self._device)
+        places = owners(module, [weights.names[0] for weights in found], watches_compiled=self._watches_compiled)
+        new, trained = self._sorted_out(found, places)
+        self._check_room([weights.storage.nbytes() for weights in new])
         del found
-        work = partial(self._take_all, new, [places[weights.names[0]] for weights in new], trained)
         if new or trained:
             try:
-                self._uninterrupted(work, doing)
+                self._take_over(new, [places[weights.names[0]] for weights in new], trained)
             except Exception:
                 new.clear()  # whoever handles the error has our frame, and what it holds would count as held
                 trained.clear()
@@ -97,17 +114,13 @@ class PagedWeights:
         self._name_units(module, places)
         self._stand_in(places)
 
-    def _uninterrupted(self, work: Callable[[_Stop], None], doing: str | None = None) -> None:
-        """Take over in a thread of its own. Once an interrupt has taken us from it, it exchanges no memory any more."""
-        stop = _Stop(self._exchange)
-        try:
-            undisturbed(partial(work, stop), "lightning_ssd-weights", doing=doing)
-        except BaseException as error:
-            stop.now()
-            forget_frames(error)  # they hold the storages, which would count as held when it is tried again
-            raise
+    def _why_it_stays(self, weights: SharedWeights, place: _Place) -> str | None:
+        """Why a weight that would wait has to stay in memory; ``None``: it can wait."""
+        return why_it_stays(weights)
 
-    def _sorted_out(self, found: list[SharedWeights]) -> tuple[list[SharedWeights], list[SharedWeights]]:
+    def _sorted_out(
+        self, found: list[SharedWeights], places: Mapping[str, _Place]
+    ) -> tuple[list[SharedWeights], list[SharedWeights]]:
         """Those to take over, and those to give back because they are trained."""
         new, trained = [], []
         self._held = {}
@@ -117,53 +130,16 @@ class PagedWeights:
             if is_taken and not waits:
                 trained.append(weights)
             elif not is_taken and waits:
-                reason = why_it_stays(weights)
+                reason = self._why_it_stays(weights, places[weights.names[0]])
                 if reason is None:
                     new.append(weights)
                 else:
                     self._held[weights.names[0]] = reason
         return new, trained
 
-    def _take_all(
-        self, new: list[SharedWeights], places: Sequence[_Place], trained: list[SharedWeights], stop: _Stop
-    ) -> None:
-        """Their old memory goes one by one, as each has its new one."""
-        for place in places:
-            self._take(place, new.pop(0), stop)
-        while trained:
-            self._release(trained.pop(0), stop)
-        self._files.sync()
-
-    def _take(self, place: _Place, weights: SharedWeights, stop: _Stop) -> None:
-        """Write one storage to a file, and give its weights memory that shows it."""
-        if stop.has_come():
-            return
-        mapped = self._files.write(weights.storage)
-        storage = mapped.show()
-        with self._exchange:
-            if stop.has_come() or why_it_stays(weights) is not None:  # the caller has gone on meanwhile
-                del storage
-                mapped.forget()
-                return
-            self.pager.add(place, Weight(weights.names, mapped))
-            for tensor in weights.tensors:
-                tensor.data = TensorSpec.of(tensor).view(storage)
-        self._taken_bytes += mapped.nbytes
-        if self._taken_bytes >= _TRIM_BYTES:
-            self._taken_bytes = 0
-            trim()
-
-    def _release(self, weights: SharedWeights, stop: _Stop) -> None:
-        """Give weights that are trained after all ordinary memory: each update would be written to the drive."""
-        ordinary = torch.empty(0, dtype=torch.uint8).set_(weights.storage).clone().untyped_storage()
-        with self._exchange:
-            if not stop.has_come() and why_it_stays(weights) is None:
-                for tensor in weights.tensors:
-                    tensor.data = TensorSpec.of(tensor).view(ordinary)
-
     def _name_units(self, module: nn.Module, places: Mapping[str, _Place]) -> None:
         """Weights that were taken over while the model was built get the units and names that they have in it."""
-        for weights in shared_weights(module, self._min_nbytes):
+        for weights in shared_weights(module, self._min_nbytes, self._device):
             weight = self.pager.find(weights.storage)
             if weight is not None:
                 weight.names = weights.names
@@ -227,44 +203,139 @@ class PagedWeights:
 
     def _module_is_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if submodule is not None and self._builds_here:
-            self._take_built(shared_weights(submodule, self._min_nbytes), type(submodule).__name__)
+            self._take_built(shared_weights(submodule, self._min_nbytes, self._device), type(submodule).__name__)
 
     def _parameter_is_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """One that replaces another one has its values already; others are about to be initialised."""
         if parameter is not None and module._parameters.get(name) is not None and self._builds_here:
             holder = nn.Module()
             holder._parameters[name] = parameter
-            self._take_built(shared_weights(holder, self._min_nbytes), type(module).__name__)
+            self._take_built(shared_weights(holder, self._min_nbytes, self._device), type(module).__name__)
 
     def _take_built(self, built: list[SharedWeights], unit_name: str) -> None:
         while built:
             weights = built.pop(0)
             weight = self.pager.find(weights.storage)
             if weight is not None:
-                weight.mapped.send_out()
-            elif why_it_stays(weights) is None:
-                work = partial(self._take, (unit_name, None), weights)
+                del weights
+                self._put_away(weight)
+            elif self._why_it_stays(weights, (unit_name, None)) is None:
+                one = [weights]
                 del weights  # else its old memory would be held until the next one
-                self._uninterrupted(work)
+                self._take_over(one, [(unit_name, None)], [])
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- numbers ---------------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> WeightStats:
         """Now."""
+        written_bytes, disk_bytes = self._on_drives
         return WeightStats(
-            nbytes=sum(weight.mapped.nbytes for weight in self.pager.weights),
+            nbytes=sum(weight.memory.nbytes for weight in self.pager.weights),
             resident_bytes=self.pager.resident_bytes,
             resident_peak_bytes=self.pager.resident_peak_bytes,
-            written_bytes=self._files.written_bytes,
-            disk_bytes=self._files.disk_bytes,
+            written_bytes=written_bytes,
+            disk_bytes=disk_bytes,
             stall_s=self.pager.stall_s,
             num_late=self.pager.num_late,
         )
 
+    @property
+    @abstractmethod
+    def _on_drives(self) -> tuple[int, int]:
+        """Bytes written, and size of the files."""
+
     def reset_peak(self) -> None:
         """Start the peak anew at what is in memory now."""
         self.pager.resident_peak_bytes = self.pager.resident_bytes
+
+    def _remove_windows(self) -> None:
+        for window in self._windows:
+            window.remove()
+        self._windows.clear()
+
+
+class MappedWeights(PagedWeights[MappedStorage]):
+    """On a CPU.
+
+    Note [exactness]: a weight is taken over only if nobody but its parameters holds its memory; then the parameters are
+    given other memory with the same bytes, which shows a file that nobody else knows. Nothing that is done to it later
+    can be lost: the mapping is shared with the file, so that the kernel keeps what is written through any view. A fork
+    would see what its parent writes later, and so sees nothing at all.
+
+    Args:
+        files: where they wait.
+        min_nbytes: smaller ones stay.
+        trained: those that are trained wait, too.
+    """
+
+    def __init__(self, files: WeightFiles, *, min_nbytes: int, trained: bool = False) -> None:
+        super().__init__(MappedPager(), min_nbytes=min_nbytes, trained=trained)
+        self._files = files
+        self._taken_bytes = 0
+        # Guards the exchange of memory against an interrupted caller who goes on. A leaf lock.
+        self._exchange = threading.Lock()
+
+    def _check_room(self, sizes: Sequence[int]) -> None:
+        self._files.check_room(sizes)
+
+    def _take_over(self, new: list[SharedWeights], places: Sequence[_Place], trained: list[SharedWeights]) -> None:
+        doing = f"Writing {format_sizes(sum(weights.storage.nbytes() for weights in new))[0]} of weights"
+        self._uninterrupted(partial(self._take_all, new, places, trained), doing)
+
+    def _put_away(self, weight: Weight[MappedStorage]) -> None:
+        weight.memory.send_out()
+
+    @property
+    def _on_drives(self) -> tuple[int, int]:
+        return self._files.written_bytes, self._files.disk_bytes
+
+    def _uninterrupted(self, work: Callable[[_Stop], None], doing: str | None = None) -> None:
+        """Take over in a thread of its own. Once an interrupt has taken us from it, it exchanges no memory any more."""
+        stop = _Stop(self._exchange)
+        try:
+            undisturbed(partial(work, stop), "lightning_ssd-weights", doing=doing)
+        except BaseException as error:
+            stop.now()
+            forget_frames(error)  # they hold the storages, which would count as held when it is tried again
+            raise
+
+    def _take_all(
+        self, new: list[SharedWeights], places: Sequence[_Place], trained: list[SharedWeights], stop: _Stop
+    ) -> None:
+        """Their old memory goes one by one, as each has its new one."""
+        for place in places:
+            self._take(place, new.pop(0), stop)
+        while trained:
+            self._release(trained.pop(0), stop)
+        self._files.sync()
+
+    def _take(self, place: _Place, weights: SharedWeights, stop: _Stop) -> None:
+        """Write one storage to a file, and give its weights memory that shows it."""
+        if stop.has_come():
+            return
+        mapped = self._files.write(weights.storage)
+        storage = mapped.show()
+        with self._exchange:
+            if stop.has_come() or why_it_stays(weights) is not None:  # the caller has gone on meanwhile
+                del storage
+                mapped.forget()
+                return
+            self.pager.add(place, Weight(weights.names, mapped))
+            for tensor in weights.tensors:
+                tensor.data = TensorSpec.of(tensor).view(storage)
+        self._taken_bytes += mapped.nbytes
+        if self._taken_bytes >= _TRIM_BYTES:
+            self._taken_bytes = 0
+            trim()
+
+    def _release(self, weights: SharedWeights, stop: _Stop) -> None:
+        """Give weights that are trained after all ordinary memory: each update would be written to the drive."""
+        ordinary = torch.empty(0, dtype=torch.uint8).set_(weights.storage).clone().untyped_storage()
+        with self._exchange:
+            if not stop.has_come() and why_it_stays(weights) is None:
+                for tensor in weights.tensors:
+                    tensor.data = TensorSpec.of(tensor).view(ordinary)
 
     def close(self) -> None:
         """Nothing is brought in or sent out any more. Weights stay what they are: memory that the system fills from the
@@ -275,16 +346,14 @@ class PagedWeights:
         """
         if self.pager.is_closed:
             return
-        for window in self._windows:
-            window.remove()
-        self._windows.clear()
+        self._remove_windows()
         self.pager.close()
         try:
             self._files.sync()
         finally:
             for weight in self.pager.weights:
-                weight.mapped.send_out()
-                weight.mapped.make_private()
+                weight.memory.send_out()
+                weight.memory.make_private()
             for unit in self.pager.units:
                 unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
 
@@ -314,14 +383,17 @@ class _Stop:
 class _Window(MethodPatch):
     """Tells when the forward of a unit's module runs."""
 
-    def __init__(self, module: nn.Module, unit: Unit, pager: Pager) -> None:
+    def __init__(self, module: nn.Module, unit: Unit[Any], pager: Pager[Any]) -> None:
         self.unit = unit
         self._pager = pager
-        super().__init__(module, label=f"unit {unit.name!r}")
+        # In front of compiled code, not within.
+        name = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+        super().__init__(module, name, label=f"unit {unit.name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.unit
         if torch.compiler.is_compiling() or not unit.weights:
+            self._pager.is_traced(unit)
             return self.__wrapped__(*args, **kwargs)
         try:
             self._pager.enter(unit)

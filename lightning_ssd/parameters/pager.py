@@ -1,7 +1,8 @@
 """Which weights are in memory: brought in ahead of their use, sent out behind it.
 
-Nothing here can make a weight wrong: whoever touches one that is not in memory finds its bytes, a page at a time. So
-what is guessed, and what threads do at once, is a matter of time and memory alone.
+What is guessed, and what threads do at once, is a matter of time and memory alone. That no weight is ever wrong is seen
+to by what moves them: on a CPU whoever touches one that is not in memory finds its bytes, a page at a time
+(:class:`MappedPager`); on a device it comes back before anybody gets to it (``device_pager.py``).
 """
 
 from __future__ import annotations
@@ -12,29 +13,56 @@ import queue
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
+from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
 from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
-__all__ = ["Pager", "Unit", "Weight"]
+__all__ = ["MappedPager", "Pager", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
+
+
+class WeightMemory(Protocol):
+    """The memory of one storage, whose bytes may leave and come back."""
+
+    key: StorageKey
+    nbytes: int
+
+    def forget(self) -> None:
+        """Nobody holds the storage any more: give its place on the drive back."""
+
+
+class SavedElsewhere(Protocol):
+    """A saved tensor that holds no memory."""
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, with the values that it was saved with.
+
+        Raises:
+            RuntimeError: it was edited in place since, in PyTorch's words.
+        """
+
+
+Memory = TypeVar("Memory", bound=WeightMemory)
 
 
 @dataclass(eq=False, slots=True)
-class Weight:
+class Weight(Generic[Memory]):
     """One storage, and the names of the parameters in it."""
 
     names: list[str]
-    mapped: MappedStorage
+    memory: Memory
 
 
-class Unit:
+class Unit(Generic[Memory]):
     """What is brought in together: the weights of a block, or of a module outside of all blocks.
 
     Args:
@@ -47,7 +75,7 @@ class Unit:
         self.number = number
         self.name = name
         self.module: Callable[[], nn.Module | None] = _nobody if module is None else weakref.ref(module)
-        self.weights: list[Weight] = []
+        self.weights: list[Weight[Memory]] = []
         self.num_windows = 0
         """Calls of its forward under way. Its pages stay as long."""
         self.resident_bytes: int | None = None
@@ -66,24 +94,24 @@ def _key(place: tuple[str, nn.Module | None]) -> object:
     return name if module is None else id(module)
 
 
-class Pager:
-    """Brings units in and sends them out. A thread of its own reads, so that no interrupt divides a read."""
+class Pager(ABC, Generic[Memory]):
+    """Decides when units come and go. A thread of its own reads, so that no interrupt divides a read."""
 
     def __init__(self) -> None:
-        self.by_storage: dict[int, Unit] = {}
+        self.by_storage: dict[int, Unit[Memory]] = {}
         """Whose weights lie in a storage, by its address. Read in the hot path, without a lock."""
-        self.units: list[Unit] = []
-        self._by_place: dict[object, Unit] = {}
+        self.units: list[Unit[Memory]] = []
+        self._by_place: dict[object, Unit[Memory]] = {}
         self.resident_bytes = self.resident_peak_bytes = self.num_late = 0
         self.stall_s = 0.0
         self._order = UseOrder()
-        self._ahead: Unit | None = None
-        self._in_backward: Unit | None = None
+        self._ahead: Unit[Memory] | None = None
+        self._in_backward: Unit[Memory] | None = None
         self.is_closed = False
         self._pid = os.getpid()
         # Guards units and what is counted. A leaf lock; again from a signal handler, which may come while it is held.
         self._lock = threading.RLock()
-        self._requests: queue.SimpleQueue[tuple[Unit, Latch] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Unit[Memory], Latch] | None] = queue.SimpleQueue()
         self._has_ended = Latch()  # the reader
         _thread.start_new_thread(self._serve, ())
         _pagers[:] = [known for known in _pagers if known() is not None]
@@ -91,9 +119,9 @@ class Pager:
 
     # -- units ---------------------------------------------------------------------------------------------------
 
-    def add(self, place: tuple[str, nn.Module | None], weight: Weight) -> None:
+    def add(self, place: tuple[str, nn.Module | None], weight: Weight[Memory]) -> None:
         """A weight belongs to the unit of this module (without one: of this name) from now on, and to no other."""
-        key = weight.mapped.key.cdata
+        key = weight.memory.key.cdata
         with self._lock:
             unit = self.find_unit(place)
             if unit is None:
@@ -108,25 +136,31 @@ class Pager:
             if before is not None:
                 before.weights.remove(weight)
 
-    def find_unit(self, place: tuple[str, nn.Module | None]) -> Unit | None:
+    def find_unit(self, place: tuple[str, nn.Module | None]) -> Unit[Memory] | None:
         """The unit of a module."""
         found = self._by_place.get(_key(place))
         return found if found is not None and found.module() is place[1] else None
 
-    def find(self, storage: torch.UntypedStorage) -> Weight | None:
+    def save(self, tensor: torch.Tensor, unit: Unit[Memory]) -> SavedElsewhere | None:
+        """What autograd is to hold of a saved weight, or of a view of one, in place of it; ``None``: it may be held
+        itself.
+        """
+        return None
+
+    def find(self, storage: torch.UntypedStorage) -> Weight[Memory] | None:
         """The weight that lies in a storage."""
         unit = self.by_storage.get(storage._cdata)
         found = () if unit is None else tuple(unit.weights)
-        return next((weight for weight in found if weight.mapped.key.cdata == storage._cdata), None)
+        return next((weight for weight in found if weight.memory.key.cdata == storage._cdata), None)
 
     @property
-    def weights(self) -> list[Weight]:
+    def weights(self) -> list[Weight[Memory]]:
         """All."""
         return [weight for unit in list(self.units) for weight in list(unit.weights)]
 
     # -- uses ----------------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: Unit[Memory]) -> None:
         """A forward that uses the unit begins: wait for its weights, and have the next ones brought in.
 
         Raises:
@@ -144,7 +178,7 @@ class Pager:
         self._in_backward = None
         self._use(unit, Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
 
-    def _refuse_fork(self, unit: Unit) -> None:
+    def _refuse_fork(self, unit: Unit[Memory]) -> None:
         if os.getpid() != self._pid:
             raise OffloaderClosedError(
                 f"the weights of {unit.name or 'the model'} wait on a drive for process {self._pid}, and this is its "
@@ -152,7 +186,14 @@ class Pager:
                 "start processes by spawn"
             )
 
-    def leave(self, unit: Unit) -> None:
+    def is_traced(self, unit: Unit[Memory]) -> None:
+        """The compiler traces a forward: what it compiles will run without us.
+
+        Raises:
+            ConfigError: the weights would not be there.
+        """
+
+    def leave(self, unit: Unit[Memory]) -> None:
         """A forward that used the unit has ended, or failed."""
         if self.is_closed:
             return
@@ -161,7 +202,7 @@ class Pager:
             if unit is not self._ahead and unit is not self._in_backward:  # else it is used next
                 self._send_out(unit)
 
-    def wanted(self, unit: Unit) -> None:
+    def wanted(self, unit: Unit[Memory]) -> None:
         """Backward asks for a weight of the unit.
 
         Raises:
@@ -196,15 +237,15 @@ class Pager:
         with self._lock:
             for unit in list(self.units):
                 unit.num_windows = 0
-                for weight in [weight for weight in list(unit.weights) if not weight.mapped.key.alive()]:
+                for weight in [weight for weight in list(unit.weights) if not weight.memory.key.alive()]:
                     unit.weights.remove(weight)
-                    self.by_storage.pop(weight.mapped.key.cdata, None)
+                    self.by_storage.pop(weight.memory.key.cdata, None)
                     if not self.is_closed:
-                        weight.mapped.forget()
+                        weight.memory.forget()
                 if unit is not self._ahead or not unit.weights:
                     self._send_out(unit, strays=True)
 
-    def _use(self, unit: Unit, phase: Phase) -> None:
+    def _use(self, unit: Unit[Memory], phase: Phase) -> None:
         with self._lock:
             following, guessed = self._order.visit(Use(unit.number, phase)), self._ahead
             ahead = self._ahead = None if following is None else self.units[following.unit]
@@ -213,7 +254,15 @@ class Pager:
             self.num_late += unit.resident_bytes is None and unit.coming is None
             latch = self._request(unit)
             if ahead is not None and ahead is not unit:
-                self._request(ahead)
+                self._request_ahead(ahead)
+        self._wait(unit, latch)
+
+    def _wait(self, unit: Unit[Memory], latch: Latch | None) -> None:
+        """Block until a unit that was requested is here. The caller holds no lock.
+
+        Raises:
+            StorageError: the drive refuses.
+        """
         if latch is not None and not latch.is_open:
             begun_s = time.perf_counter()
             latch.wait()
@@ -222,7 +271,11 @@ class Pager:
             error, unit.error, unit.coming = unit.error, None, None
             raise error
 
-    def _request(self, unit: Unit) -> Latch | None:
+    def _request_ahead(self, unit: Unit[Memory]) -> None:
+        """Have a unit brought in that is likely to be used next. The lock is held."""
+        self._request(unit)
+
+    def _request(self, unit: Unit[Memory]) -> Latch | None:
         """Have a unit brought in, if it is neither here nor on its way; return what opens when it is."""
         if unit.resident_bytes is not None or self.is_closed:
             return None
@@ -233,15 +286,22 @@ class Pager:
             unit.coming = latch
         return unit.coming
 
-    def _send_out(self, unit: Unit, *, strays: bool = False) -> None:
-        """Unless it is in use, or on its way. ``strays``: also where nobody has brought it in."""
+    def _is_idle(self, unit: Unit[Memory]) -> bool:
+        """Whether nobody uses it, and it is not on its way."""
         is_coming = unit.coming is not None and not unit.coming.is_open
-        if self.is_closed or unit.num_windows or is_coming or (unit.resident_bytes is None and not strays):
-            return
-        for weight in list(unit.weights):
-            weight.mapped.send_out()
-        self.resident_bytes -= unit.resident_bytes or 0
-        unit.resident_bytes = unit.coming = None
+        return not (self.is_closed or unit.num_windows or is_coming)
+
+    @abstractmethod
+    def _send_out(self, unit: Unit[Memory], *, strays: bool = False) -> None:
+        """Unless it is in use, or on its way. ``strays``: also where nobody has brought it in. The lock is held."""
+
+    @abstractmethod
+    def _bring_in(self, unit: Unit[Memory]) -> None:
+        """In the reader: block until the weights of a unit can be used.
+
+        Raises:
+            StorageError: the drive refuses.
+        """
 
     # -- the reader ----------------------------------------------------------------------------------------------
 
@@ -250,23 +310,26 @@ class Pager:
             self._read(*request)
         self._has_ended.open()
 
-    def _read(self, unit: Unit, latch: Latch) -> None:
+    def _read(self, unit: Unit[Memory], latch: Latch) -> None:
         error: BaseException | None = None
         try:
-            for weight in list(unit.weights):
-                try:
-                    weight.mapped.bring_in()
-                except OSError as refusal:
-                    raise unreadable(weight.names, weight.mapped.nbytes, refusal) from refusal
+            self._bring_in(unit)
         except BaseException as problem:  # raised where the unit is used
             error = problem
         with self._lock:
             unit.error = error
             if error is None and unit.resident_bytes is None:
-                unit.resident_bytes = sum(weight.mapped.nbytes for weight in list(unit.weights))
-                self.resident_bytes += unit.resident_bytes
-                self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
+                self._has_come(unit)
             latch.open()
+
+    def _has_come(self, unit: Unit[Memory]) -> None:
+        unit.resident_bytes = sum(weight.memory.nbytes for weight in list(unit.weights))
+        self._count(unit.resident_bytes)
+
+    def _count(self, nbytes: int) -> None:
+        """So many bytes more are in memory."""
+        self.resident_bytes += nbytes
+        self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
 
     def close(self) -> None:
         """Nothing is brought in or sent out any more; the reader has ended. Idempotent."""
@@ -278,11 +341,30 @@ class Pager:
         self._has_ended.wait()
 
 
+class MappedPager(Pager[MappedStorage]):
+    """On a CPU, where weights are parts of files: pages come and go, and whoever touches one finds its bytes."""
+
+    def _send_out(self, unit: Unit[MappedStorage], *, strays: bool = False) -> None:
+        if not self._is_idle(unit) or (unit.resident_bytes is None and not strays):
+            return
+        for weight in list(unit.weights):
+            weight.memory.send_out()
+        self.resident_bytes -= unit.resident_bytes or 0
+        unit.resident_bytes = unit.coming = None
+
+    def _bring_in(self, unit: Unit[MappedStorage]) -> None:
+        for weight in list(unit.weights):
+            try:
+                weight.memory.bring_in()
+            except OSError as refusal:
+                raise unreadable(weight.names, weight.memory.nbytes, refusal) from refusal
+
+
 def _cdata(parameter: torch.Tensor) -> int:
-    return 0 if parameter.layout is not torch.strided else parameter.untyped_storage()._cdata
+    return 0 if parameter.layout is not torch.strided else storage_of(parameter)._cdata
 
 
-_pagers: list[weakref.ref[Pager]] = []
+_pagers: list[weakref.ref[Pager[Any]]] = []
 
 
 def _after_fork() -> None:

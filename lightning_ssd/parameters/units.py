@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders
+from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, storage_of
+from lightning_ssd.parameters.guard import is_guarded
 from lightning_ssd.parameters.weight_files import is_mapped
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks
 
@@ -32,31 +33,32 @@ class SharedWeights:
         return not any(tensor.requires_grad for tensor in self.tensors)
 
 
-def shared_weights(module: nn.Module, min_nbytes: int) -> list[SharedWeights]:
+def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> list[SharedWeights]:
     """The storages under the parameters of ``module`` that are at least so large, in the order of ``parameters()``.
 
-    Only dense tensors on a CPU, of PyTorch's own classes. Buffers are looked at for those they share with parameters.
+    Only dense tensors on a device of that type, of PyTorch's own classes. Buffers are looked at for those they share
+    with parameters.
     """
     found: dict[int, SharedWeights] = {}
     for name, tensor in module.named_parameters(remove_duplicate=True):
-        if is_plain(tensor):
-            storage = tensor.untyped_storage()
+        if is_plain(tensor, device):
+            storage = storage_of(tensor)
             if storage.nbytes() >= max(min_nbytes, 1):
                 weights = found.setdefault(storage._cdata, SharedWeights(storage))
                 weights.names.append(name)
                 weights.tensors.append(tensor)
     for buffer in module.buffers() if found else ():
-        if is_plain(buffer) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
+        if is_plain(buffer, device) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
             shared.has_buffers = True
     return list(found.values())
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but a view of ordinary memory of a CPU."""
+def is_plain(tensor: torch.Tensor, device: str = "cpu") -> bool:
+    """Whether a tensor is nothing but a view of ordinary memory of a device."""
     return (
-        type(tensor) in PLAIN_TYPES
+        (type(tensor) in PLAIN_TYPES or is_guarded(tensor))
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.device.type == device
         and not tensor.is_quantized
     )
 
@@ -96,23 +98,28 @@ def _references_of_one() -> int:
     return sys.getrefcount(weights.storage)
 
 
-def owners(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, nn.Module | None]]:
+def owners(
+    module: nn.Module, names: Iterable[str], *, watches_compiled: bool = False
+) -> dict[str, tuple[str, nn.Module | None]]:
     """For each weight, the name and the module of the unit that it is brought in with: its block, else its own module.
 
     The module is ``None`` where its forward belongs to the compiler: nobody tells then when it runs.
     """
     blocks, modules = find_blocks(module), dict(module.named_modules(remove_duplicate=False))
-    return {name: _owner_of(name, modules, blocks) for name in names}
+    return {name: _owner_of(name, modules, blocks, watches_compiled) for name in names}
 
 
-def _owner_of(name: str, modules: dict[str, nn.Module], blocks: dict[str, nn.Module]) -> tuple[str, nn.Module | None]:
+def _owner_of(
+    name: str, modules: dict[str, nn.Module], blocks: dict[str, nn.Module], watches_compiled: bool
+) -> tuple[str, nn.Module | None]:
     """See :func:`owners`."""
     own = name.rpartition(".")[0]
     for path in _paths(own):
         if path in blocks:
             return path, blocks[path]
         if belongs_to_compiler(modules[path]):
-            return path, None
+            is_watched = watches_compiled and path and not isinstance(modules[path], torch.jit.ScriptModule)
+            return path, modules[path] if is_watched else None
     return own, modules[own]
 
 

@@ -25,6 +25,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.restore import Meanwhile
 from lightning_ssd.common.rng import RandomStates, shared_sources, source_of
+from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.recompute.containers import contents_of, is_array, is_same, nbytes_of, put, slots_of
 
 __all__ = ["SideEffectSnapshot"]
@@ -60,9 +61,10 @@ class _Tensor(NamedTuple):
     label: str
     tensor: torch.Tensor
     version: int
-    storage: torch.UntypedStorage | None
-    """Itself, so that no other one can have its address; ``None``: it has none."""
+    storage: StorageKey | None
+    """No other one can have its address as long as this is held; ``None``: it has none."""
     nbytes: int
+    """0 also where the bytes wait elsewhere until they are used (FSDP, and weights that we have offloaded)."""
     view: tuple[Any, ...]
     """What it shows of its storage."""
     requires_grad: bool
@@ -73,10 +75,11 @@ class _Tensor(NamedTuple):
     @classmethod
     def of(cls, label: str, tensor: torch.Tensor) -> _Tensor:
         storage = _storage_of(tensor)
-        nbytes = storage.nbytes() if storage else 0
+        nbytes = 0 if storage is None else storage.nbytes()
+        key = None if storage is None else StorageKey(storage)
         gradient = _gradient_of(tensor)
         return cls(
-            *(label, tensor, tensor._version, storage, nbytes, _view_of(tensor), tensor.requires_grad),
+            *(label, tensor, tensor._version, key, nbytes, _view_of(tensor), tensor.requires_grad),
             *((None, 0) if gradient is None else (weakref.ref(gradient), _version_of(gradient))),
         )
 
@@ -101,15 +104,16 @@ class _Tensor(NamedTuple):
             )
         storage = _storage_of(self.tensor)
         if storage is None or self.storage is None:
-            return None if storage is self.storage else f"{self.label} was given other data"
-        if storage._cdata != self.storage._cdata or _view_of(self.tensor) != self.view:
+            return None if storage is None and self.storage is None else f"{self.label} was given other data"
+        if storage._cdata != self.storage.cdata or _view_of(self.tensor) != self.view:
             return f"{self.label} was given other data"
-        return None if storage.nbytes() == self.nbytes else f"the memory of {self.label} was resized"
+        is_resized = 0 != storage.nbytes() != self.nbytes != 0
+        return f"the memory of {self.label} was resized" if is_resized else None
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
-        return tensor.untyped_storage()
+        return storage_of(tensor)
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -253,7 +257,7 @@ class SideEffectSnapshot:
     @property
     def addresses(self) -> frozenset[int]:
         """Of the storages of all tensors within reach."""
-        return frozenset(seen.storage._cdata for seen in self._tensors if seen.storage is not None)
+        return frozenset(seen.storage.cdata for seen in self._tensors if seen.storage is not None)
 
     def watch_over(self, label: str, tensor: torch.Tensor) -> None:
         """One more tensor, as it is now."""

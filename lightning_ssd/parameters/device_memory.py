@@ -1,0 +1,357 @@
+"""The memory of one weight on a device: it goes and comes back in place, and its bytes wait on a tier.
+
+A weight keeps its identity, its storage object and its version: only the memory under the storage is given back
+(``resize_(0)``), as FSDP2 does with what it has gathered. So whoever comes by a door finds the weight that he knows.
+What no door sees would find no memory at all. Hence the rule of :meth:`DeviceMemory.send_out`: bytes leave only if
+nobody but the model's own parameters holds the storage.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+
+from lightning_ssd.common.tensors import StorageKey, TensorSpec, holders, storage_of
+from lightning_ssd.common.waiting import Latch
+from lightning_ssd.errors import StorageError, forget_frames
+from lightning_ssd.parameters.guard import Door, forget_door, guard, own_class
+from lightning_ssd.tiers.base import StoredBytes, Tier
+from lightning_ssd.tiers.copy_paths import storage_bytes
+from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
+
+__all__ = ["DeviceMemory"]
+
+_Stamp = tuple[int, ...]
+"""Versions of the parameters in a storage: bytes have not changed as long as it has not, but for what is exposed."""
+
+
+class DeviceMemory:
+    """One storage of frozen weights on a device.
+
+    The pager's lock guards all of it. ``resize_``, marks and changes of class are the training thread's: they belong to
+    its stream.
+
+    Args:
+        storage: whose memory it is. Held weakly.
+        tensors: all parameters that lie in it. Held weakly.
+        tiers: that take the bytes; the first one with room does.
+        copies: between the device and the host.
+        lock: the pager's.
+        door: what brings the weight back for those who use it outside of its unit.
+        label: for messages.
+    """
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        tensors: Sequence[torch.Tensor],
+        *,
+        tiers: Sequence[Tier],
+        copies: CopyEngine,
+        lock: AbstractContextManager[Any],
+        door: Door,
+        label: str,
+    ) -> None:
+        self.key = StorageKey(storage)
+        self.nbytes = storage.nbytes()
+        self.label = label
+        self.num_users = 0
+        """Windows and uses under way."""
+        self.is_here = True
+        self.error: str | None = None
+        """Why it could not be written: it stays in memory."""
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._tiers, self._copies, self._lock, self._door = tiers, copies, lock, door
+        self._copy: tuple[Tier, StoredBytes] | None = None
+        self._copy_stamp: _Stamp = ()
+        self._writer: _Write | None = None
+        self._arrived: StreamEvent | None = None
+        self._room: StreamEvent | None = None
+        self._exposed: torch.Tensor | None = None
+        self._is_exposed = self._is_released = False
+        self._kept: torch.UntypedStorage | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters that are alive and still lie in this storage."""
+        found = [tensor for reference in self._tensors if (tensor := reference()) is not None]
+        return [tensor for tensor in found if storage_of(tensor)._cdata == self.key.cdata]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether one of them is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(tensor.requires_grad for tensor in self.tensors)
+
+    def _stamp(self) -> _Stamp:
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(tensor._version for tensor in self.tensors)
+
+    # -- in use ----------------------------------------------------------------------------------------------------
+
+    def begin_use(self) -> None:
+        """The bytes are here: let the current stream wait for them, and the parameters have their own class."""
+        self.num_users += 1
+        self.wait_for_copy()
+        for tensor in self.tensors:
+            own_class(tensor)
+
+    def wait_for_copy(self) -> None:
+        """Let the current stream wait for the bytes, and the allocator know that it uses them."""
+        storage = self.key.resolve()
+        if storage is None:
+            return
+        if self._arrived is not None:
+            self._copies.wait_on_current_stream(self._arrived)
+        self._copies.protect(storage_bytes(storage, 0, self.nbytes))
+
+    def end_use(self) -> None:
+        """Of :meth:`begin_use`."""
+        self.num_users = max(self.num_users - 1, 0)
+        self.close_door()
+
+    def close_door(self) -> None:
+        """Have the door asked before each use, unless one is under way."""
+        if self.num_users == 0 and not self._is_released:
+            for tensor in self.tensors:
+                guard(tensor, self._door)
+
+    def keep_storage(self) -> None:
+        """Before a parameter gets another storage: whoever has saved it may want this one yet."""
+        self._kept = self.key.resolve()
+
+    def expose(self) -> None:
+        """Before somebody gets hold of the bytes who may change them without a sign: keep them, to compare.
+
+        Where there is no memory for that they count as changed.
+        """
+        storage = self.key.resolve()
+        if self._is_exposed or storage is None:
+            return
+        self._is_exposed = True
+        if self.is_stored and self.is_here:
+            try:
+                self._exposed = storage_bytes(storage, 0, self.nbytes).clone()
+            except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is the former
+                self._exposed = None
+
+    # -- down ------------------------------------------------------------------------------------------------------
+
+    def send_out(self) -> bool:
+        """Give the memory back if that can be proved to cost nobody a number; return whether it was.
+
+        Where no tier has the present bytes their write begins, and a later call gives the memory back.
+        """
+        storage = self.key.resolve()
+        if storage is None or self.num_users or self._is_released or not self._is_alone(storage):
+            return False
+        if not self.is_here:
+            storage.resize_(0)  # an interrupt, or the drive, has kept the bytes from coming
+            return False
+        self._settle_exposed(storage)
+        if not self.is_stored:
+            self.begin_write()
+            return False
+        self.close_door()
+        if self._arrived is not None:  # nobody has used what came: the copy may be under way still
+            self._copies.wait_on_current_stream(self._arrived)
+        self.is_here = False
+        self._arrived = None
+        storage.resize_(0)
+        return True
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether a tier has the present bytes, as far as versions tell."""
+        return self._copy is not None and self._copy_stamp == self._stamp()
+
+    def _is_alone(self, storage: torch.UntypedStorage) -> bool:
+        """Whether nobody but the parameters holds the storage: no view, no graph, no object of Python."""
+        tensors = self.tensors
+        return (
+            len(tensors) == len(self._tensors)
+            and storage.nbytes() in (0, self.nbytes)
+            and storage.resizable()  # else NumPy has seen it
+            and holders(storage) == len(tensors)
+            and all(tensor._use_count() == 1 for tensor in tensors)  # type: ignore[attr-defined]  # in no stub
+            and _references(storage) <= _references_of_one()
+        )
+
+    def _settle_exposed(self, storage: torch.UntypedStorage) -> None:
+        """Nobody can change the bytes any more who got hold of them: have they been changed?"""
+        if not self._is_exposed:
+            return
+        before, self._exposed = self._exposed, None
+        if before is None or not torch.equal(before, storage_bytes(storage, 0, self.nbytes)):
+            self._drop_copy()
+        self._is_exposed = False
+
+    def _drop_copy(self) -> None:
+        former, self._copy = self._copy, None
+        if former is not None:
+            former[0].free(former[1])
+
+    def begin_write(self) -> Latch | None:
+        """Have the present bytes written; return what opens when that has ended. ``None``: there is nothing to do."""
+        if self._writer is not None:
+            return self._writer.ended
+        if self.is_stored or self.error is not None or self.key.resolve() is None:
+            return None
+        self._drop_copy()
+        after = self._copies.mark()
+        for tier in self._tiers:
+            # Before it is submitted: if an interrupt comes in between, another write follows and this one is dropped.
+            self._writer = writer = _Write(self, tier, self._stamp())
+            if tier.write(writer, self.nbytes, after, label=self.label):
+                return writer.ended
+            self._writer = None
+        return None
+
+    def written(self, writer: _Write, stored: StoredBytes | None, error: BaseException | None) -> None:
+        """In a worker: a write has ended."""
+        with self._lock:
+            is_current = self._writer is writer
+            if is_current:
+                self._writer = None
+            if stored is not None and is_current and writer.stamp == self._stamp():
+                self._copy, self._copy_stamp = (writer.tier, stored), writer.stamp
+            elif stored is not None:
+                writer.tier.free(stored)
+            elif is_current and error is not None:
+                self.error = str(error) or repr(error)
+
+    # -- up --------------------------------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Take memory for the bytes, on the current stream. Nobody may use it before they are there.
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+        """
+        storage = self.key.resolve()
+        if storage is not None and not self.is_here:
+            storage.resize_(self.nbytes)
+            self._room = self._copies.mark()
+
+    def bring_in(self) -> bool:
+        """In the reader, without the lock: block until the copy of the bytes has been queued; whether it had to.
+
+        Raises:
+            StorageError: the drive refuses.
+        """
+        storage, copy = self.key.resolve(), self._copy
+        if storage is None or self.is_here or copy is None or storage.nbytes() != self.nbytes:
+            return False
+        read = _Read()
+        copy[0].read(read, copy[1], storage.device, urgent=True, into=storage, after=self._room)
+        read.ended.wait()
+        if read.error is not None:
+            raise read.error
+        self._arrived = read.mark
+        self.is_here = True
+        return True
+
+    def lend(self, write: _Write) -> torch.UntypedStorage | None:
+        """In a worker: what to write, if that is still wanted."""
+        with self._lock:
+            return self.key.resolve() if self._writer is write and self.is_here else None
+
+    def move_to_host(self) -> None:
+        """Give the parameters memory of the host, with the bytes that a tier has; they are away now.
+
+        Raises:
+            StorageError: the drive refuses.
+        """
+        storage, copy = self.key.resolve(), self._copy
+        if storage is None or copy is None:
+            return
+        host = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        read = _Read()
+        copy[0].read(read, copy[1], host.device, urgent=True, into=host)
+        read.ended.wait()
+        if read.error is not None:
+            raise read.error
+        if read.mark is not None:
+            read.mark.synchronize()
+        storage.resize_(0)
+        tensors = self.tensors
+        self.release()
+        for tensor in tensors:
+            tensor.data = TensorSpec.of(tensor).view(host)
+
+    def release(self) -> None:
+        """It stays in memory for good: the bytes are here, and the current stream has waited for them."""
+        self._is_released = True
+        for tensor in self.tensors:
+            own_class(tensor)
+        forget_door(self.key.cdata)
+        self._exposed, self._writer = None, None
+        self._drop_copy()
+
+    def forget(self) -> None:
+        """Nobody holds the storage any more."""
+        forget_door(self.key.cdata)
+        self._writer = None
+        self._drop_copy()
+
+
+class _Write:
+    """One write; the owner that its tier calls."""
+
+    def __init__(self, memory: DeviceMemory, tier: Tier, stamp: _Stamp) -> None:
+        self.tier = tier
+        self.stamp = stamp
+        self.ended = Latch()
+        self._memory = memory
+
+    def write_begins(self) -> torch.UntypedStorage | None:
+        storage = self._memory.lend(self)
+        if storage is None:
+            self.ended.open()
+        return storage
+
+    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
+        if error is not None:
+            forget_frames(error)
+        self._memory.written(self, stored, error)
+        self.ended.open()
+
+
+class _Read:
+    """One read; the owner that its tier calls."""
+
+    def __init__(self) -> None:
+        self.ended = Latch()
+        self.mark: StreamEvent | None = None
+        self.error: BaseException | None = None
+
+    def read_ended(
+        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
+    ) -> None:
+        self.mark = mark
+        if storage is None:
+            self.error = error or StorageError("a read ended with neither bytes nor an error")
+        self.ended.open()
+
+
+def _references(storage: torch.UntypedStorage) -> int:
+    return sys.getrefcount(storage)
+
+
+@cache
+def _references_of_one() -> int:
+    """To a storage object that nobody else refers to, seen as in :meth:`DeviceMemory.send_out`."""
+
+    def is_alone(storage: torch.UntypedStorage) -> int:
+        return _references(storage)
+
+    tensor = torch.empty(1)
+    storage = StorageKey(tensor.untyped_storage()).resolve()
+    assert storage is not None
+    return is_alone(storage)

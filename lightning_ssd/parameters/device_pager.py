@@ -1,0 +1,406 @@
+"""Brings frozen weights of a device back before anybody gets to them.
+
+They come by four doors: the forward of their unit, the saved tensor that backward asks for, any other use
+(``guard.py``), and the end, when all come back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from lightning_ssd.common.accelerators import accelerator_of
+from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
+from lightning_ssd.common.tensors import TensorSpec, storage_of
+from lightning_ssd.common.waiting import Latch
+from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
+from lightning_ssd.memory.readings import is_out_of_memory
+from lightning_ssd.parameters.device_memory import DeviceMemory
+from lightning_ssd.parameters.pager import Pager, Unit, Weight
+from lightning_ssd.parameters.unseen_uses import may_hold_weights, unseen_uses
+from lightning_ssd.parameters.use_order import Phase
+
+__all__ = ["DevicePager", "SavedDeviceWeight"]
+
+
+class DevicePager(Pager[DeviceMemory]):
+    """On a device.
+
+    Note [who keeps a weight]: a unit in use has users, a saved weight that backward has asked for is held by the tensor
+    that it got, what is touched outside of its unit stays until something else needs the room or a backward is over.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._touched: list[Unit[DeviceMemory]] = []
+        self._lingering: set[Unit[DeviceMemory]] = set()
+        """Units of which something could not leave when it should have."""
+        self._staying: set[int] = set()
+        """Units that hooks of somebody else may hold until the backward is over."""
+        self._hooks_before: dict[int, int] = {}
+        self._shows_host_copies = False
+
+    # -- doors -----------------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit[DeviceMemory]) -> None:
+        super().enter(unit)
+        if self.is_closed:
+            return
+        with self._lock:
+            self._hooks_before.setdefault(unit.number, unseen_uses.num_hooks)
+            if torch.is_grad_enabled() and may_hold_weights():
+                self._staying.add(unit.number)
+        self._begin_use(unit)
+
+    def is_traced(self, unit: Unit[DeviceMemory]) -> None:
+        if unit.weights and not self.is_closed:
+            raise ConfigError(
+                f"the forward of {unit.name or 'the model'} is compiled together with what is around it, and its "
+                "weights wait elsewhere between their uses; compile each block by itself (block.compile()), or set "
+                "OffloadPolicy.parameters='keep'"
+            )
+
+    def leave(self, unit: Unit[DeviceMemory]) -> None:
+        if self.is_closed:
+            return
+        with self._lock:
+            for weight in list(unit.weights):
+                weight.memory.end_use()
+            if self._hooks_before.pop(unit.number, unseen_uses.num_hooks) != unseen_uses.num_hooks:
+                self._staying.add(unit.number)
+        super().leave(unit)
+
+    @contextmanager
+    def using(
+        self, tensors: Sequence[torch.Tensor], *, exposes: bool = False, replaces: bool = False
+    ) -> Iterator[None]:
+        used = []
+        try:
+            for tensor in tensors:
+                found = self._weight_of(tensor)
+                if found is not None:
+                    self._hold(*found)
+                    used.append(found)
+                    if exposes:
+                        self.exposed(tensor, replaces=replaces)
+            yield
+        finally:
+            with self._lock:
+                for unit, weight in used:
+                    weight.memory.end_use()
+                    self._was_touched(unit)
+
+    def exposed(self, tensor: torch.Tensor, *, replaces: bool) -> None:
+        if (found := self._weight_of(tensor)) is not None:
+            found[1].memory.expose()
+            if replaces:
+                found[1].memory.keep_storage()
+
+    def will_train(self, tensor: torch.Tensor) -> None:
+        if (found := self._weight_of(tensor)) is not None:
+            self.release(*found)
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        found = self._weight_of(tensor)
+        if not self._shows_host_copies or found is None:
+            return None
+        with self.using([tensor]):
+            copy = tensor.detach().to("cpu", copy=True)
+        self._make_room(except_for=None)
+        return copy
+
+    @contextmanager
+    def host_copies(self) -> Iterator[None]:
+        """While it is entered, ``detach()`` of a weight that waits gives a copy in memory of the host: all weights
+        together need not fit on the device to be saved.
+        """
+        self._shows_host_copies = True
+        try:
+            yield
+        finally:
+            self._shows_host_copies = False
+
+    def save(self, tensor: torch.Tensor, unit: Unit[DeviceMemory]) -> SavedDeviceWeight | None:
+        storage = tensor.untyped_storage()
+        weight = next((w for w in list(unit.weights) if w.memory.key.cdata == storage._cdata), None)
+        return None if weight is None else SavedDeviceWeight(self, unit, weight, tensor)
+
+    def _weight_of(self, tensor: torch.Tensor) -> tuple[Unit[DeviceMemory], Weight[DeviceMemory]] | None:
+        number = storage_of(tensor)._cdata
+        unit = self.by_storage.get(number)
+        weights = () if unit is None else tuple(unit.weights)
+        found = next((weight for weight in weights if weight.memory.key.cdata == number), None)
+        return None if unit is None or found is None else (unit, found)
+
+    def _begin_use(self, unit: Unit[DeviceMemory]) -> None:
+        """All of a unit's weights are here: use them."""
+        for weight in list(unit.weights):
+            self._hold(unit, weight)
+
+    def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
+        """Bring a weight back if it is away, and begin to use it.
+
+        Raises:
+            StorageError: the drive refuses.
+            OffloaderClosedError: it was closed, and could not bring the weight back.
+        """
+        while True:
+            with self._lock:
+                if weight.memory.is_here:
+                    weight.memory.begin_use()
+                    return
+                if self.is_closed:
+                    raise OffloaderClosedError(
+                        f"weight {', '.join(weight.names)} did not come back when the offloader was closed; go on from "
+                        "a checkpoint"
+                    )
+                unit.resident_bytes = None
+            self._await(unit)
+
+    def _await(self, unit: Unit[DeviceMemory]) -> None:
+        """Block until a unit is here.
+
+        Raises:
+            StorageError: the drive refuses.
+        """
+        with self._lock:
+            latch = self._request(unit)
+        self._wait(unit, latch)
+
+    def _was_touched(self, unit: Unit[DeviceMemory]) -> None:
+        """It stays while there are few like it: it may be used again at once."""
+        if unit in self._touched:
+            self._touched.remove(unit)
+        self._touched.append(unit)
+        while len(self._touched) > 2:
+            oldest = self._touched.pop(0)
+            if oldest is not self._ahead and oldest is not self._in_backward:
+                self._send_out(oldest, strays=True)
+
+    # -- up and down -----------------------------------------------------------------------------------------------
+
+    def _use(self, unit: Unit[DeviceMemory], phase: Phase) -> None:
+        with self._lock:
+            for other in list(self._lingering):
+                if other not in (unit, self._ahead, self._in_backward):
+                    self._send_out(other, strays=True)
+        super()._use(unit, phase)
+        with self._lock:
+            for weight in list(unit.weights):
+                if weight.memory.is_here:
+                    weight.memory.wait_for_copy()
+
+    def border(self) -> None:
+        if self.is_closed:
+            return
+        with self._lock:
+            self._staying.clear()
+            self._hooks_before.clear()
+            self._touched.clear()
+            places = [(unit, weight) for unit in list(self.units) for weight in list(unit.weights)]
+            for unit, weight in places:
+                weight.memory.num_users = 0
+                weight.memory.close_door()
+                if not weight.memory.tensors:  # they have other storages: who has saved this one holds it
+                    self._drop(unit, weight)
+        for unit, weight in places:
+            if weight.memory.is_trained:
+                self.release(unit, weight)
+        super().border()
+
+    def _request(self, unit: Unit[DeviceMemory]) -> Latch | None:
+        try:
+            self._take_memory(unit)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._make_room(except_for=unit)
+            self._take_memory(unit)
+        return super()._request(unit)
+
+    def _request_ahead(self, unit: Unit[DeviceMemory]) -> None:
+        try:
+            self._take_memory(unit)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._send_out(unit, strays=True)  # what it has taken so far
+        else:
+            super()._request(unit)
+
+    def _take_memory(self, unit: Unit[DeviceMemory]) -> None:
+        is_coming = unit.coming is not None and not unit.coming.is_open
+        if unit.resident_bytes is None and not is_coming and not self.is_closed:
+            for weight in list(unit.weights):
+                weight.memory.make_room()
+
+    def _make_room(self, *, except_for: Unit[DeviceMemory] | None) -> None:
+        """Send out what nobody uses now."""
+        with self._lock:
+            for unit in list(self.units):
+                if unit is not except_for:
+                    self._send_out(unit, strays=True)
+            device = next((t.device for u in self.units for w in u.weights for t in w.memory.tensors), None)
+        accelerator = None if device is None else accelerator_of(device)
+        if accelerator is not None:
+            accelerator.empty_cache()
+
+    def _send_out(self, unit: Unit[DeviceMemory], *, strays: bool = False) -> None:
+        if not self._is_idle(unit) or unit.number in self._staying or (unit.resident_bytes is None and not strays):
+            return
+        for weight in list(unit.weights):
+            if weight.memory.send_out():
+                self._count(-weight.memory.nbytes)
+        unit.resident_bytes = unit.coming = None
+        if any(weight.memory.is_here for weight in unit.weights):
+            self._lingering.add(unit)
+        else:
+            self._lingering.discard(unit)
+
+    def _bring_in(self, unit: Unit[DeviceMemory]) -> None:
+        for weight in list(unit.weights):
+            try:
+                has_come = weight.memory.bring_in()
+            except StorageError as refusal:
+                refusal.add_note(
+                    f"This was weight {', '.join(weight.names)} ({weight.memory.nbytes:,} bytes), without which "
+                    "training cannot go on. Go on from a checkpoint, with another drive."
+                )
+                raise
+            if has_come:
+                with self._lock:
+                    self._count(weight.memory.nbytes)
+
+    def _has_come(self, unit: Unit[DeviceMemory]) -> None:
+        unit.resident_bytes = sum(weight.memory.nbytes for weight in list(unit.weights) if weight.memory.is_here)
+
+    # -- the beginning and the end ---------------------------------------------------------------------------------
+
+    def add(self, place: tuple[str, torch.nn.Module | None], weight: Weight[DeviceMemory]) -> None:
+        is_new = weight.memory.key.cdata not in self.by_storage
+        super().add(place, weight)
+        if is_new:
+            with self._lock:
+                self._count(weight.memory.nbytes)
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Guards the memory of all weights."""
+        return self._lock
+
+    def close_doors(self) -> None:
+        """Have all doors asked from now on, but for weights in use."""
+        with self._lock:
+            for weight in self.weights:
+                weight.memory.close_door()
+
+    def bring_back_all(self) -> None:
+        """Release all weights; those for which the device has no memory become tensors of the host.
+
+        Raises:
+            StorageError: a drive refuses; its weights raise when they are used.
+        """
+        refusal: StorageError | None = None
+        num_on_host = 0
+        for unit in list(self.units):
+            for weight in list(unit.weights):
+                try:
+                    if weight.memory.key.alive():
+                        self.release(unit, weight)
+                except StorageError as error:
+                    refusal = refusal or error
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    num_on_host += 1
+                    self._move_to_host(unit, weight)
+        if num_on_host:
+            warnings.warn(
+                f"{num_on_host} weights do not fit on the device together with the others, and are on the CPU now",
+                stacklevel=4,
+            )
+        if refusal is not None:
+            raise refusal
+
+    def release(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
+        """Bring a weight back for good.
+
+        Raises:
+            StorageError: the drive refuses.
+        """
+        self._hold(unit, weight)
+        with self._lock:
+            weight.memory.end_use()
+            weight.memory.release()
+            self._drop(unit, weight)
+
+    def _move_to_host(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
+        with self._lock:
+            weight.memory.move_to_host()
+            self._count(weight.memory.nbytes)  # which the next line takes off again
+            self._drop(unit, weight)
+
+    def _drop(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
+        """It is none of ours any more. It is here."""
+        if weight in unit.weights:
+            unit.weights.remove(weight)
+            self.by_storage.pop(weight.memory.key.cdata, None)
+            self._count(-weight.memory.nbytes)
+
+    def put_away(self, weight: Weight[DeviceMemory]) -> None:
+        """Write a weight if need be, wait for that, and give its memory back if nobody needs it.
+
+        Raises:
+            StorageError: no tier takes it. It stays in memory.
+        """
+        with self._lock:
+            ended = weight.memory.begin_write()
+        if ended is not None:
+            ended.wait()
+        if weight.memory.error is not None:
+            raise StorageError(f"weight {', '.join(weight.names)} could not be written: {weight.memory.error}")
+        with self._lock:
+            if weight.memory.send_out():
+                self._count(-weight.memory.nbytes)
+
+
+class SavedDeviceWeight:
+    """What autograd holds of a saved weight: which it is, and which view of it. It holds none of the memory.
+
+    It holds the parameters, without which the storage would be gone.
+    """
+
+    __slots__ = ("_device", "_origin", "_pager", "_parameters", "_probe", "_spec", "_unit", "_weight")
+
+    def __init__(
+        self, pager: DevicePager, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory], tensor: torch.Tensor
+    ) -> None:
+        self._pager, self._unit, self._weight = pager, unit, weight
+        self._parameters = weight.memory.tensors
+        self._device = tensor.device
+        self._spec = TensorSpec.of(tensor)
+        self._probe = VersionProbe(tensor)
+        self._origin = Origin.of(tensor)
+
+    def tensor(self) -> torch.Tensor:
+        """The saved tensor.
+
+        Raises:
+            RuntimeError: it was edited in place since, in PyTorch's words.
+            StorageError: the drive refuses.
+        """
+        if self._probe.version != self._probe.saved:
+            description = self._spec.dtype, self._device, self._spec.size
+            raise inplace_error(description, self._origin, version=self._probe.version, expected=self._probe.saved)
+        self._pager._hold(self._unit, self._weight)
+        try:
+            storage = self._weight.memory.key.resolve()
+            assert storage is not None
+            return self._probe.rebuild(self._spec, storage)
+        finally:
+            with self._pager._lock:
+                self._weight.memory.end_use()

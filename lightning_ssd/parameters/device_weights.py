@@ -1,0 +1,122 @@
+"""Frozen weights of a device that wait in host memory and on drives between their uses.
+
+What moves where: the bytes of a weight go to the host tier as long as that has room, then to the SSD tier, once; each
+use brings them back into the weight's own storage (see ``device_memory.py``). Nothing is written again unless somebody
+has changed a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from lightning_ssd.common.formatting import format_sizes
+from lightning_ssd.common.status_line import StatusLine
+from lightning_ssd.parameters.device_memory import DeviceMemory
+from lightning_ssd.parameters.device_pager import DevicePager
+from lightning_ssd.parameters.paged_weights import PagedWeights
+from lightning_ssd.parameters.pager import Weight
+from lightning_ssd.parameters.units import SharedWeights
+from lightning_ssd.parameters.unseen_uses import unseen_uses
+from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.streams import CopyEngine
+
+__all__ = ["DeviceWeights", "WeightTiers"]
+
+
+class WeightTiers(NamedTuple):
+    """Where weights of a device wait."""
+
+    ssd: SsdTier
+    host: HostTier | None
+    copies: CopyEngine
+
+
+class DeviceWeights(PagedWeights[DeviceMemory]):
+    """On a device. Trained weights stay.
+
+    Args:
+        tiers: where they wait.
+        min_nbytes: smaller ones stay.
+        device: type of the device.
+    """
+
+    pager: DevicePager
+    _watches_compiled = True
+
+    def __init__(self, tiers: WeightTiers, *, min_nbytes: int, device: str) -> None:
+        super().__init__(DevicePager(), min_nbytes=min_nbytes, device=device)
+        self._tiers = tiers
+        unseen_uses.add_user()
+
+    def register_module(self, module: nn.Module) -> None:
+        super().register_module(module)
+        self.pager.close_doors()
+
+    def _why_it_stays(self, weights: SharedWeights, place: tuple[str, nn.Module | None]) -> str | None:
+        if any(type(tensor) is not nn.Parameter for tensor in weights.tensors):
+            return "it is no plain torch.nn.Parameter"
+        if place[1] is None and self._building is None:
+            return "its forward is compiled as a whole; compile each block instead (block.compile())"
+        return super()._why_it_stays(weights, place)
+
+    def _check_room(self, sizes: Sequence[int]) -> None:
+        self._tiers.ssd.reserve(sum(sizes))
+
+    def _take_over(
+        self, new: list[SharedWeights], places: Sequence[tuple[str, nn.Module | None]], trained: list[SharedWeights]
+    ) -> None:
+        nbytes = sum(weights.storage.nbytes() for weights in new)
+        with StatusLine(f"Writing {format_sizes(nbytes)[0]} of weights") as line:
+            for place in places:
+                weight = self._begin(new.pop(0))
+                self.pager.add(place, weight)
+                self.pager.put_away(weight)
+                line.update()
+        while trained:
+            weights = trained.pop(0)
+            found = self.pager.find(weights.storage)
+            del weights
+            if found is not None:
+                self.pager.release(self.pager.by_storage[found.memory.key.cdata], found)
+
+    def _begin(self, weights: SharedWeights) -> Weight[DeviceMemory]:
+        ssd, host, copies = self._tiers
+        label = f"weight {weights.names[0]}"
+        memory = DeviceMemory(
+            weights.storage,
+            weights.tensors,
+            tiers=[tier for tier in (host, ssd) if tier is not None],
+            copies=copies,
+            lock=self.pager.lock,
+            door=self.pager,
+            label=label,
+        )
+        return Weight(weights.names, memory)
+
+    def _put_away(self, weight: Weight[DeviceMemory]) -> None:
+        self.pager.put_away(weight)
+
+    @property
+    def _on_drives(self) -> tuple[int, int]:
+        return self._tiers.ssd.progress().written_bytes, self._tiers.ssd.disk_bytes
+
+    def close(self) -> None:
+        """Bring all weights back, and let nobody be asked any more. Idempotent.
+
+        What does not fit on the device is given to the host's memory, with a warning.
+
+        Raises:
+            StorageError: a drive refuses. Who uses such a weight gets an error then.
+        """
+        if self.pager.is_closed:
+            return
+        self._remove_windows()
+        try:
+            self.pager.bring_back_all()
+        finally:
+            self.pager.close()
+            unseen_uses.remove_user()

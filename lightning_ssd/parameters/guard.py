@@ -1,0 +1,174 @@
+"""The class of a weight whose bytes may be away: whoever uses one outside of its unit's forward brings it back first.
+
+PyTorch asks a subclass of its tensors before each function (``__torch_function__``). So a weight that waits has a
+subclass of its own class, and its own class again as long as its bytes are needed: where it is computed with, kernels,
+optimizers, the compiler and ``type(weight)`` see a plain parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_ssd.common.tensors import storage_of
+
+__all__ = ["Door", "door_of", "forget_door", "guard", "is_guarded", "own_class"]
+
+_NAMES_OF_METADATA = (
+    "shape size dim ndim numel nelement element_size itemsize nbytes dtype device layout names name stride "
+    "storage_offset is_contiguous is_leaf is_cuda is_cpu is_meta is_xla is_xpu is_mps is_mkldnn is_sparse "
+    "is_sparse_csr is_quantized is_nested is_floating_point is_complex is_signed is_inference is_conj is_neg "
+    "is_pinned is_same_size get_device grad grad_fn _version _base _is_view output_nr retains_grad _backward_hooks "
+    "_post_accumulate_grad_hooks _grad _grad_fn register_hook register_post_accumulate_grad_hook retain_grad "
+    "has_names __len__ __hash__ _is_zerotensor is_vulkan is_ipu is_maia is_mtia is_hpu"
+)
+
+
+def _functions(name: str) -> Iterator[Any]:
+    """What PyTorch hands to ``__torch_function__`` for an attribute, or for a method."""
+    found = getattr(torch.Tensor, name, None)
+    if found is None:
+        return
+    if callable(found):
+        yield found
+        return
+    for access in ("__get__", "__set__", "__delete__"):
+        if hasattr(found, access):
+            yield getattr(found, access)
+
+
+_Tensor: Any = torch.Tensor  # without types: some of these are in no stub
+_Parameter: Any = nn.Parameter
+_METADATA = frozenset(function for name in _NAMES_OF_METADATA.split() for function in _functions(name)) | {
+    _Tensor.requires_grad.__get__
+}
+"""What needs none of the bytes. ``shape`` and ``grad`` are asked for all over PyTorch."""
+_NAMES_OF_EXPOSING = (
+    "data data_ptr untyped_storage storage _typed_storage numpy __array__ __dlpack__ __cuda_array_interface__ set_ "
+    "resize_ share_memory_ apply_ map_"
+)
+_EXPOSING = frozenset(function for name in _NAMES_OF_EXPOSING.split() for function in _functions(name))
+"""What may change bytes without a sign in the version."""
+_REPLACING = frozenset((_Tensor.data.__set__, _Tensor.set_, _Tensor.resize_, _Tensor.share_memory_))
+"""What may give a parameter another storage."""
+_TRAINING = frozenset((_Tensor.requires_grad_, _Tensor.requires_grad.__set__))
+
+
+class Door(Protocol):
+    """What brings weights back before they are used."""
+
+    def using(
+        self, tensors: Sequence[torch.Tensor], *, exposes: bool = False, replaces: bool = False
+    ) -> AbstractContextManager[None]:
+        """While it is entered the tensors have their bytes, and their own class.
+
+        Args:
+            tensors: weights of this door.
+            exposes: bytes may change afterwards without a sign in the version.
+            replaces: the tensors may have other storages afterwards.
+        """
+
+    def will_train(self, tensor: torch.Tensor) -> None:
+        """A weight is trained from now on: it is needed at all times."""
+
+    def exposed(self, tensor: torch.Tensor, *, replaces: bool) -> None:
+        """Somebody who uses the weight is about to get hold of its bytes, or to give it another storage."""
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The bytes in memory of the host, where a copy for a checkpoint is made; ``None``: they come back as usual."""
+
+
+# Of each storage that a door guards, the door, by the address of the storage.
+_doors: dict[int, weakref.ref[Door]] = {}
+
+
+def guard(tensor: torch.Tensor, door: Door) -> None:
+    """Have the door asked before each use of a plain parameter."""
+    _doors[storage_of(tensor)._cdata] = weakref.ref(door)
+    tensor.__class__ = _Guarded
+
+
+def own_class(tensor: torch.Tensor) -> None:
+    """Give a guarded parameter its own class: nobody is asked any more."""
+    if type(tensor) is _Guarded:
+        tensor.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def is_guarded(tensor: torch.Tensor) -> bool:
+    """Whether its bytes may be away."""
+    return type(tensor) is _Guarded
+
+
+def forget_door(number: int) -> None:
+    """A storage has no door any more."""
+    _doors.pop(number, None)
+
+
+def door_of(tensor: torch.Tensor) -> Door | None:
+    """Whom to ask before the tensor is used; ``None``: nobody."""
+    try:
+        reference = _doors.get(storage_of(tensor)._cdata)
+    except (NotImplementedError, RuntimeError):  # it has no storage
+        return None
+    return None if reference is None else reference()
+
+
+def _guarded_in(value: Any) -> Iterator[torch.Tensor]:
+    if type(value) is _Guarded:
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _guarded_in(item)
+    elif isinstance(value, dict):
+        yield from _guarded_in(list(value.values()))
+
+
+@contextmanager
+def _using(tensors: Sequence[torch.Tensor], *, exposes: bool = False, replaces: bool = False) -> Iterator[None]:
+    with ExitStack() as stack:
+        doors: dict[int, tuple[Door, list[torch.Tensor]]] = {}
+        for tensor in tensors:
+            door = door_of(tensor)
+            if door is None:
+                own_class(tensor)  # its door is gone
+            else:
+                doors.setdefault(id(door), (door, []))[1].append(tensor)
+        for door, own in doors.values():
+            stack.enter_context(door.using(own, exposes=exposes, replaces=replaces))
+        yield
+
+
+class _Guarded(nn.Parameter):
+    """A parameter whose bytes may be away."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        guarded = list(_guarded_in((args, kwargs)))
+        if func is torch.Tensor.detach and (door := door_of(guarded[0])) is not None:
+            found = door.shown(guarded[0])
+            if found is not None:
+                return found
+        if func in _TRAINING:
+            for tensor in guarded:
+                if (door := door_of(tensor)) is not None:
+                    door.will_train(tensor)
+        with _using(guarded, exposes=func in _EXPOSING, replaces=func in _REPLACING):
+            return func(*args, **kwargs)
+
+    # These two are asked as attributes, not as functions of PyTorch.
+    def __deepcopy__(self, memo: Any) -> Any:
+        with _using([self]):
+            return _Parameter.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _using([self], exposes=True):  # what is pickled is the storage
+            return _Parameter.__reduce_ex__(self, protocol)
