@@ -24,6 +24,7 @@ from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
+from lightning_ssd.parameters.residents import Needs, Residents
 from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
@@ -188,44 +189,68 @@ def _with_parameters(
     parts: Components, stack: ExitStack, policy: OffloadPolicy, environment: Environment
 ) -> Components:
     """Add files for weights and gradients, where the policy offloads them; ``stack`` closes them."""
-    if "offload" not in (policy.parameters, policy.gradients):
+    if policy.parameters == policy.gradients == "keep":
         return parts
     _refuse_parameters(policy, environment)
     backend, directories, _ = _open_directories(stack, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank)
     stack.callback(files.close)
     weights = gradients = None
-    if policy.parameters == "offload":
-        trained = policy.optimizer_states == "offload"
-        weights = PagedWeights(files, min_nbytes=policy.min_tensor_nbytes, trained=trained)
+    if policy.parameters != "keep":
+        weights = PagedWeights(
+            files,
+            min_nbytes=policy.min_tensor_nbytes,
+            trained=policy.optimizer_states == "offload",
+            residents=Residents(_needs(policy, environment)) if policy.parameters == "auto" else None,
+        )
         stack.callback(weights.close)
-    if policy.gradients == "offload":
-        gradients = PagedGradients(files, min_nbytes=policy.min_tensor_nbytes)
-        stack.callback(gradients.close)
+    if policy.gradients != "keep":
         # Else malloc's heap keeps what gradients and states have left, all through the update.
         threshold = MallocThreshold(_MAPPED_BYTES)
         stack.callback(threshold.restore)
-        threshold.fix()
+        gradients = PagedGradients(
+            files,
+            min_nbytes=policy.min_tensor_nbytes,
+            waits=weights.pager.waits if weights is not None and policy.gradients == "auto" else None,
+            before_first=threshold.fix,
+        )
+        stack.callback(gradients.close)
+        if policy.gradients == "offload":
+            threshold.fix()  # what is freed while the model is built is given back, too
     wear = parts.wear or open_wear_meter(environment)
     return replace(parts, weights=weights, gradients=gradients, weight_files=files, wear=wear)
 
 
+def _needs(policy: OffloadPolicy, environment: Environment) -> Needs:
+    memory, activations = policy.budget_nbytes
+    return Needs(
+        memory_budget=memory,
+        activation_budget=activations,
+        gradients=policy.gradients,
+        num_gradients=1 if environment.agree is None else 2,
+        keeps_states=policy.optimizer_states == "keep",
+        state_bytes=environment.host_budget.total_bytes,
+        num_processes=environment.num_local_processes,
+    )
+
+
 def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
-    name = "parameters" if policy.parameters == "offload" else "gradients"
+    name = "parameters" if policy.parameters != "keep" else "gradients"
+    setting = f"OffloadPolicy.{name}={getattr(policy, name)!r}"
     if environment.device.type != "cpu":
         raise ConfigError(
-            f"OffloadPolicy.{name}='offload' got device {str(environment.device)!r}: so far they can wait on drives "
+            f"{setting} got device {str(environment.device)!r}: so far they can wait on drives "
             f"for models on a CPU only; allowed: {name}='keep'"
         )
     if environment.hardware.encrypt:
         raise ConfigError(
-            f"OffloadPolicy.{name}='offload' got HardwareProfile.encrypt=True: they are used from the file itself, "
+            f"{setting} got HardwareProfile.encrypt=True: they are used from the file itself, "
             f"which has them unencrypted; allowed: encrypt=False, or {name}='keep'"
         )
-    if policy.gradients == "offload" and environment.agree is not None:
+    if policy.gradients != "keep" and environment.agree is not None:
         raise ConfigError(
-            "OffloadPolicy.gradients='offload' got several processes, which keep all gradients in the buckets of "
-            "DistributedDataParallel; allowed: one process, or gradients='keep'"
+            f"OffloadPolicy.gradients={policy.gradients!r} got several processes, which keep all gradients in the "
+            "buckets of DistributedDataParallel; allowed: one process, or gradients='keep'"
         )
 
 

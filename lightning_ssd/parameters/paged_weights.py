@@ -30,6 +30,7 @@ from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.pager import Pager, Unit, Weight
+from lightning_ssd.parameters.residents import Residents
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, why_it_stays
 from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.telemetry.stats import WeightStats
@@ -55,11 +56,15 @@ class PagedWeights:
         files: where they wait.
         min_nbytes: smaller ones stay.
         trained: those that are trained wait, too.
+        residents: says which stay all the same; ``None``: none.
     """
 
-    def __init__(self, files: WeightFiles, *, min_nbytes: int, trained: bool = False) -> None:
+    def __init__(
+        self, files: WeightFiles, *, min_nbytes: int, trained: bool = False, residents: Residents | None = None
+    ) -> None:
         self._files = files
         self._trained = trained
+        self._residents = residents
         self._min_nbytes = min_nbytes
         self.pager = Pager()
         self._windows: list[_Window] = []
@@ -82,7 +87,7 @@ class PagedWeights:
         self._windows = [window for window in self._windows if window.module is not None]
         found = shared_weights(module, self._min_nbytes)
         places = owners(module, [weights.names[0] for weights in found])
-        new, trained = self._sorted_out(found)
+        new, trained = self._sorted_out(found, self._staying(module, found, places))
         self._files.check_room([weights.storage.nbytes() for weights in new])
         doing = f"Writing {format_sizes(sum(weights.storage.nbytes() for weights in new))[0]} of weights"
         del found
@@ -107,13 +112,30 @@ class PagedWeights:
             forget_frames(error)  # they hold the storages, which would count as held when it is tried again
             raise
 
-    def _sorted_out(self, found: list[SharedWeights]) -> tuple[list[SharedWeights], list[SharedWeights]]:
-        """Those to take over, and those to give back because they are trained."""
+    def _staying(self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, _Place]) -> frozenset[str]:
+        """First names of those that could wait and stay."""
+        if self._residents is None:
+            return frozenset()
+        movable = [
+            weights
+            for weights in found
+            if self._may_wait(weights)
+            and (self.pager.find(weights.storage) is not None or why_it_stays(weights) is None)
+        ]
+        return self._residents.choose(module, movable, places)
+
+    def _may_wait(self, weights: SharedWeights) -> bool:
+        return self._trained or weights.is_frozen
+
+    def _sorted_out(
+        self, found: list[SharedWeights], staying: frozenset[str]
+    ) -> tuple[list[SharedWeights], list[SharedWeights]]:
+        """Those to take over, and those to give back because they are trained or stay."""
         new, trained = [], []
         self._held = {}
         for weights in found:
             is_taken = self.pager.find(weights.storage) is not None
-            waits = self._trained or weights.is_frozen
+            waits = self._may_wait(weights) and weights.names[0] not in staying
             if is_taken and not waits:
                 trained.append(weights)
             elif not is_taken and waits:
@@ -154,7 +176,7 @@ class PagedWeights:
             trim()
 
     def _release(self, weights: SharedWeights, stop: _Stop) -> None:
-        """Give weights that are trained after all ordinary memory: each update would be written to the drive."""
+        """Give weights ordinary memory, such as those that are trained: each update would be written to the drive."""
         ordinary = torch.empty(0, dtype=torch.uint8).set_(weights.storage).clone().untyped_storage()
         with self._exchange:
             if not stop.has_come() and why_it_stays(weights) is None:
@@ -185,7 +207,12 @@ class PagedWeights:
         """Log how much waits, and warn of what the user may not expect, of the last module that was registered."""
         self.pager.border()
         nbytes, held = self.stats.nbytes, self._held
-        _log.info("%s of weights wait on drives between their uses", format_sizes(nbytes)[0])
+        if self._residents is None:
+            _log.info("%s of weights wait on drives between their uses", format_sizes(nbytes)[0])
+        else:
+            _log.info("%s", self._residents.text)
+            if not nbytes:
+                return
         if held:
             name, reason = next(iter(held.items()))
             warnings.warn(
@@ -206,6 +233,7 @@ class PagedWeights:
     @contextmanager
     def streamed_init(self) -> Iterator[None]:
         """Take over the weights of modules that this thread builds inside, as soon as each module is part of another.
+        With residents, only while memory is short.
 
         A module's weights are whole in memory only until then. Those that turn out to be trained come back to memory
         when the model is registered.
@@ -242,7 +270,7 @@ class PagedWeights:
             weight = self.pager.find(weights.storage)
             if weight is not None:
                 weight.mapped.send_out()
-            elif why_it_stays(weights) is None:
+            elif (self._residents is None or self._residents.is_short()) and why_it_stays(weights) is None:
                 work = partial(self._take, (unit_name, None), weights)
                 del weights  # else its old memory would be held until the next one
                 self._uninterrupted(work)
@@ -260,6 +288,7 @@ class PagedWeights:
             disk_bytes=self._files.disk_bytes,
             stall_s=self.pager.stall_s,
             num_late=self.pager.num_late,
+            kept_bytes=0 if self._residents is None else self._residents.kept_bytes,
         )
 
     def reset_peak(self) -> None:
