@@ -184,6 +184,20 @@ def test_trained_blocks_wait_with_their_gradients(num_staying: int, opened: Call
     assert NUM_BLOCKS - len(blocks_of(seen[0][0])) == num_staying
 
 
+@pytest.mark.parametrize(("room", "trained_wait"), [(4 * BLOCK_BYTES, False), (2 * BLOCK_BYTES + 8 * WIDTH, True)])
+def test_of_a_unit_that_is_partly_frozen_the_frozen_part_waits_first(
+    room: int, trained_wait: bool, opened: Callable[..., Offloader]
+) -> None:
+    plain, model = built(), built()
+    expected = train(plain)
+    offloader = opened(model, room=room, coming=UPDATE_BYTES, **TRAINED)
+    offloader.expect_no_optimizer()
+    assert any("adapter" in name for name in waiting(model)) is trained_wait
+    assert any("up" in name for name in waiting(model))
+    assert same(train(model, offloader), expected)
+    assert equal_weights(model, plain)
+
+
 def test_with_an_unknown_amount_of_memory_all_wait(opened: Callable[..., Offloader], memory: Memory) -> None:
     memory.available_bytes = None
     model = built()
