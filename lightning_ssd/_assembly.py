@@ -26,6 +26,7 @@ from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.device_weights import DeviceWeights, WeightTiers
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import MappedWeights, PagedWeights
+from lightning_ssd.parameters.residents import Needs, Residents
 from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
@@ -190,7 +191,7 @@ def _with_parameters(
     parts: Components, stack: ExitStack, policy: OffloadPolicy, environment: Environment
 ) -> Components:
     """Add files for weights and gradients, where the policy offloads them; ``stack`` closes them."""
-    if "offload" not in (policy.parameters, policy.gradients):
+    if policy.parameters == policy.gradients == "keep":
         return parts
     _refuse_parameters(policy, environment)
     if _is_device(environment):
@@ -199,17 +200,27 @@ def _with_parameters(
     files = WeightFiles(backend, directories, first=environment.local_rank)
     stack.callback(files.close)
     weights = gradients = None
-    if policy.parameters == "offload":
-        trained = policy.optimizer_states == "offload"
-        weights = MappedWeights(files, min_nbytes=policy.min_tensor_nbytes, trained=trained)
+    if policy.parameters != "keep":
+        weights = MappedWeights(
+            files,
+            min_nbytes=policy.min_tensor_nbytes,
+            trained=policy.optimizer_states == "offload",
+            residents=Residents(_needs(policy, environment)) if policy.parameters == "auto" else None,
+        )
         stack.callback(weights.close)
-    if policy.gradients == "offload":
-        gradients = PagedGradients(files, min_nbytes=policy.min_tensor_nbytes)
-        stack.callback(gradients.close)
+    if policy.gradients != "keep":
         # Else malloc's heap keeps what gradients and states have left, all through the update.
         threshold = MallocThreshold(_MAPPED_BYTES)
         stack.callback(threshold.restore)
-        threshold.fix()
+        gradients = PagedGradients(
+            files,
+            min_nbytes=policy.min_tensor_nbytes,
+            waits=weights.pager.waits if weights is not None and policy.gradients == "auto" else None,
+            before_first=threshold.fix,
+        )
+        stack.callback(gradients.close)
+        if policy.gradients == "offload":
+            threshold.fix()  # what is freed while the model is built is given back, too
     wear = parts.wear or open_wear_meter(environment)
     return replace(parts, weights=weights, gradients=gradients, weight_files=files, wear=wear)
 
@@ -231,35 +242,55 @@ def _open_device_weights(stack: ExitStack, policy: OffloadPolicy, environment: E
     return weights
 
 
+def _needs(policy: OffloadPolicy, environment: Environment) -> Needs:
+    memory, activations = policy.budget_nbytes
+    return Needs(
+        memory_budget=memory,
+        activation_budget=activations,
+        gradients=policy.gradients,
+        num_gradients=1 if environment.agree is None else 2,
+        keeps_states=policy.optimizer_states == "keep",
+        state_bytes=environment.host_budget.total_bytes,
+        num_processes=environment.num_local_processes,
+    )
+
+
 def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
-    name = "parameters" if policy.parameters == "offload" else "gradients"
+    name = "parameters" if policy.parameters != "keep" else "gradients"
+    setting = f"OffloadPolicy.{name}={getattr(policy, name)!r}"
     if _is_device(environment):
         _refuse_on_device(policy, environment)
         return
     if environment.hardware.encrypt:
         raise ConfigError(
-            f"OffloadPolicy.{name}='offload' got HardwareProfile.encrypt=True: they are used from the file itself, "
+            f"{setting} got HardwareProfile.encrypt=True: they are used from the file itself, "
             f"which has them unencrypted; allowed: encrypt=False, or {name}='keep'"
         )
-    if policy.gradients == "offload" and environment.agree is not None:
+    if policy.gradients != "keep" and environment.agree is not None:
         raise ConfigError(
-            "OffloadPolicy.gradients='offload' got several processes, which keep all gradients in the buckets of "
-            "DistributedDataParallel; allowed: one process, or gradients='keep'"
+            f"OffloadPolicy.gradients={policy.gradients!r} got several processes, which keep all gradients in the "
+            "buckets of DistributedDataParallel; allowed: one process, or gradients='keep'"
         )
 
 
 def _refuse_on_device(policy: OffloadPolicy, environment: Environment) -> None:
-    _refuse_other_devices(environment.device)
-    if policy.gradients == "offload":
+    device = str(environment.device)
+    if policy.parameters == "auto":
         raise ConfigError(
-            f"OffloadPolicy.gradients='offload' got device {str(environment.device)!r}: so far gradients can wait on "
-            "drives for models on a CPU only; allowed: gradients='keep'"
+            f"OffloadPolicy.parameters='auto' got device {device!r}: so far it counts the memory of a CPU only; "
+            "allowed: parameters='offload' (frozen weights wait), or 'keep'"
+        )
+    if policy.gradients != "keep":
+        raise ConfigError(
+            f"OffloadPolicy.gradients={policy.gradients!r} got device {device!r}: so far gradients can wait on drives "
+            "for models on a CPU only; allowed: gradients='keep'"
         )
     if environment.agree is not None:
         raise ConfigError(
-            f"OffloadPolicy.parameters='offload' got several processes on {str(environment.device)!r}: so far weights "
-            "of a device can wait on drives in one process only; allowed: one device, or parameters='keep'"
+            f"OffloadPolicy.parameters='offload' got several processes on {device!r}: so far weights of a device can "
+            "wait on drives in one process only; allowed: one device, or parameters='keep'"
         )
+    _refuse_other_devices(environment.device)
 
 
 def _refuse_other_devices(device: torch.device) -> None:

@@ -94,15 +94,16 @@ class OffloadPolicy:
     moves all that is at least ``min_tensor_bytes`` large, "keep" moves nothing and only counts, "recompute" recomputes
     each block in backward and keeps the blocks' inputs, "recompute_offload" does so and moves the inputs."""
 
-    parameters: Literal["keep", "offload"] = "keep"
+    parameters: Literal["keep", "offload", "auto"] = "keep"
     """Weights: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
     SSD between its uses: those that are not trained (``requires_grad=False``), and with ``optimizer_states="offload"``
-    the trained ones, too. On a CPU only, so far."""
+    the trained ones, too. "auto" lets only as many of these wait as memory lacks when the model is registered. On a
+    CPU only, so far."""
 
-    gradients: Literal["keep", "offload"] = "keep"
+    gradients: Literal["keep", "offload", "auto"] = "keep"
     """Gradients: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
-    SSD from its accumulation to its update; only with ``optimizer_states="offload"``, and so far with one process on a
-    CPU."""
+    SSD from its accumulation to its update, "auto" those of the weights that wait; only with
+    ``optimizer_states="offload"``, and so far with one process on a CPU."""
 
     optimizer_states: Literal["keep", "offload"] = "keep"
     """Optimizer states: "keep" leaves them where the optimizer puts them. "offload" keeps them on SSD between steps,
@@ -147,8 +148,8 @@ class OffloadPolicy:
     def __post_init__(self) -> None:
         owner = type(self).__name__
         _check_choice(owner, "activations", self.activations, _ACTIVATIONS)
-        _check_choice(owner, "parameters", self.parameters, ("keep", "offload"))
-        _check_choice(owner, "gradients", self.gradients, ("keep", "offload"))
+        _check_choice(owner, "parameters", self.parameters, ("keep", "offload", "auto"))
+        _check_choice(owner, "gradients", self.gradients, ("keep", "offload", "auto"))
         _check_choice(owner, "optimizer_states", self.optimizer_states, ("keep", "offload"))
         _check_choice(owner, "master_weights", self.master_weights, (False, True))
         _check_choice(owner, "verify", self.verify, ("off", "sampled", "full"))
@@ -211,10 +212,16 @@ class OffloadPolicy:
                 f"{owner}.master_weights=True with optimizer_states='keep' would be ignored; allowed: "
                 "optimizer_states='offload', since the copies wait with the states"
             )
-        if self.gradients == "offload" and self.optimizer_states == "keep":
+        if self.gradients == "auto" and self.parameters == "keep":
             raise ConfigError(
-                f"{owner}.gradients='offload' with optimizer_states='keep' would be ignored: the update would bring "
-                "all of them back at once; allowed: optimizer_states='offload', which updates a part after the other"
+                f"{owner}.gradients='auto' with parameters='keep' would be ignored: they wait where their weights do; "
+                "allowed: parameters='auto' or 'offload', or gradients='offload'"
+            )
+        if self.gradients != "keep" and self.optimizer_states == "keep":
+            raise ConfigError(
+                f"{owner}.gradients={self.gradients!r} with optimizer_states='keep' would be ignored: the update "
+                "would bring all of them back at once; allowed: optimizer_states='offload', which updates a part after "
+                "the other"
             )
         if self.recompute_modules and self.activations in ("offload", "keep"):
             raise ConfigError(

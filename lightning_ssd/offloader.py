@@ -263,7 +263,8 @@ class Offloader:
     # -- in the training loop ------------------------------------------------------------------------------------
 
     def streamed_init(self) -> AbstractContextManager[None]:
-        """Around the building of a model: where the policy offloads parameters, weights leave memory as they are made.
+        """Around the building of a model: where the policy offloads parameters, weights leave memory as they are made
+        (with "auto", as soon as memory is short).
 
         So a model is never whole in memory, and it has the same weights, from the same random numbers. Those that are
         trained come back to memory in :meth:`register_module`, which has to follow.
@@ -275,7 +276,7 @@ class Offloader:
         """Parameters and buffers of ``module`` are no saved activations, whatever view of them autograd saves.
 
         Where the policy offloads parameters, those that are not trained are written to the drive, and wait there
-        between their uses from now on.
+        between their uses from now on. With "auto" it is decided here how many of them.
 
         Its repeated blocks, or those that ``policy.recompute_modules`` names, are found, and each block's ``forward``
         is stood in for until :meth:`close`: where the policy plans, to learn what they take; where it allows, to
@@ -396,7 +397,7 @@ class Offloader:
             self._recorder.sized(gradient_bytes=cache.parameters.gradient_bytes)
         cache.end_backward()
         self.send_out_weights()
-        if self._parts.weight_files is not None:
+        if self._parts.weight_files is not None and self._parts.weight_files.are_used:
             self._parts.weight_files.look_for_losses()
         if self._parts.reload is not None:
             self._parts.reload.release()

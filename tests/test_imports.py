@@ -28,7 +28,7 @@ IMPORTS: dict[str, set[str]] = {
     "wear": {"errors", "storage"},
     "tiers": {"errors", "common", "planning", "memory", "telemetry", "storage"},
     "scheduling": {"errors", "common", "planning", "memory", "telemetry"},
-    "parameters": {"errors", "common", "memory", "telemetry", "storage", "tiers", "recompute"},
+    "parameters": {"errors", "common", "planning", "memory", "telemetry", "storage", "tiers", "recompute"},
     "activations": {
         *("errors", "common", "planning", "memory", "telemetry", "tiers", "recompute", "scheduling", "parameters"),
     },

@@ -63,7 +63,7 @@ class LivePasses:
         runs_late: Python runs ahead of the device, so that what moves can pile up before any of it has gone.
         heap_policy: told before each pass whether memory is to return while it runs.
         keeps_all: no pass ever moves or recomputes anything.
-        wants_hooks: somebody goes by what backward asks for, whatever is moved.
+        wants_hooks: whether somebody goes by what backward asks for, whatever is moved.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LivePasses:
         runs_late: bool = False,
         heap_policy: HeapPolicy,
         keeps_all: bool = False,
-        wants_hooks: bool = False,
+        wants_hooks: Callable[[], bool] = lambda: False,
     ) -> None:
         self.book = ProfileBook()
         self._accounting = accounting
@@ -114,6 +114,8 @@ class LivePasses:
         """
         signature = current.signature
         if signature is None or signature != self._last_plain or self._passes or current.begin is not None:
+            return False
+        if self._wants_hooks():
             return False
         if self._scheduler is not None:
             if time.perf_counter() - self._looked_s > _FRESH_S:
@@ -209,7 +211,7 @@ class LivePasses:
         Only by signature are passes known to be alike. Now and then one is looked at again.
         """
         seen = None if signature is None else self._seen.get(signature)
-        is_looked_at = self._wants_hooks or self._accounting.recorder is not None
+        is_looked_at = self._wants_hooks() or self._accounting.recorder is not None
         if seen is None or is_looked_at or seen.num_plain >= _MAX_PLAIN or not keeps(seen.nbytes):
             return False
         seen.num_plain += 1

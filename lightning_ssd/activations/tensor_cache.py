@@ -137,7 +137,7 @@ class TensorCache:
             scheduler=scheduler,
             heap_policy=self._heap_policy,
             keeps_all=tiers.ssd is None and not recompute,
-            wants_hooks=weights is not None,
+            wants_hooks=self._has_weights,
         )
         self._budget = PrefetchBudget()
         self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
@@ -151,6 +151,10 @@ class TensorCache:
             copies=copies,
             tier=tiers.ssd,
         )
+
+    def _has_weights(self) -> bool:
+        """Whether any weight waits on a drive."""
+        return self._weights is not None and bool(self._weights.by_storage)
 
     # -- passes --------------------------------------------------------------------------------------------------
 

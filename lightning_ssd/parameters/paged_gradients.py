@@ -40,10 +40,21 @@ class PagedGradients:
     Args:
         files: where they wait.
         min_nbytes: smaller ones stay.
+        waits: whether that of a parameter may wait, asked when its module is registered; ``None``: all may.
+        before_first: called before the first one waits.
     """
 
-    def __init__(self, files: WeightFiles, *, min_nbytes: int) -> None:
+    def __init__(
+        self,
+        files: WeightFiles,
+        *,
+        min_nbytes: int,
+        waits: Callable[[torch.Tensor], bool] | None = None,
+        before_first: Callable[[], object] = lambda: None,
+    ) -> None:
         self._files = files
+        self._waits = waits
+        self._before_first = before_first
         self._min_nbytes = max(min_nbytes, 1)
         # By the number of the parameter. No reference to it: torch.utils.swap_tensors refuses even a weak one.
         self._hooks: dict[int, RemovableHandle] = {}
@@ -64,6 +75,10 @@ class PagedGradients:
         _counts_of_one()  # learnt now, because it needs a backward of its own
         self._forget()
         trained = [p for p in module.parameters() if p.requires_grad and self._takes(p)]
+        if self._waits is not None:
+            trained = [parameter for parameter in trained if self._waits(parameter)]
+        if trained:
+            self._before_first()
         new = [p for p in trained if not self._has_hook(p)]
         self._files.check_room([parameter.nbytes for parameter in new])
         for parameter in new:

@@ -31,6 +31,7 @@ from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.pager import MappedPager, Memory, Pager, Unit, Weight
+from lightning_ssd.parameters.residents import Residents
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, why_it_stays
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles
 from lightning_ssd.telemetry.stats import WeightStats
@@ -52,14 +53,24 @@ class PagedWeights(ABC, Generic[Memory]):
         min_nbytes: smaller ones stay.
         trained: those that are trained wait, too.
         device: of the weights that may wait.
+        residents: says which stay all the same; ``None``: none.
     """
 
     _watches_compiled = False
     """Whether compiled blocks have windows, too."""
 
-    def __init__(self, pager: Pager[Memory], *, min_nbytes: int, trained: bool = False, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        pager: Pager[Memory],
+        *,
+        min_nbytes: int,
+        trained: bool = False,
+        device: str = "cpu",
+        residents: Residents | None = None,
+    ) -> None:
         self.pager = pager
         self._trained = trained
+        self._residents = residents
         self._min_nbytes = min_nbytes
         self._device = device
         self._windows: list[_Window] = []
@@ -101,7 +112,7 @@ class PagedWeights(ABC, Generic[Memory]):
         self._windows = [window for window in self._windows if window.module is not None]
         found = shared_weights(module, self._min_nbytes, self._device)
         places = owners(module, [weights.names[0] for weights in found], watches_compiled=self._watches_compiled)
-        new, trained = self._sorted_out(found, places)
+        new, trained = self._sorted_out(found, places, self._staying(module, found, places))
         self._check_room([weights.storage.nbytes() for weights in new])
         del found
         if new or trained:
@@ -118,15 +129,30 @@ class PagedWeights(ABC, Generic[Memory]):
         """Why a weight that would wait has to stay in memory; ``None``: it can wait."""
         return why_it_stays(weights)
 
+    def _staying(self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, _Place]) -> frozenset[str]:
+        """First names of those that could wait and stay."""
+        if self._residents is None:
+            return frozenset()
+        movable = [
+            weights
+            for weights in found
+            if self._may_wait(weights)
+            and (self.pager.find(weights.storage) is not None or why_it_stays(weights) is None)
+        ]
+        return self._residents.choose(module, movable, places)
+
+    def _may_wait(self, weights: SharedWeights) -> bool:
+        return self._trained or weights.is_frozen
+
     def _sorted_out(
-        self, found: list[SharedWeights], places: Mapping[str, _Place]
+        self, found: list[SharedWeights], places: Mapping[str, _Place], staying: frozenset[str]
     ) -> tuple[list[SharedWeights], list[SharedWeights]]:
-        """Those to take over, and those to give back because they are trained."""
+        """Those to take over, and those to give back because they are trained or stay."""
         new, trained = [], []
         self._held = {}
         for weights in found:
             is_taken = self.pager.find(weights.storage) is not None
-            waits = self._trained or weights.is_frozen
+            waits = self._may_wait(weights) and weights.names[0] not in staying
             if is_taken and not waits:
                 trained.append(weights)
             elif not is_taken and waits:
@@ -161,7 +187,12 @@ class PagedWeights(ABC, Generic[Memory]):
         """Log how much waits, and warn of what the user may not expect, of the last module that was registered."""
         self.pager.border()
         nbytes, held = self.stats.nbytes, self._held
-        _log.info("%s of weights wait on drives between their uses", format_sizes(nbytes)[0])
+        if self._residents is None:
+            _log.info("%s of weights wait on drives between their uses", format_sizes(nbytes)[0])
+        else:
+            _log.info("%s", self._residents.text)
+            if not nbytes:
+                return
         if held:
             name, reason = next(iter(held.items()))
             warnings.warn(
@@ -182,6 +213,7 @@ class PagedWeights(ABC, Generic[Memory]):
     @contextmanager
     def streamed_init(self) -> Iterator[None]:
         """Take over the weights of modules that this thread builds inside, as soon as each module is part of another.
+        With residents, only while memory is short.
 
         A module's weights are whole in memory only until then. Those that turn out to be trained come back to memory
         when the model is registered.
@@ -219,7 +251,9 @@ class PagedWeights(ABC, Generic[Memory]):
             if weight is not None:
                 del weights
                 self._put_away(weight)
-            elif self._why_it_stays(weights, (unit_name, None)) is None:
+            elif (self._residents is None or self._residents.is_short()) and (
+                self._why_it_stays(weights, (unit_name, None)) is None
+            ):
                 one = [weights]
                 del weights  # else its old memory would be held until the next one
                 self._take_over(one, [(unit_name, None)], [])
@@ -238,6 +272,7 @@ class PagedWeights(ABC, Generic[Memory]):
             disk_bytes=disk_bytes,
             stall_s=self.pager.stall_s,
             num_late=self.pager.num_late,
+            kept_bytes=0 if self._residents is None else self._residents.kept_bytes,
         )
 
     @property
@@ -267,10 +302,13 @@ class MappedWeights(PagedWeights[MappedStorage]):
         files: where they wait.
         min_nbytes: smaller ones stay.
         trained: those that are trained wait, too.
+        residents: says which stay all the same; ``None``: none.
     """
 
-    def __init__(self, files: WeightFiles, *, min_nbytes: int, trained: bool = False) -> None:
-        super().__init__(MappedPager(), min_nbytes=min_nbytes, trained=trained)
+    def __init__(
+        self, files: WeightFiles, *, min_nbytes: int, trained: bool = False, residents: Residents | None = None
+    ) -> None:
+        super().__init__(MappedPager(), min_nbytes=min_nbytes, trained=trained, residents=residents)
         self._files = files
         self._taken_bytes = 0
         # Guards the exchange of memory against an interrupted caller who goes on. A leaf lock.
@@ -330,7 +368,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
             trim()
 
     def _release(self, weights: SharedWeights, stop: _Stop) -> None:
-        """Give weights that are trained after all ordinary memory: each update would be written to the drive."""
+        """Give weights ordinary memory, such as those that are trained: each update would be written to the drive."""
         ordinary = torch.empty(0, dtype=torch.uint8).set_(weights.storage).clone().untyped_storage()
         with self._exchange:
             if not stop.has_come() and why_it_stays(weights) is None:

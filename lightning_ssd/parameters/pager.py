@@ -153,6 +153,10 @@ class Pager(ABC, Generic[Memory]):
         found = () if unit is None else tuple(unit.weights)
         return next((weight for weight in found if weight.memory.key.cdata == storage._cdata), None)
 
+    def waits(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of the weights."""
+        return _cdata(parameter) in self.by_storage
+
     @property
     def weights(self) -> list[Weight[Memory]]:
         """All."""

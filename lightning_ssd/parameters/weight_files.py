@@ -263,6 +263,11 @@ class WeightFiles:
                     raise _lost(arena, error) from error
 
     @property
+    def are_used(self) -> bool:
+        """Whether anything waits in them."""
+        return any(arena.used_bytes for arena in self._arenas)
+
+    @property
     def disk_bytes(self) -> int:
         """Size of the files."""
         return sum(arena.size_bytes for arena in self._arenas)

@@ -221,7 +221,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
                 f"{name} got a device of type {devices[0].type!r}; allowed: {allowed}. "
                 "Pass accelerator='cpu' or another strategy to Fabric"
             )
-        if "offload" in (self.policy.optimizer_states, self.policy.parameters) and self._checkpoint_io is None:
+        has_waiting = self.policy.optimizer_states != "keep" or self.policy.parameters != "keep"
+        if has_waiting and self._checkpoint_io is None:
             self.checkpoint_io = StreamedCheckpointIO()
         if not self.is_distributed:
             become_one_device(self)
@@ -242,7 +243,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
             self._stand_ins.append(ForwardContextPatch(wrapped, self._around_forward))
         if self.offloader is not None and self.offloader.is_open:
             self.offloader.register_module(wrapped)
-        elif self.policy.parameters == "offload":
+        elif self.policy.parameters != "keep":
             self._opened()
         return wrapped
 
@@ -250,7 +251,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         stack = ExitStack()
         stack.enter_context(super().module_init_context(empty_init))
-        if self.policy.parameters == "offload":
+        if self.policy.parameters != "keep":
             stack.enter_context(self._opened().streamed_init())
         return stack
 

@@ -115,10 +115,11 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         if precision_plugin is not None:
             self.precision_plugin = precision_plugin
         self._wanted_sizes = data_parallel_size, tensor_parallel_size
-        if self.policy.parameters == "offload":
+        if self.policy.parameters != "keep":
             raise ConfigError(
-                f"{type(self).__name__} got OffloadPolicy.parameters='offload'; allowed: 'keep', since the shards of "
-                "FSDP2 cannot wait on drives so far. With frozen weights on a CPU: SSDOffloadStrategy"
+                f"{type(self).__name__} got OffloadPolicy.parameters={self.policy.parameters!r}; allowed: 'keep', "
+                "since the shards of FSDP2 cannot wait on drives so far. With frozen weights on a CPU: "
+                "SSDOffloadStrategy"
             )
         if self.policy.master_weights:
             raise ConfigError(

@@ -133,7 +133,7 @@ class OffloadMixin(WithModule):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        streams = "offload" in (self.policy.optimizer_states, self.policy.parameters)
+        streams = self.policy.optimizer_states != "keep" or self.policy.parameters != "keep"
         if streams and type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io = StreamedCheckpointIO()
 

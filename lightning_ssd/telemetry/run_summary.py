@@ -105,11 +105,14 @@ def _activations(run: RunFacts) -> list[str]:
 
 
 def _weights(run: RunFacts) -> list[str]:
-    if run.stats is None or not run.stats.weights_bytes:
+    if run.stats is None or not (run.stats.weights_bytes or run.stats.weights_kept_bytes):
         return []
     peak = max(run.stats.weights_resident_peak_bytes, _bytes(run.metrics, "memory/weights_resident_peak_gib"))
-    resident, waiting = format_sizes(peak, run.stats.weights_bytes)
-    return [f"Weights: {waiting} wait on SSD, at most {resident} of them brought in at a time."]
+    resident, waiting, kept = format_sizes(peak, run.stats.weights_bytes, run.stats.weights_kept_bytes)
+    if not run.stats.weights_bytes:
+        return [f"Weights: none wait on SSD, since memory has room for all {kept} that could."]
+    stay = f"; memory has room for {kept} more, which stay" if run.stats.weights_kept_bytes else ""
+    return [f"Weights: {waiting} wait on SSD, at most {resident} of them brought in at a time{stay}."]
 
 
 def _optimizers(optimizers: Sequence[OptimizerStats]) -> list[str]:

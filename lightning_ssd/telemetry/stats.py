@@ -61,6 +61,8 @@ class OffloadStats:
     """Of these, brought in and not sent out since."""
     weights_resident_peak_bytes: int = 0
     """The same at the worst moment. The system may have more of them in its page cache, which it frees at need."""
+    weights_kept_bytes: int = 0
+    """Weights that could wait and stay in memory, which has room for them (``parameters="auto"``)."""
     num_late_weights: int = 0
     """Uses of a block's weights that nobody had foreseen, so that their whole read was waited for."""
 
@@ -75,6 +77,7 @@ class OffloadStats:
             weights_resident_bytes=weights.resident_bytes,
             weights_resident_peak_bytes=weights.resident_peak_bytes,
             num_late_weights=weights.num_late,
+            weights_kept_bytes=weights.kept_bytes,
         )
 
     def with_optimizers(self, optimizers: Iterable[OptimizerStats]) -> OffloadStats:
@@ -101,6 +104,7 @@ class WeightStats:
     disk_bytes: int = 0
     stall_s: float = 0.0
     num_late: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadFSDPStrategy, SSDOffloadStrategy
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.parameters import residents
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.fabric_runs import assert_nothing_left
 from tests.support.helpers import assert_identical
@@ -61,6 +62,22 @@ def test_training_is_lightning_s_own(activations: str, more: dict[str, Any], tmp
     assert_identical(result(module), result(expected))
     assert ours.stats.weights_bytes == 3 * BLOCK_BYTES
     assert 0 < ours.stats.weights_resident_peak_bytes <= ours.stats.weights_bytes
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(("available", "num_waiting"), [(1 << 40, 0), (0, 3), (None, 3)])
+def test_with_auto_as_many_wait_as_memory_lacks(
+    available: int | None, num_waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residents, "host_available_bytes", lambda: available)
+    monkeypatch.setattr(residents, "anonymous_bytes", lambda: 1 << 20)
+    _, expected = fit(Tuned, "auto", tmp_path)
+    ours = strategy(tmp_path, parameters="auto")
+    _, module = fit(Tuned, ours, tmp_path)
+    assert_identical(result(module), result(expected))
+    assert ours.stats.weights_bytes == num_waiting * BLOCK_BYTES
+    assert ours.stats.weights_kept_bytes == (3 - num_waiting) * BLOCK_BYTES
+    assert (ours.stats.bytes_written > 0) is (num_waiting > 0)
     assert_nothing_left(tmp_path)
 
 
@@ -171,9 +188,10 @@ def test_building_that_fails_leaves_nothing(tmp_path: Path) -> None:
     nn.Sequential(nn.Linear(WIDTH, WIDTH))  # nobody listens any more
 
 
-def test_sharded_models_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"SSDOffloadFSDPStrategy got OffloadPolicy.parameters='offload'; allowed"):
-        SSDOffloadFSDPStrategy(policy=OffloadPolicy(parameters="offload"))
+@pytest.mark.parametrize("parameters", ["offload", "auto"])
+def test_sharded_models_are_refused(parameters: Any) -> None:
+    with pytest.raises(ConfigError, match=f"FSDPStrategy got OffloadPolicy.parameters='{parameters}'; allowed: 'keep'"):
+        SSDOffloadFSDPStrategy(policy=OffloadPolicy(parameters=parameters))
 
 
 def fabric_training(make: Callable[[], Fabric]) -> dict[str, Any]:

@@ -186,3 +186,14 @@ def test_weights_that_waited():
         run(stats=stats)
     )
     assert "Weights:" not in summarize_run(run())
+
+
+def test_weights_that_stayed_since_there_was_room():
+    stats = replace(STATS, weights_bytes=4 << 30, weights_resident_peak_bytes=1 << 30, weights_kept_bytes=3 << 29)
+    assert "at most 1.00 GiB of them brought in at a time; memory has room for 1.50 GiB more, which stay." in (
+        summarize_run(run(stats=stats))
+    )
+    stats = replace(STATS, weights_kept_bytes=3 << 29)
+    assert "Weights: none wait on SSD, since memory has room for all 1.50 GiB that could." in summarize_run(
+        run(stats=stats)
+    )

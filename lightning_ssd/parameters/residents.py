@@ -1,0 +1,185 @@
+"""Which weights stay in memory, where only as much of a model waits on a drive as memory lacks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_ssd.common.formatting import format_sizes, pluralize
+from lightning_ssd.memory.malloc import trim
+from lightning_ssd.memory.readings import anonymous_bytes, host_available_bytes, level_bytes
+from lightning_ssd.parameters.units import SharedWeights, is_plain
+from lightning_ssd.parameters.weight_files import is_mapped
+from lightning_ssd.planning.residency import MemoryOutlook, ResidencyUnit, choose_residents
+
+__all__ = ["Needs", "Residents"]
+
+_STATES_PER_WEIGHT = 2
+"""AdamW's, in the precision of the weights."""
+_STATES_SHARE, _MIN_STATES_BYTES, _MAX_STATES_BYTES = 1 / 16, 16 << 20, 2 << 30
+"""Of optimizer states that wait, what an update has in memory: four of 64 subgroups, within bounds."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a policy lets a process take, and what training needs besides weights."""
+
+    memory_budget: int | None = None
+    activation_budget: int | None = None
+    gradients: Literal["keep", "offload", "auto"] = "keep"
+    num_gradients: int = 1
+    """Copies of each gradient that stays: ``DistributedDataParallel`` has another one in its buckets."""
+    keeps_states: bool = True
+    state_bytes: int = 0
+    """Of optimizer states that wait, what stays in memory from one step to the next."""
+    num_processes: int = 1
+    """That share the machine's memory."""
+
+    def coming_bytes(self, trained_bytes: int, waiting_bytes: int, here_bytes: int) -> int:
+        """Gradients and states to come.
+
+        Args:
+            trained_bytes: of all weights that are trained.
+            waiting_bytes: of those whose gradients are counted with them.
+            here_bytes: gradients that there are already.
+        """
+        staying = {"keep": trained_bytes, "auto": trained_bytes - waiting_bytes, "offload": 0}[self.gradients]
+        states = _STATES_PER_WEIGHT * trained_bytes
+        if trained_bytes and not self.keeps_states:
+            states = min(max(int(_STATES_SHARE * states), _MIN_STATES_BYTES), _MAX_STATES_BYTES) + self.state_bytes
+        return max(self.num_gradients * staying - here_bytes, 0) + states
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Decision:
+    """On one module."""
+
+    room_bytes: int | None
+    num_units: int
+    num_waiting: int
+    nbytes: int
+    kept_bytes: int
+
+    def text(self) -> str:
+        """One line for the log."""
+        if self.room_bytes is None:
+            return f"nothing tells how much memory there is: all {format_sizes(self.nbytes)[0]} of weights may wait"
+        waiting, total, room = format_sizes(self.nbytes - self.kept_bytes, self.nbytes, self.room_bytes)
+        if not self.num_waiting:
+            return f"no weights wait on drives: memory has room for {room}, and {total} could wait"
+        units = pluralize(self.num_units, "unit", "units")
+        return f"{self.num_waiting} of {units} ({waiting} of {total}) wait on drives: memory has room for {room}"
+
+
+class Residents:
+    """Decides, for each module that is registered, which of the weights that could wait stay in memory.
+
+    Gradients and optimizer states are counted before there are any, as AdamW would have them.
+
+    Args:
+        needs: of training.
+    """
+
+    def __init__(self, needs: Needs) -> None:
+        self._needs = needs
+        self._decisions: weakref.WeakKeyDictionary[nn.Module, _Decision] = weakref.WeakKeyDictionary()
+        self.text = ""
+        """What was decided last, for the log."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Weights that could wait and stay, since there is room."""
+        return sum(decision.kept_bytes for decision in self._decisions.values())
+
+    def is_short(self) -> bool:
+        """Whether weights that are made now should leave, before it is known what else will need memory."""
+        return self._outlook().is_short
+
+    def choose(
+        self, module: nn.Module, movable: Sequence[SharedWeights], places: Mapping[str, tuple[str, nn.Module | None]]
+    ) -> frozenset[str]:
+        """Decide on one module.
+
+        Args:
+            module: what is registered.
+            movable: its weights that could wait, in the order of their use.
+            places: name and module of the unit of each, by its first name.
+
+        Returns:
+            The first names of those that stay.
+        """
+        members: dict[tuple[str, nn.Module | None, bool], list[SharedWeights]] = {}
+        for weights in movable:
+            # What is frozen in a unit waits before what is trained in it.
+            members.setdefault((*places[weights.names[0]], not weights.is_frozen), []).append(weights)
+        units = [self._unit(held) for held in members.values()]
+        room_bytes = self._room_bytes(module, movable)
+        in_flight = sum(sorted(_sizes_by_place(movable, places))[-2:])
+        stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=in_flight)
+        self._decisions[module] = decision = _Decision(
+            room_bytes=room_bytes,
+            num_units=len(units),
+            num_waiting=stays.count(False),
+            nbytes=sum(unit.weight_bytes for unit in units),
+            kept_bytes=sum(unit.weight_bytes for unit, stay in zip(units, stays, strict=True) if stay),
+        )
+        self.text = decision.text()
+        held_in = zip(members.values(), stays, strict=True)
+        return frozenset(weights.names[0] for held, stay in held_in if stay for weights in held)
+
+    def _unit(self, held: Sequence[SharedWeights]) -> ResidencyUnit:
+        nbytes = sum(weights.storage.nbytes() for weights in held)
+        is_trained = not held[0].is_frozen
+        gradients = _trained_bytes(tensor for weights in held for tensor in weights.tensors)
+        return ResidencyUnit(
+            weight_bytes=nbytes,
+            gradient_bytes=gradients if self._needs.gradients == "auto" else 0,
+            is_trained=is_trained,
+        )
+
+    def _room_bytes(self, module: nn.Module, movable: Sequence[SharedWeights]) -> int | None:
+        self._decisions.pop(module, None)
+        modules = [module, *self._decisions]  # others that wait for their gradients and states
+        parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(p)}
+        gradients = [p.grad for p in parameters.values() if p.grad is not None and is_plain(p.grad)]
+        coming = self._needs.coming_bytes(
+            _trained_bytes(parameters.values()),
+            _trained_bytes(tensor for weights in movable for tensor in weights.tensors),
+            sum(gradient.nbytes for gradient in gradients if not is_mapped(gradient.untyped_storage())),
+        )
+        trim()  # what malloc keeps of the model's building would count as needed
+        here = sum(weights.storage.nbytes() for weights in movable if not is_mapped(weights.storage))
+        return self._outlook(weight_bytes=here, coming_bytes=coming).room_bytes
+
+    def _outlook(self, *, weight_bytes: int = 0, coming_bytes: int = 0) -> MemoryOutlook:
+        """Now."""
+        held, budget, available = anonymous_bytes(), self._needs.memory_budget, host_available_bytes()
+        return MemoryOutlook(
+            held_bytes=held,
+            available_bytes=None if available is None else available // self._needs.num_processes,
+            # The budget is one of all that is resident, code that shows a file included.
+            budget_bytes=None if budget is None else max(budget - (level_bytes(_CPU) - held), 0),
+            weight_bytes=weight_bytes,
+            coming_bytes=coming_bytes,
+            activation_bytes=self._needs.activation_budget,
+        )
+
+
+def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+
+
+def _sizes_by_place(
+    movable: Sequence[SharedWeights], places: Mapping[str, tuple[str, nn.Module | None]]
+) -> Iterable[int]:
+    sizes: dict[tuple[str, nn.Module | None], int] = {}
+    for weights in movable:
+        place = places[weights.names[0]]
+        sizes[place] = sizes.get(place, 0) + weights.storage.nbytes()
+    return sizes.values()
