@@ -88,11 +88,25 @@ def model_builder(name: str, sequence: int) -> Callable[[], nn.Module]:
         try:
             model: nn.Module = instantiate(config.model, _convert_="all")
         except HydraException as error:
-            got = f"{escape_control(path)}: {error}"
-            raise CommandError("a model that can be built", got, "run it with recipes.train first") from error
+            raise _not_built(path, error) from error
         return model
 
     return build
+
+
+def _not_built(path: Path, error: HydraException) -> CommandError:
+    """With the innermost cause, because Hydra only names the class that it could not make."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    told = str(error).partition(", set env var")[0]  # to see the cause, which is told here
+    got = f"{escape_control(path)}: {told}"
+    if str(cause) not in told:
+        got += f"; {type(cause).__name__}: {cause}"
+    advice = "run it with recipes.train first"
+    if isinstance(cause, ModuleNotFoundError):
+        advice = "pip install -c constraints.txt '.[recipes]' in the checkout of lightning_ssd"
+    return CommandError("a model that can be built", got, advice)
 
 
 def _imported(name: str) -> Callable[[], nn.Module]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,26 @@ def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments: list[str],
     assert match in done.stderr
     assert "what to do" in done.stderr or "error: " in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "got", "advice"),
+    [
+        ("not_installed.Model", "ModuleNotFoundError: No module named 'not_installed'", "pip install -c constraints"),
+        ("builtins.int", "ValueError", "run it with recipes.train first"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused_with_the_cause(
+    target: str, got: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    (tmp_path / "conf" / "model" / "broken.yaml").write_text(f"_target_: {target}\n_args_: [no number]\n")
+    monkeypatch.chdir(tmp_path)
+    done = run("--model", "broken", *SIZES, "--hardware", "dgx_h100")
+    assert done.exit_code == 1
+    assert done.stderr.count(got) == 1
+    assert f"what to do  {advice}" in done.stderr
+    assert "HYDRA_FULL_ERROR" not in done.stderr
 
 
 def test_a_profile_without_a_rate_of_computing_is_refused(tmp_path: Path) -> None:
