@@ -211,6 +211,11 @@ def _notes(reports: Sequence[DirectoryReport], memory: dict[str, Any]) -> list[s
     places: dict[int, list[str]] = {}
     for report in reports:
         places.setdefault(os.stat(report.looked_at).st_dev, []).append(escape_control(report.path))
+        if report.looked_at != report.path:
+            where = f"the file system of {escape_control(report.looked_at)} ({escape_control(report.device)})"
+            notes.append(
+                f"{escape_control(report.path)} does not exist: is the drive mounted? Training would write to {where}"
+            )
         if report.kind == "overlay":
             notes.append(f"{escape_control(report.path)} lies on a container's overlay: mount a drive there if you can")
         if report.direct_io is False:
@@ -294,8 +299,7 @@ def _directory_lines(report: DirectoryReport) -> list[str]:
     for drive in report.drives:
         written = drive["written_bytes"]
         text = "" if written is None else f"{format_sizes(written, decimal=True)[0]} written so far, "
-        model = f" ({escape_control(drive['model'])})" if drive["model"] else ""
-        lines.append(f"drive {drive['name']}{model}: {text}{drive['percentage_used']} % of its life used")
+        lines.append(f"drive {drive['name']}: {text}{drive['percentage_used']} % of its life used")
     if report.endurance_unknown:
         lines.append(f"used life unknown: {report.endurance_unknown}")
     return lines

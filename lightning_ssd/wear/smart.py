@@ -110,7 +110,7 @@ def read_health(directory: str | os.PathLike[str], *, sysfs: Path = Path("/sys")
         try:
             written_bytes, percentage_used = parse_health(_ask(disk.name))
         except (OSError, subprocess.SubprocessError) as error:
-            reasons.append(f"the health of {disk.name} is not known: {error}")
+            reasons.append(f"{disk.name}: {error}")
         else:
             drives.append(
                 DriveHealth(name=disk.name, written_bytes=written_bytes, percentage_used=percentage_used, share=share)
@@ -145,7 +145,7 @@ def _ask(name: str) -> bytes:
     Its exit status says how the drive is, too; whether there is a log is told by what it prints alone.
     """
     if not name.startswith("nvme"):
-        raise StorageError("it is no NVMe drive")
+        raise StorageError("no NVMe drive")
     smartctl = shutil.which("smartctl")
     if smartctl is None:
         raise StorageError("smartctl, of smartmontools, is not installed")

@@ -14,6 +14,7 @@ from lightning_ssd.cli import doctor as doctor_module
 from lightning_ssd.cli import machine
 from lightning_ssd.cli.main import app
 from lightning_ssd.errors import BackendUnavailableError
+from lightning_ssd.wear.smart import DriveHealth, HealthReport
 from tests.support.patience import PATIENCE_S
 
 DEV_SHM = Path("/dev/shm")
@@ -73,6 +74,25 @@ def test_a_missing_directory_is_judged_by_where_it_would_be_made(spill_dir: Path
     assert facts["directories"][0]["looked_at"] == str(spill_dir)
     assert facts["problems"] == []
     assert not everything_below(spill_dir)
+
+
+def test_a_missing_directory_may_be_a_drive_that_is_not_mounted(spill_dir: Path) -> None:
+    missing, found = findings(spill_dir / "not" / "yet"), findings(spill_dir)
+    device = found["directories"][0]["device"]
+    note = (
+        f"{spill_dir / 'not' / 'yet'} does not exist: is the drive mounted? "
+        f"Training would write to the file system of {spill_dir} ({device})"
+    )
+    assert note in missing["notes"]
+    assert not [note for note in found["notes"] if "mounted" in note]
+
+
+def test_what_a_drive_tells_of_its_life_is_shown(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worn = DriveHealth(name="nvme0n1", written_bytes=2 * 10**12, percentage_used=3)
+    monkeypatch.setattr(doctor_module, "read_health", lambda directory: HealthReport((worn,), None))
+    done = run(spill_dir)
+    assert done.exit_code == 0, done.output
+    assert "drive nvme0n1: 2.00 TB written so far, 3 % of its life used" in done.stdout
 
 
 def test_two_directories_of_one_file_system_are_told_of(spill_dir: Path) -> None:

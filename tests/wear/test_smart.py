@@ -207,21 +207,19 @@ class TestWalk:
         system.mount(system.add_stack("md0", *disks, level="raid5"))
         report = system.read()
         assert [drive.name for drive in report.drives] == ["nvme0n1"]
-        assert report.reason == (
-            f"the health of nvme1n1 is not known: {denied}; the health of sda is not known: it is no NVMe drive"
-        )
+        assert report.reason == (f"nvme1n1: {denied}; sda: no NVMe drive")
 
 
 class TestReasons:
     def test_another_kind_of_drive_is_not_asked(self, system: FakeSystem) -> None:
         system.mount(system.add_disk("vda"))
-        assert system.read() == smart.HealthReport((), "the health of vda is not known: it is no NVMe drive")
+        assert system.read() == smart.HealthReport((), "vda: no NVMe drive")
         assert system.asked == []
 
     def test_no_smartctl(self, system: FakeSystem, monkeypatch: pytest.MonkeyPatch) -> None:
         system.mount(system.add_disk("nvme0n1"))
         monkeypatch.setenv("PATH", str(system.root))
-        reason = "the health of nvme0n1 is not known: smartctl, of smartmontools, is not installed"
+        reason = "nvme0n1: smartctl, of smartmontools, is not installed"
         assert system.read() == smart.HealthReport((), reason)
 
     def test_a_smartctl_that_prints_no_json(self, system: FakeSystem) -> None:
@@ -236,7 +234,7 @@ class TestReasons:
         system.mount(system.add_disk("nvme0n1"))
         report = system.read()
         assert report.drives == ()
-        assert f"the health of nvme0n1 is not known: {refused_by_system.value}" == report.reason
+        assert f"nvme0n1: {refused_by_system.value}" == report.reason
 
     def test_a_drive_that_hangs(self, system: FakeSystem, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(smart, "_TIMEOUT_S", 0.2)
