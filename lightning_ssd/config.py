@@ -90,9 +90,9 @@ class OffloadPolicy:
     """What is moved, and how much slower a step may get for it. Every default works without a thought."""
 
     activations: Literal["auto", "offload", "keep", "recompute", "recompute_offload"] = "auto"
-    """Saved activations: "auto" profiles the first step of each shape and plans (keep, move or recompute), "offload"
-    moves all that is at least ``min_tensor_bytes`` large, "keep" moves nothing and only counts, "recompute" recomputes
-    each block in backward and keeps the blocks' inputs, "recompute_offload" does so and moves the inputs."""
+    """Saved activations: "auto" profiles one of the first steps of each shape and plans (keep, move or recompute),
+    "offload" moves all that is at least ``min_tensor_bytes`` large, "keep" moves nothing and only counts, "recompute"
+    recomputes each block in backward and keeps the blocks' inputs, "recompute_offload" does so and moves the inputs."""
 
     parameters: Literal["keep", "offload", "auto"] = "keep"
     """Weights: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on

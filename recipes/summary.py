@@ -107,7 +107,7 @@ class RunSummary:
         ]
         if self.counted:
             parts += [
-                f"saved activations: {self.resident_peak_bytes / _MIB:,.0f} MiB in memory at most, "
+                f"saved activations: {self.resident_peak_bytes / _MIB:,.0f} MiB in memory at most after the warm-up, "
                 f"{self.saved_peak_bytes / _MIB:,.0f} MiB without offloading",
                 f"per step {self.written_bytes_per_step / _MIB:,.0f} MiB written, "
                 f"{self.read_bytes_per_step / _MIB:,.0f} MiB read, {self.stall_s_per_step:.3f} s stalled",

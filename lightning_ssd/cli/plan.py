@@ -318,7 +318,8 @@ def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
     room = task.described.machine.device_memory_gb
     if room is not None:
         notes.append(
-            f"'in all' adds weights, gradients and AdamW's states, not temporaries; ! marks more than {room:.3g} GB."
+            "'in all' adds weights, gradients and AdamW's states, not temporaries; ! marks more than "
+            f"{room * _GB / _GIB:.3g} GiB."
         )
     if task.described.machine.link_gb_per_s is None:
         notes.append("On a CPU moving also takes time to map memory anew, which is not in these numbers.")
