@@ -14,7 +14,8 @@ _DECIMAL = (("TB", 10**12, 2), ("GB", 10**9, 2), ("MB", 10**6, 1))
 def format_sizes(*sizes: float, decimal: bool = False) -> list[str]:
     """Sizes of one sentence, in one unit, so that they can be compared at a glance.
 
-    The largest one chooses the unit. One that would be told as nothing gets two digits that say something.
+    The largest one chooses the unit, which has the same digits for all. One that they would tell as nothing is told as
+    less than their last one: ``<0.01 GiB``.
 
     Args:
         sizes: in bytes.
@@ -26,7 +27,8 @@ def format_sizes(*sizes: float, decimal: bool = False) -> list[str]:
 
 
 def _number(value: float, digits: int) -> str:
-    return f"{value:.2g}" if 0 < value < 0.95 / 10**digits else f"{value:,.{digits}f}"
+    least = 1 / 10**digits
+    return f"<{least:g}" if 0 < value < least / 2 else f"{value:,.{digits}f}"
 
 
 def format_size(nbytes: int) -> str:

@@ -166,7 +166,7 @@ def _wear(report: RunReport) -> str:
     told = (
         "The drives' ratings are not known" if days is None else f"At this rate a drive's rating lasts {days:,.0f} days"
     )
-    return f"<p>{format_sizes(written * 1e12, decimal=True)[0]} written so far. {told}.</p>"
+    return f"<p>{escape(format_sizes(written * 1e12, decimal=True)[0])} written so far. {told}.</p>"
 
 
 def _settings(report: RunReport) -> str:

@@ -70,7 +70,9 @@ class PlanReport:
     def _refused(self) -> str:
         if self.allowed_bytes_per_day is None or not self.refused_bytes_per_day:
             return ""
-        allowed, needed = format_sizes(self.allowed_bytes_per_day, self.refused_bytes_per_day, decimal=True)
+        # Each in a unit of its own: they may be far apart, and the smaller one is the setting.
+        (allowed,) = format_sizes(self.allowed_bytes_per_day, decimal=True)
+        (needed,) = format_sizes(self.refused_bytes_per_day, decimal=True)
         return (
             f" Nothing is written to the drives, because wear_budget allows this process {allowed} per day and the "
             f"plan would need {needed} per day."

@@ -130,7 +130,7 @@ def test_both_peaks_are_told_in_one_unit() -> None:
     comparison.add(PLAN, replace(ONE, peak_bytes=3 << 20))
     report = comparison.report(1)
     assert report is not None
-    assert "2.00 GiB predicted, 0.0029 GiB measured (-100 %); 1 pass, 1 plan." in report.text()
+    assert "2.00 GiB predicted, <0.01 GiB measured (-100 %); 1 pass, 1 plan." in report.text()
 
 
 def test_a_wear_budget_that_lets_nothing_move_is_told_of() -> None:
@@ -144,6 +144,14 @@ def test_a_wear_budget_that_lets_nothing_move_is_told_of() -> None:
         "1 plan. Nothing is written to the drives, because wear_budget allows this process 0.50 TB per day and the "
         "plan would need 8.64 TB per day."
     )
+
+
+def test_a_wear_budget_is_told_even_if_it_is_a_small_part() -> None:
+    comparison = Comparison(wear_bytes_per_day=2_000_000)
+    comparison.add(replace(PLAN, plan=replace(PLAN.plan, refused_bytes=100_000_000)), ONE)
+    report = comparison.report(1)
+    assert report is not None
+    assert "allows this process 2.0 MB per day and the plan would need 8.64 TB per day" in report.text()
 
 
 def test_a_wear_budget_that_is_not_in_the_way_is_not_told_of() -> None:

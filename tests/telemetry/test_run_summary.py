@@ -133,8 +133,8 @@ def test_what_went_into_host_memory_is_no_write_to_a_drive():
 
 def test_each_sentence_has_one_unit():
     text = summarize_run(run(stats=replace(STATS, bytes_forwarded=5 << 20, resident_peak_bytes=1 << 20), metrics={}))
-    assert "at most 0.00098 GiB resident of 3.00 GiB that" in text
-    assert "12.00 GiB written, 11.00 GiB read, 0.0049 GiB taken back" in text
+    assert "at most <0.01 GiB resident of 3.00 GiB that" in text
+    assert "12.00 GiB written, 11.00 GiB read, <0.01 GiB taken back" in text
     assert "MiB" not in text
     small = OffloadStats(
         bytes_saved=9 << 20, bytes_written=3 << 20, saved_peak_bytes=9 << 20, resident_peak_bytes=1 << 19
