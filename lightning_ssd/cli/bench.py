@@ -285,5 +285,6 @@ def _write_profile(file: Path, hardware: HardwareProfile, found: Measured) -> No
     file.write_text(hardware_yaml(file.stem, hardware, machine, comment=comment), encoding="utf-8")
     console().print(
         f"\nWrote {escape_control(file)}. In conf/hardware it is chosen by hardware={file.stem}; complete "
-        "hardware.drive_endurance from the drives' data sheet."
+        "hardware.drive_endurance from the drives' data sheet and, for `lightning-ssd plan`, "
+        "machine.device_peak_tflops."
     )

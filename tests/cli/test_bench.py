@@ -149,6 +149,7 @@ def test_a_profile_is_an_option_of_hardware(conf: Schema, spill_dir: Path) -> No
     directory.mkdir()
     done = run(directory, "--size", "32MiB", "--write", conf.config_dir / "hardware" / "mine.yaml")
     assert done.exit_code == 0, done.output
+    assert "for `lightning-ssd plan`, machine.device_peak_tflops" in done.output
     config, choices = conf.compose(["hardware=mine", f"output_dir={spill_dir}", "hardware.host_memory=1GiB"])
     assert choices["hardware"] == "mine"
     conf.check_config(config)
