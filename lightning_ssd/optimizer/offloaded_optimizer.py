@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.optimizer.checkpoint.gather import full_nbytes, full_states
-from lightning_ssd.optimizer.checkpoint.saving import saved_states
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
+from lightning_ssd.optimizer.checkpoint.state_dict import saved_states
 from lightning_ssd.optimizer.live_states import LiveStates
 from lightning_ssd.optimizer.paged_states import PagedStates, Visit
 from lightning_ssd.optimizer.step.coupling import refuse_coupling, refuse_differentiable, refuse_own_step

@@ -176,7 +176,9 @@ def test_a_load_is_complete_or_incomplete_or_has_not_begun(spill_dir: Path) -> N
 
 def test_a_state_dict_that_is_interrupted_leaves_the_hooks(spill_dir: Path) -> None:
     pair = Pair(adamw, ((64, 40),) * 3)
-    points = PointsIn("optimizer/checkpoint/saving.py", "optimizer/step/stepper.py", "optimizer/offloaded_optimizer.py")
+    points = PointsIn(
+        "optimizer/checkpoint/state_dict.py", "optimizer/step/stepper.py", "optimizer/offloaded_optimizer.py"
+    )
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
         optimizer.register_state_dict_post_hook(lambda optimizer, saved: {**saved, "mark": 1})
         pair.step(optimizer)
