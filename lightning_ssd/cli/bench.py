@@ -16,8 +16,8 @@ import torch
 import typer
 from rich.table import Table
 
-from lightning_ssd.cli.hardware_yaml import hardware_yaml
 from lightning_ssd.cli.output import CommandError, console, reported_errors
+from lightning_ssd.cli.write_hardware import hardware_yaml
 from lightning_ssd.common.formatting import escape_control, format_sizes
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.tensors import Region

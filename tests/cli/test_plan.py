@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 import lightning_ssd
 from lightning_ssd import HardwareProfile
-from lightning_ssd.cli.hardware_yaml import hardware_yaml
 from lightning_ssd.cli.main import app
+from lightning_ssd.cli.write_hardware import hardware_yaml
 from lightning_ssd.planning.machine_profile import MachineProfile
 from tests.support.patience import PATIENCE_S
 
