@@ -20,9 +20,12 @@ the same program raises without us.
 
 from __future__ import annotations
 
+import errno
+import os
 import traceback
 
 __all__ = [
+    "FULL_ERRNOS",
     "BackendUnavailableError",
     "BudgetError",
     "ConfigError",
@@ -34,8 +37,12 @@ __all__ = [
     "ShortTransferError",
     "StorageError",
     "UnsuitablePathError",
+    "as_storage_error",
     "forget_frames",
 ]
+
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What the system says where a file system, or a user's part of it, is full."""
 
 
 class OffloadError(Exception):
@@ -87,6 +94,12 @@ class BackendUnavailableError(OffloadError):
 
 class OffloaderClosedError(OffloadError, RuntimeError):
     """The offloader was used before ``open`` or after ``close``."""
+
+
+def as_storage_error(error: OSError, what: str) -> StorageError:
+    """Turn a system error into ours; ``what`` says what was tried, on which path, offset and length."""
+    kind = OutOfSpaceError if error.errno in FULL_ERRNOS else StorageError
+    return kind(error.errno, f"{what}: {os.strerror(error.errno or 0)}")
 
 
 def forget_frames(error: BaseException) -> None:

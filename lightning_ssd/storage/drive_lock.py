@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.errors import OffloaderClosedError, StorageError, as_storage_error
 from lightning_ssd.storage.directories import open_private
-from lightning_ssd.storage.spill_file import as_storage_error
 
 __all__ = ["DriveLock"]
 

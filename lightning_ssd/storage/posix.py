@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from lightning_ssd.common.profiling import spanned
 from lightning_ssd.common.tensors import Region
-from lightning_ssd.errors import ShortTransferError, StorageError
+from lightning_ssd.errors import ShortTransferError, StorageError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.filesystem import DirectAlignment, direct_alignment
-from lightning_ssd.storage.spill_file import Arena, as_storage_error
+from lightning_ssd.storage.spill_file import Arena
 
 __all__ = ["PosixBackend"]
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_ssd.errors import OffloaderClosedError, OutOfSpaceError, StorageError
+from lightning_ssd.errors import FULL_ERRNOS, OffloaderClosedError, OutOfSpaceError, StorageError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.directories import MAX_VANISHED, open_private
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
@@ -30,19 +30,12 @@ SPACE_ADVICE = "Free space there, or name other directories in HardwareProfile(p
 _FIRST_GROWTH_BYTES = 64 << 20
 _MAX_GROWTH_BYTES = 4 << 30
 _RETRY_AFTER_S = 5.0
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
 
 _fallocate: Any = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-
-
-def as_storage_error(error: OSError, what: str) -> StorageError:
-    """Turn a system error into ours; ``what`` says what was tried, on which path, offset and length."""
-    kind = OutOfSpaceError if error.errno in _FULL else StorageError
-    return kind(error.errno, f"{what}: {os.strerror(error.errno or 0)}")
 
 
 class Arena:
@@ -293,7 +286,7 @@ class Arena:
         except OSError as error:
             # A refused reservation may have been granted in part.
             os.ftruncate(self._fd, size)
-            if error.errno in _FULL:
+            if error.errno in FULL_ERRNOS:
                 return False
             raise as_storage_error(error, f"cannot grow the spill file in {self.path} by {nbytes:,} bytes") from error
         return True
