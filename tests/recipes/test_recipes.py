@@ -84,6 +84,7 @@ def test_a_summary_is_a_line_and_a_file(tmp_path: Path) -> None:
     line = summary().line()
     for part in ("model=gpt offload=ssd", "2.500000 after 2", "1.50 s", "100 MiB above", "20 MiB in", "70 MiB written"):
         assert part in line
+    assert "20 MiB in memory at most after the warm-up, " in line
     assert "saved activations" not in summary(counted=False).line()
 
 
