@@ -236,8 +236,8 @@ def _open_device_weights(stack: ExitStack, policy: OffloadPolicy, environment: E
     sampler = Sampler(policy.verify)
     ssd = SsdTier(backend, mover, directories, events=environment.events, sampler=sampler, first=environment.local_rank)
     stack.callback(ssd.close)
-    tiers = WeightTiers(ssd, _open_host(stack, environment), environment.copies)
-    weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes, device=environment.device.type)
+    tiers = WeightTiers(environment.device, ssd, _open_host(stack, environment), environment.copies)
+    weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes)
     stack.callback(weights.close)
     return weights
 

@@ -313,6 +313,24 @@ class Offloader:
         if self._parts.weights is not None:
             self._parts.weights.tell()
 
+    def move_in(self, module: torch.nn.Module) -> None:
+        """Before a module is moved to a device: weights that are going to wait are moved one by one, and wait from then
+        on, so that the device need not hold all of them. Does nothing where none wait.
+
+        Raises:
+            StorageError: weights cannot be written.
+        """
+        self._opened()
+        if self._parts.weights is not None:
+            self._parts.weights.move_in(module)
+
+    def host_copies(self) -> AbstractContextManager[None]:
+        """Around ``module.state_dict()``, for a checkpoint: weights that wait away from a device come as copies in
+        memory of the host, since the device need not have room for all of them.
+        """
+        weights = self._parts.weights
+        return nullcontext() if weights is None else weights.host_copies()
+
     def send_out_weights(self) -> None:
         """Take weights out of memory that something has touched outside of the model's forward and backward, such as
         saving them. Each :meth:`end_backward` does so, too.

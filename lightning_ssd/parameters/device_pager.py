@@ -326,6 +326,13 @@ class DevicePager(Pager[DeviceMemory]):
         if refusal is not None:
             raise refusal
 
+    def close(self) -> None:
+        super().close()
+        left = {weight.memory.key.cdata: unit for unit in self.units for weight in unit.weights}
+        if left:
+            self.by_storage = left
+            _guarding_lost_weights.append(self)
+
     def release(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
         """Bring a weight back for good.
 
@@ -366,6 +373,10 @@ class DevicePager(Pager[DeviceMemory]):
         with self._lock:
             if weight.memory.send_out():
                 self._count(-weight.memory.nbytes)
+
+
+_guarding_lost_weights: list[DevicePager] = []
+"""Closed without some weights: who uses these is refused as long as the process lives."""
 
 
 class SavedDeviceWeight:

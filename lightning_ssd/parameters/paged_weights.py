@@ -13,7 +13,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic
 
@@ -129,6 +129,17 @@ class PagedWeights(ABC, Generic[Memory]):
         """Why a weight that would wait has to stay in memory; ``None``: it can wait."""
         return why_it_stays(weights)
 
+    def _must_return(self, place: _Place) -> bool:
+        """Whether what was taken over while the model was built cannot wait in this place."""
+        return False
+
+    def move_in(self, module: nn.Module) -> None:
+        """Move weights that will wait to where they are used; whoever moves all of a module does so before."""
+
+    def host_copies(self) -> AbstractContextManager[None]:
+        """While it is entered, ``weight.detach()`` may give a copy in memory of the host: for a checkpoint."""
+        return nullcontext()
+
     def _staying(self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, _Place]) -> frozenset[str]:
         """First names of those that could wait and stay."""
         if self._residents is None:
@@ -153,7 +164,7 @@ class PagedWeights(ABC, Generic[Memory]):
         for weights in found:
             is_taken = self.pager.find(weights.storage) is not None
             waits = self._may_wait(weights) and weights.names[0] not in staying
-            if is_taken and not waits:
+            if is_taken and (not waits or self._must_return(places[weights.names[0]])):
                 trained.append(weights)
             elif not is_taken and waits:
                 reason = self._why_it_stays(weights, places[weights.names[0]])
