@@ -62,6 +62,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     def _why_it_stays(self, weights: SharedWeights, place: tuple[str, nn.Module | None]) -> str | None:
         if any(type(tensor) is not nn.Parameter for tensor in weights.tensors):
             return "it is no plain torch.nn.Parameter"
+        if any(tensor.is_inference() for tensor in weights.tensors):
+            return "it was made in inference mode, where edits are not counted"
         if place[1] is None and self._building is None:
             return "its forward is compiled as a whole; compile each block instead (block.compile())"
         return super()._why_it_stays(weights, place)

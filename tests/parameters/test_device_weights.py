@@ -443,6 +443,35 @@ def test_a_weight_that_cannot_be_written_stays(opened: Callable[..., Offloader])
     assert same(train(model), train(plain))
 
 
+def test_a_changed_weight_that_cannot_be_written_stays(opened: Callable[..., Offloader]) -> None:
+    failing = [False]
+
+    def change(model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(1.5)
+
+    plain, model = built(), built()
+    offloader = opened(
+        model, _wrap_backend=lambda inner: FaultyBackend(inner, fail_write=lambda call: eio() if failing[0] else None)
+    )
+    failing[0] = True
+    with pytest.warns(UserWarning, match=r"weight blocks\.1\.up\.weight was changed and cannot be written") as told:
+        assert same(train(model, offloader, between=change), train(plain, between=change))
+    assert len(told) == 1
+    assert "blocks.1.up.weight" not in away(model)
+    assert equal_weights(model, plain)
+
+
+def test_what_was_made_in_inference_mode_stays(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    with torch.inference_mode():
+        model.blocks[0].up.weight = nn.Parameter(model.blocks[0].up.weight.clone(), requires_grad=False)
+    with pytest.warns(UserWarning, match="it was made in inference mode"):
+        opened(model)
+    with torch.no_grad():
+        assert torch.equal(model(next(batches(1))), plain(next(batches(1))))
+
+
 def test_a_weight_that_does_not_come_back_at_the_end_is_an_error(spill_dir: Path) -> None:
     failing = [False]
 
