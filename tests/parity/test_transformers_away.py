@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", reason="the models are those 
 
 pytestmark = [
     pytest.mark.usefixtures("many_subgroups"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated"),
 ]
 
 WORDS, WIDTH, HEADS, LENGTH = 97, 64, 4, 48
