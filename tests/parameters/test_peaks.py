@@ -82,7 +82,9 @@ class Watched:
         self.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", pytest.param("offload", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "activations", ["recompute", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("keep", "offload"))]
+)
 def test_two_units_of_weights_and_of_gradients_are_in_memory_at_a_time(activations: str, spill_dir: Path) -> None:
     with all_away(spill_dir, activations=activations) as offloader:
         watched = Watched(offloader, spill_dir)
