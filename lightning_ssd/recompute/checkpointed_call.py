@@ -268,7 +268,7 @@ class _Call:
             # Most often that of the checkpoint, which needs no more.
             if error not in stops or not isinstance(error, Exception):
                 again.drop()
-                if _is_ours(error) or not isinstance(error, Exception):
+                if not isinstance(error, Exception) or _is_ours(error):
                     raise
                 reason = f"its forward raised {type(error).__name__}: {error}"
                 raise self._block.refuse(self._module, reason) from error
