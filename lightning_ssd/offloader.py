@@ -386,6 +386,7 @@ class Offloader:
             BudgetError: on entry: a budget of the policy cannot be kept by any plan for this model and batch.
         """
         current = self._opened().new_pass(signature)
+        self._parts.parameters.begin_pass()
         current.keep_until_over(self)  # so that nobody closes us meanwhile
         return current
 

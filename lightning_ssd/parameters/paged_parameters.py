@@ -76,6 +76,11 @@ class PagedParameters:
         if self.gradients is not None:
             self.gradients.send_out()
 
+    def begin_pass(self) -> None:
+        """A forward begins: what ``zero_grad(set_to_none=False)`` has touched leaves."""
+        if self.gradients is not None:
+            self.gradients.send_out()
+
     def border(self) -> None:
         """A backward is over.
 

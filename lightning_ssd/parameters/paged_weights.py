@@ -371,8 +371,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
                 mapped.forget()
                 return
             self.pager.add(place, Weight(weights.names, mapped))
-            for tensor in weights.tensors:
-                tensor.data = TensorSpec.of(tensor).view(storage)
+            _show(weights, storage)
         self._taken_bytes += mapped.nbytes
         if self._taken_bytes >= _TRIM_BYTES:
             self._taken_bytes = 0
@@ -383,8 +382,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         ordinary = torch.empty(0, dtype=torch.uint8).set_(weights.storage).clone().untyped_storage()
         with self._exchange:
             if not stop.has_come() and why_it_stays(weights) is None:
-                for tensor in weights.tensors:
-                    tensor.data = TensorSpec.of(tensor).view(ordinary)
+                _show(weights, ordinary)
 
     def close(self) -> None:
         """Nothing is brought in or sent out any more. Weights stay what they are: memory that the system fills from the
@@ -405,6 +403,13 @@ class MappedWeights(PagedWeights[MappedStorage]):
                 weight.memory.make_private()
             for unit in self.pager.units:
                 unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
+
+
+def _show(weights: SharedWeights, storage: torch.UntypedStorage) -> None:
+    """Exchange the memory of weights. Those made in inference mode take none but of their kind."""
+    for tensor in weights.tensors:
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.data = TensorSpec.of(tensor).view(storage)
 
 
 class _Stop:
