@@ -9,7 +9,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +24,8 @@ from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.device_weights import DeviceWeights, WeightTiers
 from lightning_ssd.parameters.paged_gradients import PagedGradients
-from lightning_ssd.parameters.paged_weights import MappedWeights, PagedWeights
+from lightning_ssd.parameters.paged_parameters import PagedParameters
+from lightning_ssd.parameters.paged_weights import MappedWeights
 from lightning_ssd.parameters.residents import Needs, Residents
 from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
@@ -71,10 +71,7 @@ class Components:
     wear: WearMeter | None = None
     scheduler: Scheduler | None = None
     heap_policy: HeapPolicy = field(default_factory=HeapPolicy)
-    weights: PagedWeights[Any] | None = None
-    gradients: PagedGradients | None = None
-    weight_files: WeightFiles | None = None
-    """Of weights and of gradients."""
+    parameters: PagedParameters = field(default_factory=PagedParameters)
 
 
 NOTHING = Components(description="closed")
@@ -195,7 +192,8 @@ def _with_parameters(
         return parts
     _refuse_parameters(policy, environment)
     if _is_device(environment):
-        return replace(parts, weights=_open_device_weights(stack, policy, environment))
+        on_device = PagedParameters(_open_device_weights(stack, policy, environment))
+        return replace(parts, parameters=on_device, wear=parts.wear or open_wear_meter(environment))
     backend, directories, _ = _open_directories(stack, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank)
     stack.callback(files.close)
@@ -222,7 +220,7 @@ def _with_parameters(
         if policy.gradients == "offload":
             threshold.fix()  # what is freed while the model is built is given back, too
     wear = parts.wear or open_wear_meter(environment)
-    return replace(parts, weights=weights, gradients=gradients, weight_files=files, wear=wear)
+    return replace(parts, parameters=PagedParameters(weights, gradients, files), wear=wear)
 
 
 def _is_device(environment: Environment) -> bool:
@@ -236,8 +234,8 @@ def _open_device_weights(stack: ExitStack, policy: OffloadPolicy, environment: E
     sampler = Sampler(policy.verify)
     ssd = SsdTier(backend, mover, directories, events=environment.events, sampler=sampler, first=environment.local_rank)
     stack.callback(ssd.close)
-    tiers = WeightTiers(ssd, _open_host(stack, environment), environment.copies)
-    weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes, device=environment.device.type)
+    tiers = WeightTiers(environment.device, ssd, _open_host(stack, environment), environment.copies)
+    weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes)
     stack.callback(weights.close)
     return weights
 

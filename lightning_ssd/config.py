@@ -97,8 +97,8 @@ class OffloadPolicy:
     parameters: Literal["keep", "offload", "auto"] = "keep"
     """Weights: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
     SSD between its uses: those that are not trained (``requires_grad=False``), and with ``optimizer_states="offload"``
-    the trained ones, too. "auto" lets only as many of these wait as memory lacks when the model is registered. On a
-    CPU only, so far."""
+    the trained ones, too. "auto" lets only as many of these wait as memory lacks when the model is registered; so far
+    on a CPU. On a GPU, "offload" is for weights that are not trained."""
 
     gradients: Literal["keep", "offload", "auto"] = "keep"
     """Gradients: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on

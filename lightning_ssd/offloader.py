@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -30,8 +29,6 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.memory.readings import read_memory
 from lightning_ssd.optimizer.offloaded_optimizer import NO_OPTIMIZER, OffloadedOptimizer
-from lightning_ssd.parameters.paged_gradients import PagedGradients
-from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.planning.plan import Machine
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.recompute.block_discovery import find_blocks
@@ -176,7 +173,7 @@ class Offloader:
             scheduler=parts.scheduler,
             recompute=self.policy.activations in ("recompute", "recompute_offload"),
             heap_policy=parts.heap_policy,
-            weights=None if parts.weights is None else parts.weights.pager,
+            weights=parts.parameters.pager,
         )
         stack.callback(self._cache.close)
         self._last_stats = self._sampled = OffloadStats()
@@ -270,7 +267,7 @@ class Offloader:
         trained come back to memory in :meth:`register_module`, which has to follow.
         """
         self._opened()
-        return nullcontext() if self._parts.weights is None else self._parts.weights.streamed_init()
+        return self._parts.parameters.streamed_init()
 
     def register_module(self, module: torch.nn.Module) -> None:
         """Parameters and buffers of ``module`` are no saved activations, whatever view of them autograd saves.
@@ -293,10 +290,7 @@ class Offloader:
                 f"{type(module).__name__} is on a GPU, and this Offloader was opened for the CPU, so that nothing "
                 "would move; allowed: Offloader(device=next(model.parameters()).device), or open(model)"
             )
-        if self._parts.weights is not None:
-            self._parts.weights.register_module(module)  # before stand-ins of others: what repeats a forward tells, too
-        if self._parts.gradients is not None:
-            self._parts.gradients.register_module(module)
+        self._parts.parameters.register_module(module)  # before stand-ins of others: what repeats a forward tells, too
         if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
             classes = self.policy.recomputable_classes
             blocks = find_blocks(module, classes or ())
@@ -310,18 +304,30 @@ class Offloader:
                     "would recompute; name their classes in OffloadPolicy.recompute_modules, or use 'offload'"
                 )
         cache.parameters.register_module(module)
-        if self._parts.weights is not None:
-            self._parts.weights.tell()
+        self._parts.parameters.tell()
+
+    def move_in(self, module: torch.nn.Module) -> None:
+        """Before a module is moved to a device: weights that are going to wait are moved one by one, and wait from then
+        on, so that the device need not hold all of them. Does nothing where none wait.
+
+        Raises:
+            StorageError: weights cannot be written.
+        """
+        self._opened()
+        self._parts.parameters.move_in(module)
+
+    def host_copies(self) -> AbstractContextManager[None]:
+        """Around ``module.state_dict()``, for a checkpoint: weights that wait away from a device come as copies in
+        memory of the host, since the device need not have room for all of them.
+        """
+        return self._parts.parameters.host_copies()
 
     def send_out_weights(self) -> None:
         """Take weights out of memory that something has touched outside of the model's forward and backward, such as
         saving them. Each :meth:`end_backward` does so, too.
         """
         if not self._is_foreign:
-            if self._parts.weights is not None:
-                self._parts.weights.pager.border()
-            if self._parts.gradients is not None:
-                self._parts.gradients.send_out()
+            self._parts.parameters.send_out()
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let the states of ``optimizer`` wait on SSD. Where the policy keeps them, or it has no parameters, it
@@ -354,7 +360,7 @@ class Offloader:
                 files,
                 master_weights=self.policy.master_weights,
                 events=self._events,
-                after_update=partial(_updated, self._parts.weights, self._parts.gradients),
+                after_update=self._parts.parameters.updated,
             )
             resources.callback(offloaded.close)
         except BaseException:
@@ -380,6 +386,7 @@ class Offloader:
             BudgetError: on entry: a budget of the policy cannot be kept by any plan for this model and batch.
         """
         current = self._opened().new_pass(signature)
+        self._parts.parameters.begin_pass()
         current.keep_until_over(self)  # so that nobody closes us meanwhile
         return current
 
@@ -396,9 +403,7 @@ class Offloader:
         if self._recorder is not None:
             self._recorder.sized(gradient_bytes=cache.parameters.gradient_bytes)
         cache.end_backward()
-        self.send_out_weights()
-        if self._parts.weight_files is not None and self._parts.weight_files.are_used:
-            self._parts.weight_files.look_for_losses()
+        self._parts.parameters.border()
         if self._parts.reload is not None:
             self._parts.reload.release()
         self._parts.heap_policy.border()
@@ -450,12 +455,12 @@ class Offloader:
     def _snapshot(self) -> OffloadStats:
         if self._cache is None or self._is_foreign:
             return self._last_stats
-        ssd, weights = self._parts.tiers.ssd, self._parts.weights
+        ssd = self._parts.tiers.ssd
         if ssd is None:
             stats = self._cache.snapshot(disk_bytes=0, busy_s=(0.0, 0.0), num_retries=0)
         else:
             stats = self._cache.snapshot(disk_bytes=ssd.disk_bytes, busy_s=ssd.busy_s, num_retries=ssd.num_retries)
-        return stats if weights is None else stats.with_weights(weights.stats)
+        return self._parts.parameters.added_to(stats)
 
     def begin_record(self, step: int = 0, *, expected_s: float = 1.0, optimizers: Iterable[Optimizer] = ()) -> bool:
         """Record from now on what is in memory, what moves and who waits, until :meth:`end_record`. One step at a time.
@@ -510,8 +515,7 @@ class Offloader:
     def reset_peaks(self) -> None:
         """Start the peaks anew at what is in memory now."""
         self._opened().reset_peaks()
-        if self._parts.weights is not None:
-            self._parts.weights.reset_peak()
+        self._parts.parameters.reset_peak()
 
     @property
     def plan_report(self) -> PlanReport | None:
@@ -558,16 +562,6 @@ class Offloader:
             host_tier_bytes=host.memory_bytes if isinstance(host, HostTier) and not self._is_foreign else None,
             num_drives=self._num_drives,
         )
-
-
-def _updated(
-    weights: PagedWeights[Any] | None, gradients: PagedGradients | None, parameters: Sequence[torch.Tensor]
-) -> None:
-    """An optimizer is done with some parameters."""
-    if weights is not None:
-        weights.pager.updated(parameters)
-    if gradients is not None:
-        gradients.updated(parameters)
 
 
 def _state_bytes(optimizers: Iterable[Optimizer]) -> int:

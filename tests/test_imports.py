@@ -43,7 +43,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "offloader": {
         *("errors", "common", "planning", "config", "memory", "telemetry", "storage", "wear", "tiers", "scheduling"),
-        *("recompute", "parameters", "activations", "optimizer", "_environment", "_assembly"),
+        *("recompute", "activations", "optimizer", "_environment", "_assembly"),
     },
     "reports": {"errors", "common", "telemetry"},
     "monitor": {"config", "memory", "telemetry", "offloader", "reports"},

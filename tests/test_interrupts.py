@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(450)  # dozens of trainings in one child
 
-_KINDS = ("offload", "budget", "states", "recompute", "plan", "surgery")
+_KINDS = ("offload", "budget", "states", "everything", "recompute", "plan", "surgery")
 _SOON_S = 20.0
 """5 on a machine that does nothing else."""
 
@@ -67,12 +67,21 @@ def test_interrupts_at_each_point(kind: str, interrupted: Interrupted) -> None:
     assert interrupted("tracer", "--kinds", kind, timeout_s=3600)["interrupted"] > 400
 
 
-@pytest.mark.parametrize("how", ["trainer", "fabric", "ddp"])
-def test_a_loop_of_lightning_ends_soon(how: str, spill_dir: Path, forks: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("how", "more"),
+    [
+        ("trainer", "states"),
+        ("fabric", "states"),
+        ("ddp", "states"),
+        ("trainer", "everything"),
+        ("fabric", "everything"),
+    ],
+)
+def test_a_loop_of_lightning_ends_soon(how: str, more: str, spill_dir: Path, forks: list[str]) -> None:
     """The signal goes to all processes of the run, as from a terminal."""
     # Lightning kills the other process at once, which as a fork would hear of the signal a moment too late to clean up.
     begin = [sys.executable] if how == "ddp" else forks
-    command = [*begin, "-m", "tests.support.interrupted_loops", how, str(spill_dir)]
+    command = [*begin, "-m", "tests.support.interrupted_loops", how, str(spill_dir), more]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert run.stdout is not None

@@ -114,6 +114,8 @@ class DeviceMemory:
     def end_use(self) -> None:
         """Of :meth:`begin_use`."""
         self.num_users = max(self.num_users - 1, 0)
+        if self._kept is not None and len(self.tensors) == len(self._tensors):
+            self._kept = None  # no parameter has got another storage
         self.close_door()
 
     def close_door(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.common.accelerators import accelerator_of
+from lightning_ssd.common.accelerators import accelerator_of, is_capturing
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
 from lightning_ssd.common.tensors import TensorSpec, storage_of
 from lightning_ssd.common.waiting import Latch
@@ -42,11 +42,16 @@ class DevicePager(Pager[DeviceMemory]):
         self._staying: set[int] = set()
         """Units that hooks of somebody else may hold until the backward is over."""
         self._hooks_before: dict[int, int] = {}
-        self._shows_host_copies = False
+        self._shows_host_copies = self._has_warned = False
 
     # -- doors -----------------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit[DeviceMemory]) -> None:
+        if unit.weights and not self.is_closed and is_capturing():
+            raise ConfigError(
+                f"a CUDA graph captures the forward of {unit.name or 'the model'}, whose weights wait between "
+                "their uses and come back to other addresses; set OffloadPolicy.parameters='keep', or capture no graph"
+            )
         super().enter(unit)
         if self.is_closed:
             return
@@ -210,6 +215,13 @@ class DevicePager(Pager[DeviceMemory]):
         for unit, weight in places:
             if weight.memory.is_trained:
                 self.release(unit, weight)
+            elif weight.memory.error is not None and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"weight {', '.join(weight.names)} was changed and cannot be written ({weight.memory.error}); it "
+                    "stays in memory, as do others like it, and results are not affected",
+                    stacklevel=4,
+                )
         super().border()
 
     def _request(self, unit: Unit[DeviceMemory]) -> Latch | None:
@@ -326,6 +338,13 @@ class DevicePager(Pager[DeviceMemory]):
         if refusal is not None:
             raise refusal
 
+    def close(self) -> None:
+        super().close()
+        left = {weight.memory.key.cdata: unit for unit in self.units for weight in unit.weights}
+        if left:
+            self.by_storage = left
+            _guarding_lost_weights.append(self)
+
     def release(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
         """Bring a weight back for good.
 
@@ -366,6 +385,10 @@ class DevicePager(Pager[DeviceMemory]):
         with self._lock:
             if weight.memory.send_out():
                 self._count(-weight.memory.nbytes)
+
+
+_guarding_lost_weights: list[DevicePager] = []
+"""Closed without some weights: who uses these is refused as long as the process lives."""
 
 
 class SavedDeviceWeight:

@@ -8,17 +8,20 @@ has changed a weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.status_line import StatusLine
+from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Weight
-from lightning_ssd.parameters.units import SharedWeights
+from lightning_ssd.parameters.units import SharedWeights, shared_weights, why_it_stays
 from lightning_ssd.parameters.unseen_uses import unseen_uses
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
@@ -30,6 +33,7 @@ __all__ = ["DeviceWeights", "WeightTiers"]
 class WeightTiers(NamedTuple):
     """Where weights of a device wait."""
 
+    device: torch.device
     ssd: SsdTier
     host: HostTier | None
     copies: CopyEngine
@@ -41,14 +45,13 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     Args:
         tiers: where they wait.
         min_nbytes: smaller ones stay.
-        device: type of the device.
     """
 
     pager: DevicePager
     _watches_compiled = True
 
-    def __init__(self, tiers: WeightTiers, *, min_nbytes: int, device: str) -> None:
-        super().__init__(DevicePager(), min_nbytes=min_nbytes, device=device)
+    def __init__(self, tiers: WeightTiers, *, min_nbytes: int) -> None:
+        super().__init__(DevicePager(), min_nbytes=min_nbytes, device=tiers.device.type)
         self._tiers = tiers
         unseen_uses.add_user()
 
@@ -59,9 +62,40 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     def _why_it_stays(self, weights: SharedWeights, place: tuple[str, nn.Module | None]) -> str | None:
         if any(type(tensor) is not nn.Parameter for tensor in weights.tensors):
             return "it is no plain torch.nn.Parameter"
+        if any(tensor.is_inference() for tensor in weights.tensors):
+            return "it was made in inference mode, where edits are not counted"
         if place[1] is None and self._building is None:
             return "its forward is compiled as a whole; compile each block instead (block.compile())"
         return super()._why_it_stays(weights, place)
+
+    def _must_return(self, place: tuple[str, nn.Module | None]) -> bool:
+        return place[1] is None
+
+    def host_copies(self) -> AbstractContextManager[None]:
+        return self.pager.host_copies()
+
+    def move_in(self, module: nn.Module) -> None:
+        """Move frozen weights from the host to the device one by one, and each of them out again: so a model that is
+        larger than the device's memory gets there.
+
+        Raises:
+            StorageError: a drive refuses.
+        """
+        moving = [weights for weights in shared_weights(module, self._min_nbytes) if weights.is_frozen]
+        while moving:
+            weights = moving.pop(0)
+            is_ours = all(type(tensor) is nn.Parameter for tensor in weights.tensors)
+            if not is_ours or why_it_stays(weights) is not None:
+                continue
+            here = torch.empty(weights.storage.nbytes(), dtype=torch.uint8, device=self._tiers.device)
+            here.copy_(torch.empty(0, dtype=torch.uint8).set_(weights.storage))
+            moved = SharedWeights(here.untyped_storage(), weights.names, weights.tensors)
+            for tensor in weights.tensors:
+                tensor.data = TensorSpec.of(tensor).view(moved.storage)
+            del weights, here
+            one = [moved]
+            del moved
+            self._take_over(one, [("", None)], [])
 
     def _check_room(self, sizes: Sequence[int]) -> None:
         self._tiers.ssd.reserve(sum(sizes))
@@ -73,7 +107,9 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         with StatusLine(f"Writing {format_sizes(nbytes)[0]} of weights") as line:
             for place in places:
                 weight = self._begin(new.pop(0))
-                self.pager.add(place, weight)
+                # While the model is built nobody knows what is used together: each comes by itself.
+                own = (f"{place[0]} {weight.memory.key.cdata}", None)
+                self.pager.add(own if place[1] is None else place, weight)
                 self.pager.put_away(weight)
                 line.update()
         while trained:
@@ -84,7 +120,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
                 self.pager.release(self.pager.by_storage[found.memory.key.cdata], found)
 
     def _begin(self, weights: SharedWeights) -> Weight[DeviceMemory]:
-        ssd, host, copies = self._tiers
+        _, ssd, host, copies = self._tiers
         label = f"weight {weights.names[0]}"
         memory = DeviceMemory(
             weights.storage,

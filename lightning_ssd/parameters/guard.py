@@ -45,7 +45,8 @@ def _functions(name: str) -> Iterator[Any]:
 _Tensor: Any = torch.Tensor  # without types: some of these are in no stub
 _Parameter: Any = nn.Parameter
 _METADATA = frozenset(function for name in _NAMES_OF_METADATA.split() for function in _functions(name)) | {
-    _Tensor.requires_grad.__get__
+    _Tensor.requires_grad.__get__,
+    torch._has_compatible_shallow_copy_type,
 }
 """What needs none of the bytes. ``shape`` and ``grad`` are asked for all over PyTorch."""
 _NAMES_OF_EXPOSING = (
@@ -118,6 +119,24 @@ def door_of(tensor: torch.Tensor) -> Door | None:
     return None if reference is None else reference()
 
 
+def _trains(tensor: torch.Tensor, requires_grad: bool = True) -> bool:
+    return bool(requires_grad)
+
+
+def _is_there(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether ``tensor.to(...)`` is the tensor itself."""
+    if kwargs.pop("copy", False) or any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
+        return False
+    parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, _, memory_format = parsed
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            (device is None or device == tensor.device)
+            and (dtype is None or dtype == tensor.dtype)
+            and memory_format is None
+        )
+
+
 def _guarded_in(value: Any) -> Iterator[torch.Tensor]:
     if type(value) is _Guarded:
         yield value
@@ -149,9 +168,13 @@ class _Guarded(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in _METADATA or (func in _TRAINING and not _trains(*args, **kwargs)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is _Tensor.to and _is_there(*args, **kwargs):
+            return args[0]
+        if func == _Tensor.data.__set__ and args[0] is args[1]:
+            return None  # as Module.to() does with what it has not moved
         guarded = list(_guarded_in((args, kwargs)))
         if func is torch.Tensor.detach and (door := door_of(guarded[0])) is not None:
             found = door.shown(guarded[0])

@@ -13,7 +13,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic
 
@@ -129,6 +129,17 @@ class PagedWeights(ABC, Generic[Memory]):
         """Why a weight that would wait has to stay in memory; ``None``: it can wait."""
         return why_it_stays(weights)
 
+    def _must_return(self, place: _Place) -> bool:
+        """Whether what was taken over while the model was built cannot wait in this place."""
+        return False
+
+    def move_in(self, module: nn.Module) -> None:
+        """Move weights that will wait to where they are used; whoever moves all of a module does so before."""
+
+    def host_copies(self) -> AbstractContextManager[None]:
+        """While it is entered, ``weight.detach()`` may give a copy in memory of the host: for a checkpoint."""
+        return nullcontext()
+
     def _staying(self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, _Place]) -> frozenset[str]:
         """First names of those that could wait and stay."""
         if self._residents is None:
@@ -153,7 +164,7 @@ class PagedWeights(ABC, Generic[Memory]):
         for weights in found:
             is_taken = self.pager.find(weights.storage) is not None
             waits = self._may_wait(weights) and weights.names[0] not in staying
-            if is_taken and not waits:
+            if is_taken and (not waits or self._must_return(places[weights.names[0]])):
                 trained.append(weights)
             elif not is_taken and waits:
                 reason = self._why_it_stays(weights, places[weights.names[0]])
@@ -360,8 +371,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
                 mapped.forget()
                 return
             self.pager.add(place, Weight(weights.names, mapped))
-            for tensor in weights.tensors:
-                tensor.data = TensorSpec.of(tensor).view(storage)
+            _show(weights, storage)
         self._taken_bytes += mapped.nbytes
         if self._taken_bytes >= _TRIM_BYTES:
             self._taken_bytes = 0
@@ -372,8 +382,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         ordinary = torch.empty(0, dtype=torch.uint8).set_(weights.storage).clone().untyped_storage()
         with self._exchange:
             if not stop.has_come() and why_it_stays(weights) is None:
-                for tensor in weights.tensors:
-                    tensor.data = TensorSpec.of(tensor).view(ordinary)
+                _show(weights, ordinary)
 
     def close(self) -> None:
         """Nothing is brought in or sent out any more. Weights stay what they are: memory that the system fills from the
@@ -394,6 +403,13 @@ class MappedWeights(PagedWeights[MappedStorage]):
                 weight.memory.make_private()
             for unit in self.pager.units:
                 unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
+
+
+def _show(weights: SharedWeights, storage: torch.UntypedStorage) -> None:
+    """Exchange the memory of weights. Those made in inference mode take none but of their kind."""
+    for tensor in weights.tensors:
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.data = TensorSpec.of(tensor).view(storage)
 
 
 class _Stop:

@@ -107,6 +107,8 @@ class Pager(ABC, Generic[Memory]):
         self._order = UseOrder()
         self._ahead: Unit[Memory] | None = None
         self._in_backward: Unit[Memory] | None = None
+        self._left: Unit[Memory] | None = None
+        """Whose forward has ended last. Who looks at its weights then, such as a hook, brings them back unasked."""
         self.is_closed = False
         self._pid = os.getpid()
         # Guards units and what is counted. A leaf lock; again from a signal handler, which may come while it is held.
@@ -203,6 +205,7 @@ class Pager(ABC, Generic[Memory]):
             return
         with self._lock:
             unit.num_windows = max(unit.num_windows - 1, 0)
+            self._left = unit
             if unit is not self._ahead and unit is not self._in_backward:  # else it is used next
                 self._send_out(unit)
 
@@ -255,6 +258,9 @@ class Pager(ABC, Generic[Memory]):
             ahead = self._ahead = None if following is None else self.units[following.unit]
             if guessed is not None and guessed is not unit and guessed is not ahead:
                 self._send_out(guessed)  # it was not used after all
+            left, self._left = self._left, None
+            if left is not None and left is not unit and left is not ahead:
+                self._send_out(left, strays=True)
             self.num_late += unit.resident_bytes is None and unit.coming is None
             latch = self._request(unit)
             if ahead is not None and ahead is not unit:

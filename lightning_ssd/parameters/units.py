@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -123,9 +123,7 @@ def _owner_of(
     return own, modules[own]
 
 
-def _paths(name: str) -> Iterator[str]:
-    """``a.b`` -> "", "a", "a.b"."""
-    yield ""
+def _paths(name: str) -> list[str]:
+    """``a.b`` -> "", "a", "a.b". No generator: one that is dropped halfway would swallow an interrupt."""
     parts = name.split(".") if name else []
-    for count in range(1, len(parts) + 1):
-        yield ".".join(parts[:count])
+    return [".".join(parts[:count]) for count in range(len(parts) + 1)]

@@ -229,6 +229,10 @@ class _Call:
         try:
             with seen:
                 result = self._run(*args, **kwargs)
+        except BaseException:
+            self._saved.drop()
+            self._versions.clear()
+            raise
         finally:
             seen.gen.close()  # an interrupt inside of contextlib would leave the hooks to whoever drops the frame
         self._saved.close()
@@ -260,10 +264,11 @@ class _Call:
         try:
             with self._state.as_before() as run_in_context, seen:
                 run_in_context(self._run, *args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             # Most often that of the checkpoint, which needs no more.
-            if error not in stops:
-                if _is_ours(error):
+            if error not in stops or not isinstance(error, Exception):
+                again.drop()
+                if not isinstance(error, Exception) or _is_ours(error):
                     raise
                 reason = f"its forward raised {type(error).__name__}: {error}"
                 raise self._block.refuse(self._module, reason) from error

@@ -109,6 +109,11 @@ class Fingerprint:
         if self._wanted is None:
             self._prints.clear()
 
+    def drop(self) -> None:
+        """The call has failed: hold nothing. Its graph, which may hold us, would be held for ever."""
+        self._unread.clear()
+        self._last = None
+
     def difference(self, other: Fingerprint) -> str | None:
         """What ``other``, of a repetition, has saved otherwise. On CUDA this waits for the device.
 

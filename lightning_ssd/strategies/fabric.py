@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -246,6 +246,17 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         elif self.policy.parameters != "keep":
             self._opened()
         return wrapped
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        if self.policy.parameters != "keep":
+            self._opened().move_in(module)
+        super().module_to_device(module)
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        with nullcontext() if self.offloader is None else self.offloader.host_copies():
+            return super().get_module_state_dict(module)
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:

@@ -125,6 +125,11 @@ class OffloadMixin(WithModule):
                 yield
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with nullcontext() if self.offloader is None else self.offloader.host_copies():
+            return super().lightning_module_state_dict()
+
+    @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(*args, **kwargs)
         if self.offloader is not None:

@@ -12,6 +12,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
+from typing_extensions import override
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.errors import ConfigError
@@ -111,6 +112,12 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
             hook,
             ddp,
         )
+
+    @override
+    def model_to_device(self) -> None:
+        if self.policy.parameters != "keep" and self.offloader is not None and self.offloader.is_open:
+            self.offloader.move_in(self.module)
+        super().model_to_device()
 
 
 def register() -> None:

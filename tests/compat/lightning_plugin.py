@@ -35,6 +35,13 @@ _PROCESSES: dict[str, dict[str, Any]] = {
 }
 """Strategies that a test asks for by name, for several processes: what ours is told, so that it does the same."""
 
+_OFFLOADED: dict[str, dict[str, Any]] = {
+    "activations": {},
+    "all": {"optimizer_states": "offload"},
+    "everything": {"optimizer_states": "offload", "parameters": "offload", "gradients": "offload"},
+}
+"""What ``--ssd-offload`` may be, and what is then offloaded besides activations."""
+
 _made: list[Any] = []
 """Strategies of the test that runs."""
 
@@ -54,6 +61,8 @@ def _with_ours(init: Callable[..., None], ours: type, policy: OffloadPolicy) -> 
     @functools.wraps(init)
     def built(self: Any, *args: Any, **settings: Any) -> None:
         arguments = strategy_arguments(settings)
+        if arguments and policy.gradients == "offload":
+            arguments = None  # gradients wait in files of one process alone
         if arguments is not None and not args:
             settings["strategy"] = ours(policy=policy, **arguments)
             _made.append(settings["strategy"])
@@ -66,16 +75,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """One option: what is offloaded."""
     parser.addoption(
         "--ssd-offload",
-        choices=("activations", "all"),
+        choices=tuple(_OFFLOADED),
         default="activations",
-        help="what every Trainer and Fabric offloads: saved activations, or optimizer states as well",
+        help="what every Trainer and Fabric offloads: saved activations; states as well; weights and gradients, too",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported."""
-    states = "offload" if config.getoption("--ssd-offload") == "all" else "keep"
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0, optimizer_states=states)
+    more = _OFFLOADED[config.getoption("--ssd-offload")]
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0, **more)
     for owner, ours in (
         (lightning.pytorch.Trainer, SSDOffloadStrategy),
         (lightning.fabric.Fabric, SSDOffloadFabricStrategy),

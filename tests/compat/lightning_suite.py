@@ -200,6 +200,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkout", type=Path, required=True, help="Lightning's repository, at the installed version")
     parser.add_argument("--only", default=",".join(GROUPS), help=f"groups, of {', '.join(GROUPS)}")
     parser.add_argument("--states", action="store_true", help="offload optimizer states as well")
+    parser.add_argument("--everything", action="store_true", help="offload states, weights and gradients as well")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     parser.add_argument(
         "--keep", type=Path, help="keep pytest's reports here; a run whose report is there is not repeated"
@@ -225,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for side in ("plain", "ours"):
             shutil.copytree(args.checkout / "tests", folder / side / "tests", symlinks=True, dirs_exist_ok=True)
         for name in args.only.split(","):
-            plain, ours = _run_group(name, folder, args.pytest_args.split(), "all" if args.states else "activations")
+            plain, ours = _run_group(name, folder, args.pytest_args.split(), _offloaded(args))
             groups[name] = _row(plain, ours)
             differences += compare(plain, ours)
             print(f"{name}: {groups[name]}", flush=True)
@@ -238,9 +239,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(not difference.reason for difference in differences))
 
 
+_TOLD = {
+    "activations": "activations",
+    "all": "activations and optimizer states",
+    "everything": "activations, optimizer states, weights and gradients",
+}
+
+
+def _offloaded(args: argparse.Namespace) -> str:
+    """For the plugin."""
+    return "everything" if args.everything else "all" if args.states else "activations"
+
+
 def _document(args: argparse.Namespace, groups: Mapping[str, Any], differences: Sequence[Difference]) -> dict[str, Any]:
     return {
-        "offloaded": "activations and optimizer states" if args.states else "activations",
+        "offloaded": _TOLD[_offloaded(args)],
         "versions": {name: version(name) for name in ("lightning", "torch", "pytest")},
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader
+from lightning_ssd.errors import OffloaderClosedError, StorageError
 from tests.parameters.test_paged_weights import (  # noqa: F401  # these are tests, here with our own offloaders
     NUM_BLOCKS,
     VOCABULARY,
@@ -21,6 +22,7 @@ from tests.parameters.test_paged_weights import (  # noqa: F401  # these are tes
     batches,
     built,
     equal_weights,
+    frozen,
     policy,
     same,
     test_a_step_that_fails_in_forward_and_the_next_one,
@@ -34,8 +36,10 @@ from tests.parameters.test_paged_weights import (  # noqa: F401  # these are tes
     test_with_checkpoints_of_the_model_s_own,
     train,
 )
+from tests.support.faults import FaultyBackend, always, eio
 from tests.support.late import late_copies
 from tests.support.patience import PATIENCE_S
+from tests.support.pretended_training import on, pretended_device
 
 
 @pytest.fixture
@@ -95,10 +99,10 @@ def test_frozen_weights_are_written_once(host_memory: Any, opened: Callable[...,
     offloader = opened(model, host_memory=host_memory)
     expected = train(plain, steps=5)
     found = train(model, offloader, steps=2)
-    written = offloader._parts.weights.stats.written_bytes
+    written = offloader._parts.parameters.weights.stats.written_bytes
     assert (written == 0) == (host_memory == "1GiB")
     found += train(model, offloader, steps=3)
-    assert offloader._parts.weights.stats.written_bytes == written
+    assert offloader._parts.parameters.weights.stats.written_bytes == written
     del found, expected
 
 
@@ -358,3 +362,152 @@ def test_a_weight_that_is_unfrozen_stays_from_then_on(how: str, opened: Callable
     assert same(*results)
     assert type(model.blocks[1].up.weight) is nn.Parameter
     assert equal_weights(model, plain)
+
+
+# -- building, moving, saving ------------------------------------------------------------------------------------------
+
+
+def test_a_model_built_inside_is_never_whole_in_memory(opened: Callable[..., Offloader]) -> None:
+    plain = built()
+    offloader = opened()
+    with offloader.streamed_init():
+        model = built()
+    assert len(away(model)) >= NUM_WEIGHTS - 2  # what is trained, or in no module yet, is here
+    frozen(model)
+    offloader.register_module(model)
+    assert len(away(model)) == NUM_WEIGHTS
+    assert same(train(model, offloader), train(plain))
+    assert equal_weights(model, plain)
+
+
+def test_weights_move_in_one_by_one(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    offloader = opened()
+    offloader.move_in(model)
+    assert len(away(model)) == NUM_WEIGHTS
+    model.to("cpu")  # what is there already is not touched
+    assert len(away(model)) == NUM_WEIGHTS
+    offloader.register_module(model)
+    assert len(away(model)) == NUM_WEIGHTS
+    assert same(train(model, offloader), train(plain))
+
+
+def test_converting_a_model_that_waits(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    offloader = opened(model)
+    model.to(torch.float64)
+    assert same(train(model, offloader), train(plain.to(torch.float64)))
+    assert equal_weights(model, plain)
+
+
+def test_a_checkpoint_is_made_of_host_copies(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    offloader = opened(model)
+    offloader.reset_peaks()
+    with offloader.host_copies():
+        state = model.state_dict()
+    assert same(list(state.values()), list(plain.state_dict().values()))
+    assert offloader.stats.weights_resident_peak_bytes < NUM_BYTES / 2
+    assert eventually(offloader, lambda: len(away(model)) == NUM_WEIGHTS)
+    doubled = {name: value * 2 for name, value in state.items()}
+    for one in (model, plain):
+        one.load_state_dict(doubled)
+    assert eventually(offloader, lambda: len(away(model)) == NUM_WEIGHTS)
+    assert same(train(model, offloader), train(plain))
+
+
+# -- when the drive fails ----------------------------------------------------------------------------------------------
+
+
+def test_a_read_that_fails_names_the_weight_and_may_be_tried_again(opened: Callable[..., Offloader]) -> None:
+    failing = [False]
+
+    plain, model = built(), built()
+    offloader = opened(
+        model, _wrap_backend=lambda inner: FaultyBackend(inner, fail_read=lambda call: eio() if failing[0] else None)
+    )
+    failing[0] = True
+    with pytest.raises(StorageError) as refused:
+        train(model, offloader, steps=1)
+    assert "weight embedding.weight" in "".join(refused.value.__notes__)
+    failing[0] = False
+    model.zero_grad()
+    assert same(train(model, offloader), train(plain))
+
+
+def test_a_weight_that_cannot_be_written_stays(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    with pytest.raises(StorageError, match=r"weight embedding\.weight could not be written"):
+        opened(model, _wrap_backend=lambda inner: FaultyBackend(inner, fail_write=always(eio)))
+    assert equal_weights(model, plain)
+    assert same(train(model), train(plain))
+
+
+def test_a_changed_weight_that_cannot_be_written_stays(opened: Callable[..., Offloader]) -> None:
+    failing = [False]
+
+    def change(model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(1.5)
+
+    plain, model = built(), built()
+    offloader = opened(
+        model, _wrap_backend=lambda inner: FaultyBackend(inner, fail_write=lambda call: eio() if failing[0] else None)
+    )
+    failing[0] = True
+    with pytest.warns(UserWarning, match=r"weight blocks\.1\.up\.weight was changed and cannot be written") as told:
+        assert same(train(model, offloader, between=change), train(plain, between=change))
+    assert len(told) == 1
+    assert "blocks.1.up.weight" not in away(model)
+    assert equal_weights(model, plain)
+
+
+def test_what_was_made_in_inference_mode_stays(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    with torch.inference_mode():
+        model.blocks[0].up.weight = nn.Parameter(model.blocks[0].up.weight.clone(), requires_grad=False)
+    with pytest.warns(UserWarning, match="it was made in inference mode"):
+        opened(model)
+    with torch.no_grad():
+        assert torch.equal(model(next(batches(1))), plain(next(batches(1))))
+
+
+def test_a_weight_that_does_not_come_back_at_the_end_is_an_error(spill_dir: Path) -> None:
+    failing = [False]
+
+    model = built()
+    with late_copies() as copies:
+        hardware = HardwareProfile(paths=[spill_dir])
+        offloader = Offloader(
+            policy=policy(),
+            hardware=hardware,
+            _copies=copies,
+            _wrap_backend=lambda inner: FaultyBackend(inner, fail_read=lambda call: eio() if failing[0] else None),
+        ).open(model)
+        failing[0] = True
+        with pytest.raises(StorageError):
+            offloader.close()
+        with pytest.raises(OffloaderClosedError, match="did not come back when the offloader was closed"):
+            model.blocks[0].up.weight.sum()
+        assert "data" not in vars(nn.Parameter)
+
+
+# -- the order of copies -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+def test_no_copy_races(activations: str, seed: int, spill_dir: Path) -> None:
+    """On a device whose streams run in any order, and whose races are faults."""
+    plain = built()
+    with pretended_device(seed=seed) as device:
+        expected = train(plain, steps=3)
+        model = built()
+        hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True)
+        with Offloader(policy=policy(activations=activations), hardware=hardware, **on(device)) as offloader:
+            offloader.register_module(model)
+            assert len(away(model)) == NUM_WEIGHTS
+            assert same(train(model, offloader, steps=3), expected)
+        assert equal_weights(model, plain)
+    assert device.faults == []
+    assert device.num_copies > 0

@@ -308,9 +308,9 @@ def test_the_place_of_gradients_that_were_kept_comes_back(opened: Callable[..., 
 
     offloader = opened()
     loop = Loop(offloader, before_step=keep).run(3)
-    used = sum(arena.used_bytes for arena in offloader._parts.weight_files._arenas)
+    used = sum(arena.used_bytes for arena in offloader._parts.parameters.files._arenas)
     loop.run(6)
-    assert sum(arena.used_bytes for arena in offloader._parts.weight_files._arenas) == used
+    assert sum(arena.used_bytes for arena in offloader._parts.parameters.files._arenas) == used
 
 
 def test_gradients_of_models_that_are_gone_give_their_place_back(opened: Callable[..., Offloader]) -> None:
@@ -327,7 +327,7 @@ def test_gradients_of_models_that_are_gone_give_their_place_back(opened: Callabl
         del model, loss
         gc.collect()
         offloader.send_out_weights()
-        used.append(sum(arena.used_bytes for arena in offloader._parts.weight_files._arenas))
+        used.append(sum(arena.used_bytes for arena in offloader._parts.parameters.files._arenas))
     assert used[1:] == used[:1] * 3
 
 

@@ -401,6 +401,20 @@ def test_identity_shape_and_version_stay(opened: Callable[..., Offloader]) -> No
     }
 
 
+@pytest.mark.parametrize("modes", [(True, False), (False, True), (True, True)], ids=["built", "registered", "both"])
+def test_inference_mode(modes: tuple[bool, bool], opened: Callable[..., Offloader]) -> None:
+    """While the model is built, or while it is registered."""
+    with torch.inference_mode(modes[0]):
+        plain, model = built().requires_grad_(False), built().requires_grad_(False)
+    offloader = opened()
+    with torch.inference_mode(modes[1]):
+        offloader.register_module(model)
+    assert offloader.stats.weights_bytes > 0
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert torch.equal(model(next(batches(1))), plain(next(batches(1))))
+
+
 def test_copies_are_memory_of_their_own(opened: Callable[..., Offloader]) -> None:
     plain, model = built(), built()
     opened(model)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.parity import lightning_pairs
 from tests.support.trainers import one_thread
 
 
@@ -13,6 +14,13 @@ def lightning_twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 192 << 10)
     with one_thread():
         yield
+
+
+@pytest.fixture(params=lightning_pairs.AWAY)
+def what_is_away(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Trainings of ``lightning_pairs`` run with optimizer states in files, and with weights and gradients as well."""
+    monkeypatch.setattr(lightning_pairs, "away", lightning_pairs.AWAY[request.param])
+    return str(request.param)
 
 
 @pytest.fixture

@@ -28,6 +28,19 @@ MARKS = [
     pytest.mark.usefixtures("lightning_twins"),
 ]
 SHORT = {"limit_train_batches": 4, "limit_val_batches": 1}
+AWAY: dict[str, dict[str, Any]] = {
+    "states": {},
+    "everything": {"parameters": "offload", "gradients": "offload"},
+}
+"""What waits besides activations and optimizer states."""
+EVERYTHING_EXHAUSTIVELY = [
+    pytest.mark.usefixtures("what_is_away"),
+    pytest.mark.parametrize(
+        "what_is_away", ["states", pytest.param("everything", marks=pytest.mark.exhaustive)], indirect=True
+    ),
+]
+away: dict[str, Any] = {}
+"""One of them: the fixture ``what_is_away`` says which."""
 Make = Callable[[], Net]
 Settings = Callable[[Path], dict[str, Any]]
 
@@ -42,7 +55,7 @@ class Drains(L.Callback):
 
 
 def all_on_ssd(directory: Path, *, states: bool = True, **policy: Any) -> SSDOffloadStrategy:
-    policy = {"activations": "offload", "min_tensor_bytes": 4096} | policy
+    policy = {"activations": "offload", "min_tensor_bytes": 4096} | (away if states else {}) | policy
     return SSDOffloadStrategy(
         policy=OffloadPolicy(optimizer_states="offload" if states else "keep", **policy),
         hardware=HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True),
@@ -67,6 +80,8 @@ def assert_moved(trainer: L.Trainer, *, states: bool = True) -> None:
     assert stats.failures == 0
     for optimizer in trainer.optimizers:
         assert isinstance(optimizer, OffloadedOptimizer) == states
+    if trainer.strategy.policy.parameters == "offload":
+        assert trainer.strategy.stats.weights_bytes > 0
     if states:
         assert sum(optimizer.stats.written_bytes for optimizer in trainer.optimizers) > 0  # type: ignore[attr-defined]
 

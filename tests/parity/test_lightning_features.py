@@ -38,7 +38,7 @@ from tests.support.trainers import (
     make_trainer,
 )
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.usefixtures("what_is_away")]
 
 
 # -- what the Trainer is told -----------------------------------------------------------------------------------------

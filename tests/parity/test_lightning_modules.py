@@ -13,7 +13,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.parity.lightning_pairs import MARKS, Make, all_on_ssd, assert_moved, both, everything
+from tests.parity.lightning_pairs import (
+    EVERYTHING_EXHAUSTIVELY,
+    MARKS,
+    Make,
+    all_on_ssd,
+    assert_moved,
+    both,
+    everything,
+)
 from tests.support.helpers import assert_identical
 from tests.support.trainers import (
     WIDTH,
@@ -22,7 +30,7 @@ from tests.support.trainers import (
     make_trainer,
 )
 
-pytestmark = MARKS
+pytestmark = [*MARKS, *EVERYTHING_EXHAUSTIVELY]
 
 
 # -- how modules are made ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
-from tests.parity.lightning_pairs import MARKS, all_on_ssd, both
+from tests.parity.lightning_pairs import EVERYTHING_EXHAUSTIVELY, MARKS, all_on_ssd, both
 from tests.support.helpers import assert_identical
 from tests.support.trainers import (
     WIDTH,
@@ -22,7 +22,7 @@ from tests.support.trainers import (
     result,
 )
 
-pytestmark = MARKS
+pytestmark = [*MARKS, *EVERYTHING_EXHAUSTIVELY]
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ssd.errors import RecomputeError
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.recompute.fingerprint import Fingerprint
 from tests.parity import models
@@ -244,3 +245,27 @@ def test_a_block_called_several_times(norm: Callable[[int], nn.Module]) -> None:
         return Loop(nn.Sequential(norm(40), nn.Linear(40, 40), nn.Dropout(0.2), nn.Tanh()))
 
     assert_recompute_parity(Training(make, lambda step: {"x": floats(step, 30, 40)}, mean_square))
+
+
+@pytest.mark.parametrize("call", [2, 3], ids=["forward", "repetition"])
+def test_a_call_that_fails_leaves_nothing(call: int, tmp_path: Path) -> None:
+    """Neither what has been saved up to there nor the graph that it belongs to."""
+    model, num_calls = models.Perceptrons(num_blocks=3), [0]
+
+    def fail(*_: Any) -> None:
+        num_calls[0] += 1
+        if num_calls[0] == call:
+            raise ZeroDivisionError
+
+    model.blocks[1][3].register_forward_hook(fail)
+    model.blocks[2][3].register_forward_hook(fail)
+    with open_offloader(tmp_path, Setup(activations="recompute")) as offloader:
+        offloader.register_module(model)
+        inside = floats(1, 4, 40).requires_grad_()
+        known = weakref.ref(inside)
+        with pytest.raises((ZeroDivisionError, RecomputeError)), offloader.saved_tensors():
+            model(inside).sum().backward()
+        offloader.abort()
+        del inside
+        assert_released(offloader)
+        assert known() is None

@@ -46,6 +46,12 @@ KINDS = {
     "offload": {"activations": "offload"},
     "budget": {"activations": "auto", "activation_budget": 160 << 10},
     "states": {"activations": "offload", "optimizer_states": "offload"},
+    "everything": {
+        "activations": "offload",
+        "parameters": "offload",
+        "gradients": "offload",
+        "optimizer_states": "offload",
+    },
     "recompute": {"activations": "recompute"},
     "plan": {"activations": "auto", "activation_budget": 160 << 10, "recompute_modules": "blocks"},
     "surgery": {"activations": "keep", "optimizer_states": "offload"},
@@ -119,6 +125,7 @@ class Trial:
         AFTER_FORWARD.clear()
         self.offloader: Offloader | None = None
         self.model = make_model(kind)
+        self.has_updated = False
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters())
 
     def run(self) -> None:
@@ -130,6 +137,7 @@ class Trial:
         self.optimizer = self.offloader.offload_optimizer(self.optimizer)
         for _ in range(3):
             gradients(self.model, self.offloader)
+            self.has_updated = True
             self.optimizer.step()
             self.offloader.drain_metrics()
         checkpoint = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -140,6 +148,10 @@ class Trial:
     def go_on(self) -> str | None:
         """After the interrupt: another pass has the bits of plain training, and closing works."""
         offloader = self.offloader
+        if not self.has_updated and not all(
+            map(torch.equal, self.model.parameters(), make_model(self.kind).parameters())
+        ):
+            return "weights have changed without an update"
         if offloader is not None and offloader.is_open:
             with offloader.saved_tensors():
                 pass  # whatever the interrupt has cut off is put back now
@@ -157,7 +169,7 @@ class Trial:
                 return "the next pass has other bits"
             try:
                 # PyTorch's own, interrupted while it makes its states, has lost some of them.
-                if self.kind == "states":
+                if self.kind in ("states", "everything"):
                     self.optimizer.step()
             except RuntimeError as error:
                 if "an earlier step of this optimizer is incomplete" not in str(error):

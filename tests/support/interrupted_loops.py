@@ -32,9 +32,13 @@ class Net(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+MORE: dict[str, Any] = {}
+"""What is offloaded besides activations and states."""
+
+
 def settings(directory: Path) -> dict[str, Any]:
     return {
-        "policy": OffloadPolicy(activations="offload", optimizer_states="offload", min_tensor_bytes=1024),
+        "policy": OffloadPolicy(activations="offload", optimizer_states="offload", min_tensor_bytes=1024, **MORE),
         "hardware": HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
     }
 
@@ -70,6 +74,8 @@ def by_fabric(directory: Path) -> None:
 def main() -> None:
     how, directory = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
+    if "everything" in sys.argv[3:]:
+        MORE.update(parameters="offload", gradients="offload")
     try:
         if how == "fabric":
             by_fabric(directory)

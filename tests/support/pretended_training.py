@@ -19,6 +19,7 @@ from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.optimizer.store.store import StateStore
+from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.storage.backend import Backend, WrappedBackend
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
@@ -119,7 +120,7 @@ def poison_what_is_freed(patch: pytest.MonkeyPatch, device: PretendedDevice) -> 
 
 
 def _learn_of_writes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    """Who takes states that have been written knows what the worker knew, which has told so under a lock."""
+    """Who uses what has been written knows what the worker knew, which has told so under a lock."""
     take, told = StateStore.take, WeakKeyDictionary[StateStore, dict[int, Clock]]()
 
     def written(store: StateStore, write: Any, *args: Any) -> None:
@@ -132,6 +133,16 @@ def _learn_of_writes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None
 
     _around(patch, StateStore, "_written", written)
     patch.setattr(StateStore, "take", take_and_learn)
+    clocks = WeakKeyDictionary[DeviceMemory, Clock]()
+
+    def weight_written(memory: DeviceMemory, *args: Any) -> None:
+        clocks[memory] = device.knowledge()
+
+    def learn(memory: DeviceMemory) -> None:
+        device.learn(clocks.get(memory, {}))
+
+    _around(patch, DeviceMemory, "written", weight_written)
+    _around(patch, DeviceMemory, "send_out", learn)
 
 
 def _use_for_states(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:

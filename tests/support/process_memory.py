@@ -22,3 +22,20 @@ def huge_page_bytes(region: Region) -> int:
         elif inside and head == "AnonHugePages:":
             found += int(line.split()[1]) << 10
     return found
+
+
+def shown_bytes(directory: Path) -> int:
+    """What is in memory now of mappings that show files in a directory."""
+    is_inside, found, shown = False, 0, str(directory.resolve())
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            is_inside = shown in line
+        elif is_inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def dirtied_bytes() -> int:
+    """What this process has written so far, or changed in files so that the system has to write it."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))

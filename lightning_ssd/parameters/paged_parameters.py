@@ -1,0 +1,101 @@
+"""All of a model's parameters and gradients that wait on drives, as the offloader sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ssd.parameters.paged_gradients import PagedGradients
+from lightning_ssd.parameters.paged_weights import PagedWeights
+from lightning_ssd.parameters.pager import Pager
+from lightning_ssd.parameters.weight_files import WeightFiles
+from lightning_ssd.telemetry.stats import OffloadStats
+
+__all__ = ["PagedParameters"]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedParameters:
+    """Weights and gradients, as far as the policy lets them wait. What is ``None`` stays in memory."""
+
+    weights: PagedWeights[Any] | None = None
+    gradients: PagedGradients | None = None
+    files: WeightFiles | None = None
+    """Of both, on a CPU."""
+
+    @property
+    def pager(self) -> Pager[Any] | None:
+        """Told when backward asks for a weight; ``None``: none waits."""
+        return None if self.weights is None else self.weights.pager
+
+    def streamed_init(self) -> AbstractContextManager[None]:
+        """Around the building of a model; see :meth:`PagedWeights.streamed_init`."""
+        return nullcontext() if self.weights is None else self.weights.streamed_init()
+
+    def move_in(self, module: nn.Module) -> None:
+        """Before a module is moved to a device; see :meth:`PagedWeights.move_in`."""
+        if self.weights is not None:
+            self.weights.move_in(module)
+
+    def host_copies(self) -> AbstractContextManager[None]:
+        """Around ``state_dict()``; see :meth:`PagedWeights.host_copies`."""
+        return nullcontext() if self.weights is None else self.weights.host_copies()
+
+    def register_module(self, module: nn.Module) -> None:
+        """Take over what is to wait.
+
+        Raises:
+            StorageError: weights cannot be written, or drives have no room.
+        """
+        if self.weights is not None:
+            self.weights.register_module(module)
+        if self.gradients is not None:
+            self.gradients.register_module(module)
+
+    def tell(self) -> None:
+        """Log what waits of the module that was registered last, and warn of what the user may not expect."""
+        if self.weights is not None:
+            self.weights.tell()
+
+    def updated(self, parameters: Sequence[torch.Tensor]) -> None:
+        """An optimizer is done with these parameters for now."""
+        if self.weights is not None:
+            self.weights.pager.updated(parameters)
+        if self.gradients is not None:
+            self.gradients.updated(parameters)
+
+    def send_out(self) -> None:
+        """Take out of memory what something has touched outside of the model's forward and backward."""
+        if self.weights is not None:
+            self.weights.pager.border()
+        if self.gradients is not None:
+            self.gradients.send_out()
+
+    def begin_pass(self) -> None:
+        """A forward begins: what ``zero_grad(set_to_none=False)`` has touched leaves."""
+        if self.gradients is not None:
+            self.gradients.send_out()
+
+    def border(self) -> None:
+        """A backward is over.
+
+        Raises:
+            StorageError: a drive has refused changed weights or gradients, which may be lost.
+        """
+        self.send_out()
+        if self.files is not None and self.files.are_used:
+            self.files.look_for_losses()
+
+    def added_to(self, stats: OffloadStats) -> OffloadStats:
+        """The same counters, with those of the weights."""
+        return stats if self.weights is None else stats.with_weights(self.weights.stats)
+
+    def reset_peak(self) -> None:
+        """Start the peak anew at what is in memory now."""
+        if self.weights is not None:
+            self.weights.reset_peak()

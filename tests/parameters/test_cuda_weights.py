@@ -1,0 +1,90 @@
+"""Frozen weights of a CUDA card: the bits of plain training on it, and memory that is really free.
+
+Each block is late on purpose: a kernel sleeps in front of it, so that whoever does not wait for the right stream uses
+memory that is not there yet, or gives back memory that is still used.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from recipes.determinism import make_deterministic
+
+WIDTH, NUM_BLOCKS, BATCH = 1024, 6, 64
+SLEEP_CYCLES = 1_000_000  # about half a millisecond
+DEVICE = torch.device("cuda", 0)
+pytestmark = pytest.mark.gpu
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        return x + self.down(torch.relu(self.up(x))) + self.adapter(x)
+
+
+def built() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("adapter" in name)
+    return model
+
+
+def train(model: nn.Module, offloader: Offloader | None, *, steps: int = 4) -> list[torch.Tensor]:
+    update = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    found = []
+    for step in range(steps):
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        with nullcontext() if offloader is None else offloader.saved_tensors():
+            loss = model(x).square().mean()
+        loss.backward()
+        if offloader is not None:
+            offloader.end_backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        update.step()
+        update.zero_grad()
+        with torch.no_grad():
+            found.append(model(x))
+    return found
+
+
+@pytest.mark.parametrize("own_stream", [False, True], ids=["default", "own"])
+@pytest.mark.parametrize("host_memory", [0, "1GiB"], ids=["drive", "host"])
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+def test_bits_and_memory(activations: Any, host_memory: Any, own_stream: bool, spill_dir: Path) -> None:
+    make_deterministic(DEVICE)
+    expected = train(built().to(DEVICE), None)
+    policy = OffloadPolicy(parameters="offload", activations=activations)
+    hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
+    before = torch.cuda.memory_allocated(DEVICE)
+    with torch.cuda.stream(torch.cuda.Stream(DEVICE)) if own_stream else nullcontext():
+        with Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader:
+            model = built()
+            offloader.move_in(model)
+            model.to(DEVICE)
+            offloader.register_module(model)
+            weights = offloader.stats.weights_bytes
+            assert weights == NUM_BLOCKS * 8 * WIDTH * WIDTH * 4
+            assert torch.cuda.memory_allocated(DEVICE) - before < weights / 2
+            torch.cuda.reset_peak_memory_stats(DEVICE)
+            found = train(model, offloader)
+            torch.cuda.synchronize(DEVICE)
+            assert offloader.stats.weights_resident_peak_bytes <= weights / 2
+        torch.cuda.synchronize(DEVICE)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    plain = built()
+    frozen = [name for name, p in plain.named_parameters() if not p.requires_grad]
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    assert all(torch.equal(state[name], plain.state_dict()[name]) for name in frozen)

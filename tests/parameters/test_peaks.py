@@ -1,0 +1,133 @@
+"""How much of a GPT of eight blocks is in memory at a time, and how much a step changes in files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import Offloader
+from tests.parity.models import gpt2, hugging_face_loss, tokens
+from tests.parity.test_models_away import adapted
+from tests.support.everything_away import all_away, large, storage_bytes
+from tests.support.helpers import Batch
+from tests.support.process_memory import dirtied_bytes, shown_bytes
+
+NUM_BLOCKS, NUM_SLOTS = 8, 4
+MARGIN = 1.1
+
+
+@pytest.fixture(autouse=True)
+def _subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many times as many as are in memory."""
+    monkeypatch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 1 << 20)
+    monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 16 << 10)
+
+
+def short_batch(step: int) -> Batch:
+    """Activations are nothing beside weights then."""
+    ids = tokens(step, 1, 8)
+    return {"input_ids": ids, "labels": ids}
+
+
+class Watched:
+    """A training that looks at memory wherever Python comes by.
+
+    Args:
+        offloader: it.
+        directory: of its files.
+        prepare: what becomes of the model before it is registered.
+    """
+
+    def __init__(
+        self, offloader: Offloader, directory: Path, prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+    ) -> None:
+        torch.manual_seed(0)
+        self._directory, self._offloader = directory, offloader
+        self.model = prepare(gpt2(layers=NUM_BLOCKS))
+        self.peaks = {"forward": 0, "after": 0}
+        self.is_watching = False
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._watch()
+        offloader.register_module(self.model)
+        self.optimizer = offloader.offload_optimizer(torch.optim.AdamW(self.trained, lr=1e-3))
+
+    def _watch(self) -> None:
+        for module in self.model.modules():
+            if large(module) and not list(module.children()):
+                module.register_forward_hook(lambda *_: self.look("forward"))
+        for parameter in large(self.model, trained=True):
+            parameter.register_hook(lambda gradient: self.look("after", gradient.nbytes))
+            parameter.register_post_accumulate_grad_hook(lambda _: self.look("after"))
+
+    def look(self, when: str, made: int = 0) -> None:
+        """Count what is shown of weights and gradients, and the gradient that autograd has just made."""
+        if self.is_watching:
+            self.peaks[when] = max(self.peaks[when], shown_bytes(self._directory) + made)
+
+    def step(self, number: int, *, set_to_none: bool = True) -> None:
+        with self._offloader.saved_tensors():
+            loss = hugging_face_loss(self.model, short_batch(number))
+        self.look("forward")
+        loss.backward()
+        self.look("after")
+        self._offloader.end_backward()
+        self.look("after")
+        self.optimizer.step()
+        self.look("after")
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize(
+    "activations", ["recompute", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("keep", "offload"))]
+)
+def test_two_units_of_weights_and_of_gradients_are_in_memory_at_a_time(activations: str, spill_dir: Path) -> None:
+    with all_away(spill_dir, activations=activations) as offloader:
+        watched = Watched(offloader, spill_dir)
+        unit = max(storage_bytes(large(block)) for block in watched.model.transformer.h)
+        watched.step(0)  # what comes next is not known yet
+        watched.step(1)
+        watched.is_watching = True
+        offloader.reset_peaks()
+        watched.step(2)
+        states = offloader.optimizer_stats[0]
+        assert offloader.stats.weights_resident_peak_bytes <= 2 * unit * MARGIN
+        assert states.resident_peak_bytes <= NUM_SLOTS * states.subgroup_bytes * MARGIN
+        # There are no gradients in forward. Later, no more of them than of weights.
+        assert unit < watched.peaks["forward"] <= 2 * unit * MARGIN
+        assert unit < watched.peaks["after"] <= (2 + 2) * unit * MARGIN
+
+
+def test_gradients_that_are_zeros_are_not_in_memory_in_forward(spill_dir: Path) -> None:
+    with all_away(spill_dir, activations="keep") as offloader:
+        watched = Watched(offloader, spill_dir)
+        unit = max(storage_bytes(large(block)) for block in watched.model.transformer.h)
+        for number in range(3):
+            watched.is_watching = number == 2
+            watched.step(number, set_to_none=False)
+        assert unit < watched.peaks["forward"] <= 2 * unit * MARGIN
+
+
+@pytest.mark.parametrize("others", ["keep", "offload"])
+def test_frozen_weights_are_not_written_by_a_step(others: Any, spill_dir: Path) -> None:
+    """Adapters are smaller than what waits. Their states are written by themselves."""
+    policy = {"gradients": others, "optimizer_states": others, "min_tensor_bytes": "64KiB"}
+    with all_away(spill_dir, **policy) as offloader:
+        watched = Watched(offloader, spill_dir, adapted)
+        assert max(parameter.nbytes for parameter in watched.trained) < 64 << 10
+        assert offloader.stats.weights_bytes > 30 << 20
+        for number in range(3):
+            files, states = offloader._parts.parameters.files, _states_written(offloader)
+            assert files is not None
+            files.sync()  # what has been changed and not been written would not count again
+            before = dirtied_bytes()
+            watched.step(number)
+        assert dirtied_bytes() - before == _states_written(offloader) - states
+
+
+def _states_written(offloader: Offloader) -> int:
+    return sum(one.written_bytes for one in offloader.optimizer_stats)

@@ -1,0 +1,207 @@
+"""Long trainings with everything in files beside a plain twin: the same bits, and nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import Offloader
+from lightning_ssd.memory.malloc import trim
+from lightning_ssd.parameters.weight_files import is_mapped
+from tests.support.everything_away import all_away, large
+from tests.support.helpers import assert_identical
+
+pytestmark = pytest.mark.usefixtures("many_subgroups")
+
+WIDTH, WORDS = 48, 90
+_MAY_GROW = {"memory": 8 << 20, "mappings": 20}
+"""In 1,500 steps: the system divides and joins mappings as parts of them are touched."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head that is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Runner:
+    """A model and its optimizer, to which everything is done that training code does."""
+
+    def __init__(self, directory: Path, offloader: Offloader | None = None) -> None:
+        torch.manual_seed(1)
+        self.model, self.offloader = Net(), offloader
+        self.path = directory / ("plain.pt" if offloader is None else "ours.pt")
+        if offloader is not None:
+            offloader.register_module(self.model)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        if offloader is not None:
+            self.optimizer = offloader.offload_optimizer(self.optimizer)
+        self.seen: list[torch.Tensor] = []
+
+    def backward(self, number: int) -> None:
+        torch.manual_seed(number)
+        ids = torch.randint(0, WORDS, (2, 11))
+        with nullcontext() if self.offloader is None else self.offloader.saved_tensors():
+            loss = self.model(ids).logsumexp(-1).mean()
+        loss.backward()
+        if self.offloader is not None:
+            self.offloader.end_backward()
+        self.seen.append(loss.detach())
+
+    def clip(self) -> None:
+        self.seen.append(nn.utils.clip_grad_norm_(self.model.parameters(), 0.05))
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def zero(self, to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none=to_none)
+
+    def evaluate(self, number: int) -> None:
+        torch.manual_seed(number)
+        self.model.eval()
+        with torch.no_grad():
+            self.seen.append(self.model(torch.randint(0, WORDS, (1, 5))).clone())
+        self.model.train()
+
+    def save(self) -> None:
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, self.path)
+
+    def load(self) -> None:
+        if self.path.exists():
+            saved = torch.load(self.path)
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+
+    def freeze(self, number: int, is_trained: bool) -> None:
+        self.model.blocks[number].up.weight.requires_grad_(is_trained)
+
+    def fail(self) -> None:
+        """A forward that does not get to its end."""
+        handle = self.model.blocks[1].down.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            self.backward(0)
+        handle.remove()
+        if self.offloader is not None:
+            self.offloader.abort()
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "seen": self.seen,
+            "weights": self.model.state_dict(),
+            "gradients": [parameter.grad for parameter in self.model.parameters()],
+            "states": self.optimizer.state_dict()["state"],
+        }
+
+
+def calls(draw: random.Random, step: int) -> list[Callable[[Runner], None]]:
+    """What is done in one step, and after it."""
+    found: list[Callable[[Runner], None]] = []
+    for micro in range(draw.choice((1, 1, 2, 3))):
+        found.append(lambda runner, number=10 * step + micro: runner.backward(number))  # type: ignore[misc]
+    if draw.random() < 0.5:
+        found.append(Runner.clip)
+    found.append(Runner.update)
+    if draw.random() < 0.95:  # else this step's gradients are added to
+        to_none = draw.random() < 0.5
+        found.append(lambda runner: runner.zero(to_none))
+    number, is_trained = draw.randrange(3), draw.random() < 0.7
+    match draw.randrange(24):
+        case 0 | 1 | 2:
+            found.append(lambda runner: runner.evaluate(step))
+        case 3 | 4:
+            found.append(Runner.save)
+        case 5:
+            found.append(Runner.load)
+        case 6:
+            found.append(lambda runner: runner.freeze(number, is_trained))
+        case 7:
+            found.append(Runner.fail)
+    return found
+
+
+def level(offloader: Offloader) -> dict[str, int]:
+    """What must not grow: private memory, descriptors, mappings, bytes taken in files."""
+    offloader.drain_metrics()  # events wait for whoever asks
+    gc.collect()
+    trim()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    files = offloader._parts.parameters.files
+    assert files is not None
+    return {
+        "memory": int(status["RssAnon"].split()[0]) << 10,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "threads": len(os.listdir("/proc/self/task")),
+        "taken": sum(arena.used_bytes for arena in files._arenas),
+        "files": offloader.stats.disk_bytes,
+    }
+
+
+def soak(steps: int, every: int, directory: Path, seed: int, **policy: Any) -> list[dict[str, int]]:
+    """Train so many steps, comparing now and then. Returns the levels at these times."""
+    draw, levels = random.Random(seed), []
+    plain = Runner(directory)
+    with all_away(directory / "files", **policy) as offloader:
+        ours = Runner(directory, offloader)
+        for step in range(steps):
+            for call in calls(draw, step):
+                call(plain)
+                call(ours)
+            if (step + 1) % every == 0:
+                assert_identical(ours.result(), plain.result(), f"after {step + 1} steps")
+                plain.seen.clear()
+                ours.seen.clear()
+                levels.append(level(offloader))
+        assert all(is_mapped(parameter.untyped_storage()) for parameter in large(ours.model))
+        assert offloader.optimizer_stats[0].written_bytes > 0
+        assert offloader.stats.failures == 0
+    assert list((directory / "files").iterdir()) == []
+    return levels
+
+
+def test_a_hundred_steps(tmp_path: Path) -> None:
+    soak(100, 20, tmp_path, seed=7, activations="offload")
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3700)
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+def test_two_thousand_steps(activations: str, tmp_path: Path) -> None:
+    levels = soak(2000, 100, tmp_path, seed=8, activations=activations)
+    first, last = levels[2:7], levels[-5:]
+    for what in levels[0]:
+        grown = max(one[what] for one in last) - max(one[what] for one in first)
+        assert grown <= _MAY_GROW.get(what, 0), (what, [one[what] for one in levels])

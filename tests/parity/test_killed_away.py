@@ -1,0 +1,127 @@
+"""A process that is killed while weights, gradients and states are in files: nothing stays, and the next one trains."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.parity.models import causal_batch, gpt2, hugging_face_loss
+from tests.parity.test_killed import entries
+from tests.support.everything_away import all_away, train
+from tests.support.helpers import assert_identical
+
+WINDOWS = ("taking over", "forward", "backward", "update")
+CHILD = """
+import os, sys
+from pathlib import Path
+import torch
+from torch import nn
+from lightning_ssd.optimizer import paged_states
+from lightning_ssd.parameters import weight_files
+from tests.parity.models import causal_batch, gpt2, hugging_face_loss
+from tests.support.everything_away import all_away, train
+window, directory = {window!r}, {directory!r}
+paged_states._MIN_SUBGROUP_BYTES = 64 << 10
+counts = dict.fromkeys(("taking over", "forward", "backward", "update"), 0)
+
+def reached(what, number):
+    counts[what] += 1
+    if what == window and counts[what] == number:
+        print("reached", os.getpid(), flush=True)
+        sys.stdin.read()
+
+write = weight_files.WeightFiles.write
+def writes(self, storage):
+    reached("taking over", 5)
+    return write(self, storage)
+weight_files.WeightFiles.write = writes
+
+def model():
+    made = gpt2(layers=2)
+    made.transformer.h[1].mlp.c_fc.register_forward_hook(lambda *_: reached("forward", 2))
+    made.transformer.h[1].mlp.c_fc.weight.register_hook(lambda _: reached("backward", 2))
+    return made
+
+class Stops(torch.optim.AdamW):
+    def step(self, closure=None):
+        reached("update", 6)  # the first one has tried what a step does; each subgroup is a step of its own
+        return super().step(closure)
+
+from tests.support import everything_away
+everything_away.OPTIMIZERS["adamw"] = lambda parameters: Stops(parameters, lr=1e-3)
+if window == "any":
+    print("reached", os.getpid(), flush=True)
+with all_away(Path(directory), activations="offload") as offloader:
+    train(model, causal_batch, hugging_face_loss, offloader, steps=1000)
+"""
+
+
+def held(pid: int, directory: Path) -> int:
+    """Bytes that the open files of a process take in a directory; none of them may have a name."""
+    taken = 0
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        target = os.readlink(f"/proc/{pid}/fd/{name}")
+        if str(directory) in target:
+            assert "(deleted)" in target, f"{target} has a name: it would stay after a kill"
+            taken += os.stat(f"/proc/{pid}/fd/{name}").st_blocks * 512
+    return taken
+
+
+def kill(window: str, directory: Path, forks: list[str], delay_s: float = 0.0) -> int:
+    """Kill a training process in a window, or so long after its beginning; returns what its files took."""
+    code = textwrap.dedent(CHILD).format(window=window, directory=str(directory))
+    with subprocess.Popen([*forks, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        line = child.stdout.readline().split()
+        assert line[:1] == ["reached"], line
+        time.sleep(delay_s)
+        taken = held(int(line[1]), directory) if window != "any" else 0
+        assert entries(directory) == []
+        os.kill(int(line[1]), signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert entries(directory) == []
+    return taken
+
+
+def assert_trains(directory: Path) -> None:
+    """The next process that uses the directory finds nothing in its way."""
+    steps = (lambda: gpt2(layers=2)), causal_batch, hugging_face_loss
+    with all_away(directory, activations="offload") as offloader:
+        got = train(*steps, offloader, steps=2).result()
+    assert_identical(got, train(*steps, steps=2).result())
+    assert entries(directory) == []
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_nothing_stays_after_kill_9(window: str, tmp_path: Path, forks: list[str]) -> None:
+    assert kill(window, tmp_path, forks) > 1 << 20, "weights were expected in the files"
+    assert_trains(tmp_path)
+
+
+def test_file_system_is_as_empty_as_before_after_kill_9(small_disk: Callable[[int], Path], forks: list[str]) -> None:
+    """The same on a file system that nobody else uses, by its own count of free blocks."""
+    mount = small_disk(512)
+    os.sync()
+    free_before = os.statvfs(mount).f_bfree
+    assert kill("update", mount, forks) > 8 << 20
+    os.sync()
+    directory_block = 1
+    assert os.statvfs(mount).f_bfree >= free_before - directory_block
+    assert_trains(mount)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_at_random_moments(tmp_path: Path, forks: list[str]) -> None:
+    draw = random.Random(3)
+    for _ in range(60):
+        kill("any", tmp_path, forks, draw.uniform(0, 1.5))
+    assert_trains(tmp_path)
