@@ -88,14 +88,19 @@ class Residents:
 
     def __init__(self, needs: Needs) -> None:
         self._needs = needs
-        self._decisions: weakref.WeakKeyDictionary[nn.Module, _Decision] = weakref.WeakKeyDictionary()
+        self._decisions: dict[int, tuple[weakref.ref[nn.Module], _Decision]] = {}
         self.text = ""
         """What was decided last, for the log."""
 
     @property
     def kept_bytes(self) -> int:
         """Weights that could wait and stay, since there is room."""
-        return sum(decision.kept_bytes for decision in self._decisions.values())
+        return sum(decision.kept_bytes for _, decision in self._alive())
+
+    def _alive(self) -> list[tuple[nn.Module, _Decision]]:
+        """Modules that there still are, with what was decided on them."""
+        held = [(reference(), decision) for reference, decision in self._decisions.values()]
+        return [(module, decision) for module, decision in held if module is not None]
 
     def is_short(self) -> bool:
         """Whether weights that are made now should leave, before it is known what else will need memory."""
@@ -122,13 +127,14 @@ class Residents:
         room_bytes = self._room_bytes(module, movable)
         in_flight = sum(sorted(_sizes_by_place(movable, places))[-2:])
         stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=in_flight)
-        self._decisions[module] = decision = _Decision(
+        decision = _Decision(
             room_bytes=room_bytes,
             num_units=len(units),
             num_waiting=stays.count(False),
             nbytes=sum(unit.weight_bytes for unit in units),
             kept_bytes=sum(unit.weight_bytes for unit, stay in zip(units, stays, strict=True) if stay),
         )
+        self._decisions[id(module)] = weakref.ref(module), decision
         self.text = decision.text()
         held_in = zip(members.values(), stays, strict=True)
         return frozenset(weights.names[0] for held, stay in held_in if stay for weights in held)
@@ -144,8 +150,8 @@ class Residents:
         )
 
     def _room_bytes(self, module: nn.Module, movable: Sequence[SharedWeights]) -> int | None:
-        self._decisions.pop(module, None)
-        modules = [module, *self._decisions]  # others that wait for their gradients and states
+        self._decisions.pop(id(module), None)
+        modules = [module, *(other for other, _ in self._alive())]  # others that wait for their gradients and states
         parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(p)}
         gradients = [p.grad for p in parameters.values() if p.grad is not None and is_plain(p.grad)]
         coming = self._needs.coming_bytes(

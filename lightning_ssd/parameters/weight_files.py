@@ -15,11 +15,11 @@ import torch
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region, StorageKey
 from lightning_ssd.common.uninterrupted import Task
-from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError
+from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import libc
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
-from lightning_ssd.storage.spill_file import Arena, Extent, as_storage_error
+from lightning_ssd.storage.spill_file import Arena, Extent
 
 __all__ = ["MappedStorage", "WeightFiles", "is_mapped", "unreadable"]
 

@@ -23,7 +23,7 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.directories import MAX_VANISHED, open_private
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
 
-__all__ = ["SPACE_ADVICE", "Arena", "Extent", "ExtentAllocator", "as_storage_error"]
+__all__ = ["SPACE_ADVICE", "Arena", "Extent", "ExtentAllocator"]
 
 SPACE_ADVICE = "Free space there, or name other directories in HardwareProfile(paths=...)"
 """How the message of a full file system ends."""
