@@ -34,8 +34,8 @@ from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.directories import HeldDirectory, created_directories, warn_shared_filesystem
 from lightning_ssd.storage.drive_probe import Rates, measure_rates
+from lightning_ssd.storage.drive_turns import open_exclusive
 from lightning_ssd.storage.encrypted import EncryptedBackend
-from lightning_ssd.storage.exclusive_io import open_exclusive
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping
 from lightning_ssd.tiers.checksum import Sampler

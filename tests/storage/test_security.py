@@ -23,7 +23,7 @@ from lightning_ssd.errors import StorageError, UnsuitablePathError
 from lightning_ssd.storage import directories
 from lightning_ssd.storage import spill_file as arena_module
 from lightning_ssd.storage.directories import HeldDirectory
-from lightning_ssd.storage.drive_lock import DriveLock
+from lightning_ssd.storage.drive_turn_lock import DriveLock
 from lightning_ssd.storage.spill_file import Arena
 from lightning_ssd.strategies import checkpoint_io as checkpoint_module
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_ssd.storage.drive_lock import DriveLock
+from lightning_ssd.storage.drive_turn_lock import DriveLock
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers import transfer_queue
 from lightning_ssd.tiers.host import HostTier

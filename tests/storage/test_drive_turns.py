@@ -15,8 +15,8 @@ import torch
 
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OffloaderClosedError
-from lightning_ssd.storage import exclusive_io as module_under_test
-from lightning_ssd.storage.exclusive_io import ExclusiveBackend, exclusive_is_faster, open_exclusive
+from lightning_ssd.storage import drive_turns as module_under_test
+from lightning_ssd.storage.drive_turns import ExclusiveBackend, exclusive_is_faster, open_exclusive
 from lightning_ssd.storage.posix import PosixBackend
 from tests.support.faults import FaultyBackend, always, eio
 from tests.support.patience import PATIENCE_S
@@ -138,7 +138,7 @@ def test_another_process_waits_for_its_turn(backend: PosixBackend, spill_dir: Pa
     code = f"""
         import sys, time
         from pathlib import Path
-        from lightning_ssd.storage.drive_lock import DriveLock
+        from lightning_ssd.storage.drive_turn_lock import DriveLock
         arbiter = DriveLock(Path({str(spill_dir)!r}))
         with arbiter.writing():
             print("inside", flush=True)

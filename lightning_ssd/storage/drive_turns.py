@@ -12,8 +12,8 @@ from lightning_ssd.common.collectives import AllReduceMin
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import StorageError
 from lightning_ssd.storage.backend import Backend, WrappedBackend
-from lightning_ssd.storage.drive_lock import DriveLock
 from lightning_ssd.storage.drive_probe import PROBE_BYTES, measure_rates
+from lightning_ssd.storage.drive_turn_lock import DriveLock
 from lightning_ssd.storage.spill_file import Arena
 
 __all__ = ["ExclusiveBackend", "exclusive_is_faster", "open_exclusive"]

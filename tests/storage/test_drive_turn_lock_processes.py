@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ssd.storage import drive_lock as arbiter_module
-from lightning_ssd.storage.drive_lock import DriveLock
+from lightning_ssd.storage import drive_turn_lock as arbiter_module
+from lightning_ssd.storage.drive_turn_lock import DriveLock
 from tests.support.patience import PATIENCE_S
 from tests.support.turn_locks import is_taken, locks
 
@@ -27,7 +27,7 @@ _WATCH_S = 0.2
 PRELUDE = """
 import os, sys
 from pathlib import Path
-from lightning_ssd.storage.drive_lock import DriveLock
+from lightning_ssd.storage.drive_turn_lock import DriveLock
 def say(word): print(word, flush=True)
 arbiter = DriveLock(Path(sys.argv[1]))
 say(os.getpid())

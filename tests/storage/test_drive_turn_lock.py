@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from lightning_ssd.storage import drive_lock as arbiter_module
-from lightning_ssd.storage.drive_lock import DriveLock
+from lightning_ssd.storage import drive_turn_lock as arbiter_module
+from lightning_ssd.storage.drive_turn_lock import DriveLock
 from tests.support.patience import PATIENCE_S
 from tests.support.turn_locks import is_taken, locks
 

@@ -1,10 +1,10 @@
 """Does it pay when processes that share a drive take turns? Optimizer states of several processes, one directory.
 
-    python -m recipes.benchmarks.exclusive_io --dir DIR [--processes 2] [--parameters 64] [--steps 8] [--json FILE]
+    python -m recipes.benchmarks.drive_turns --dir DIR [--processes 2] [--parameters 64] [--steps 8] [--json FILE]
 
 Each process has as many parameters as ``--parameters`` says, in millions, AdamW, and its states on the drive, twice:
 once all processes move bytes as they like, once only one of them reads and one writes at a time
-(``storage/exclusive_io.py``; MLP-Offload, section 3.2). The two take turns step by step in an order that rotates; a
+(``storage/drive_turns.py``; MLP-Offload, section 3.2). The two take turns step by step in an order that rotates; a
 step begins when all processes are there, and takes as long as its slowest process needs until its last write.
 At the end the trial that runs at setup
 says what it would have chosen here, and weights are compared between the two.
@@ -33,8 +33,8 @@ import lightning_ssd
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.storage.backend import Backend, WrappedBackend
-from lightning_ssd.storage.drive_lock import DriveLock
-from lightning_ssd.storage.exclusive_io import ExclusiveBackend, open_exclusive
+from lightning_ssd.storage.drive_turn_lock import DriveLock
+from lightning_ssd.storage.drive_turns import ExclusiveBackend, open_exclusive
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
 from recipes.benchmarks.step import environment, spill_directory
@@ -179,7 +179,7 @@ def report(content: dict[str, Any], args: argparse.Namespace) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.benchmarks.exclusive_io", description=__doc__.splitlines()[0]
+        prog="python -m recipes.benchmarks.drive_turns", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--dir", type=Path, help="on the drive; default: a temporary one")
     parser.add_argument("--processes", type=int, default=2)
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 when weights differ. Speed is only reported."""
     args = parse_arguments(arguments)
     with spill_directory(args.dir, "bench_turns") as directory, tempfile.TemporaryDirectory() as own:
-        facts = environment("exclusive_io", threads_of(args.processes))
+        facts = environment("drive_turns", threads_of(args.processes))
         print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", flush=True)
         meeting, results = Path(own) / "meeting", Path(own) / "results"
         torch.multiprocessing.spawn(work, (args, directory, meeting, results), nprocs=args.processes)
