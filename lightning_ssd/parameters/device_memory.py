@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ssd.common.tensors import StorageKey, TensorSpec, holders, storage_of
 from lightning_ssd.common.waiting import Latch
@@ -109,7 +110,8 @@ class DeviceMemory:
             return
         if self._arrived is not None:
             self._copies.wait_on_current_stream(self._arrived)
-        self._copies.protect(storage_bytes(storage, 0, self.nbytes))
+        with _disable_current_modes():  # of somebody who traces, or fakes, what he does with the weight
+            self._copies.protect(storage_bytes(storage, 0, self.nbytes))
 
     def end_use(self) -> None:
         """Of :meth:`begin_use`."""

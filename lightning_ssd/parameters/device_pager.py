@@ -76,13 +76,23 @@ class DevicePager(Pager[DeviceMemory]):
 
     @contextmanager
     def using(
-        self, tensors: Sequence[torch.Tensor], *, exposes: bool = False, replaces: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        exposes: bool = False,
+        replaces: bool = False,
+        pins: bool = False,
     ) -> Iterator[None]:
         used = []
+        stays = pins or (torch.is_grad_enabled() and may_hold_weights())
         try:
             for tensor in tensors:
                 found = self._weight_of(tensor)
-                if found is not None:
+                if found is None:
+                    self._check_lost(tensor)
+                else:
+                    if stays:
+                        self._staying.add(found[0].number)
                     self._hold(*found)
                     used.append(found)
                     if exposes:
@@ -154,12 +164,16 @@ class DevicePager(Pager[DeviceMemory]):
                     weight.memory.begin_use()
                     return
                 if self.is_closed:
-                    raise OffloaderClosedError(
-                        f"weight {', '.join(weight.names)} did not come back when the offloader was closed; go on from "
-                        "a checkpoint"
-                    )
+                    raise _lost(weight)
                 unit.resident_bytes = None
             self._await(unit)
+
+    def _check_lost(self, tensor: torch.Tensor) -> None:
+        """Of a tensor that is none of ours any more."""
+        number = storage_of(tensor)._cdata
+        for weight in self.weights if self.is_closed else ():
+            if weight.memory.key.cdata == number and not weight.memory.is_here:
+                raise _lost(weight)
 
     def _await(self, unit: Unit[DeviceMemory]) -> None:
         """Block until a unit is here.
@@ -205,7 +219,9 @@ class DevicePager(Pager[DeviceMemory]):
             for unit, weight in places:
                 weight.memory.num_users = 0
                 weight.memory.close_door()
-                if not weight.memory.tensors:  # they have other storages: who has saved this one holds it
+                if weight.memory.key.alive() and not weight.memory.tensors:
+                    # They have other storages, and nobody needs the copy: who has saved this storage holds it.
+                    weight.memory.release()
                     self._drop(unit, weight)
         for unit, weight in places:
             if weight.memory.is_trained:
@@ -316,8 +332,11 @@ class DevicePager(Pager[DeviceMemory]):
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    num_on_host += 1
-                    self._move_to_host(unit, weight)
+                    try:
+                        self._move_to_host(unit, weight)
+                        num_on_host += 1
+                    except StorageError as error:
+                        refusal = refusal or error
         if num_on_host:
             warnings.warn(
                 f"{num_on_host} weights do not fit on the device together with the others, and are on the CPU now",
@@ -368,19 +387,26 @@ class DevicePager(Pager[DeviceMemory]):
                 self._count(-weight.memory.nbytes)
 
 
+def _lost(weight: Weight[DeviceMemory]) -> OffloaderClosedError:
+    return OffloaderClosedError(
+        f"weight {', '.join(weight.names)} did not come back when the offloader was closed; go on from a checkpoint"
+    )
+
+
 class SavedDeviceWeight:
     """What autograd holds of a saved weight: which it is, and which view of it. It holds none of the memory.
 
     It holds the parameters, without which the storage would be gone.
     """
 
-    __slots__ = ("_device", "_origin", "_pager", "_parameters", "_probe", "_spec", "_unit", "_weight")
+    __slots__ = ("_device", "_origin", "_pager", "_parameters", "_probe", "_saved", "_spec", "_unit", "_weight")
 
     def __init__(
         self, pager: DevicePager, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory], tensor: torch.Tensor
     ) -> None:
         self._pager, self._unit, self._weight = pager, unit, weight
         self._parameters = weight.memory.tensors
+        self._saved = next((parameter for parameter in self._parameters if parameter is tensor), None)
         self._device = tensor.device
         self._spec = TensorSpec.of(tensor)
         self._probe = VersionProbe(tensor)
@@ -396,6 +422,8 @@ class SavedDeviceWeight:
         if self._probe.version != self._probe.saved:
             description = self._spec.dtype, self._device, self._spec.size
             raise inplace_error(description, self._origin, version=self._probe.version, expected=self._probe.saved)
+        if self._saved is not None and storage_of(self._saved)._cdata != self._weight.memory.key.cdata:
+            return self._saved.detach()  # by ``.data``: a graph that holds a parameter itself sees what it has now
         self._pager._hold(self._unit, self._weight)
         try:
             storage = self._weight.memory.key.resolve()

@@ -3,8 +3,12 @@
 They stand there as long as weights of a device wait somewhere (:data:`unseen_uses`), and do what they did before, but
 for telling:
 
-* ``parameter.data`` of a plain parameter, in the forward of its unit: whoever has it may change bytes without a sign in
-  the version;
+* ``tensor.data`` of a weight in the forward of its unit, and of a view of a weight: whoever has it may change bytes
+  without a sign in the version; of any tensor that is given the memory of a weight;
+* ``nn.Parameter(weight)`` and ``torch.utils.swap_tensors``, which take plain parameters only, and
+  ``torch.Tensor._make_subclass``, which asks no class;
+* ``torch.overrides.has_torch_function``, by which modules choose between two implementations: bits would depend on
+  where a weight is;
 * entering hooks for saved tensors that may hold a weight itself, where nobody can count it;
 * transforms of ``torch.func``, which wrap a tensor without asking its class.
 """
@@ -19,14 +23,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ssd.parameters.guard import door_of, is_guarded
+from lightning_ssd.common.tensors import PLAIN_TYPES
+from lightning_ssd.parameters.guard import door_of, is_guarded, using
 
 __all__ = ["may_hold_weights", "unseen_uses"]
 
 _Hooks = torch.autograd.graph.saved_tensors_hooks
 _plain_enter = _Hooks.__enter__
+_push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _data: Any = torch._C.TensorBase.data
+_plain_new = nn.Parameter.__new__
+_plain_subclass: Any = torch.Tensor._make_subclass
+_plain_swap: Any = torch.utils.swap_tensors
+_plain_has_torch_function: Any = torch.overrides.has_torch_function
 _WRAPPERS = {
     "torch._functorch.vmap": ("_add_batch_dim",),
     "torch._functorch.eager_transforms": ("_wrap_for_grad", "_wrap_functional_tensor"),
@@ -59,9 +69,15 @@ class _UnseenUses:
                 self._put_back.pop()()
 
     def _begin(self) -> None:
-        parameter: Any = nn.Parameter
-        parameter.data = property(_get_data, _set_data)
-        self._put_back.append(lambda: delattr(nn.Parameter, "data"))
+        tensor: Any = torch.Tensor
+        tensor.data = property(_get_data, _set_data)
+        self._put_back.append(lambda: delattr(torch.Tensor, "data"))
+        self._put_back.append(lambda: setattr(nn.Parameter, "__new__", staticmethod(_plain_new)))
+        nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
+        self._put_back.append(lambda: delattr(torch.Tensor, "_make_subclass"))
+        tensor._make_subclass = staticmethod(_with_memory(_plain_subclass))
+        self._stand_in(torch.utils, "swap_tensors", _swap_tensors)
+        self._stand_in(torch.overrides, "has_torch_function", _has_torch_function)
         self._stand_in(_Hooks, "__enter__", _enter_hooks)
         for module_name, names in _WRAPPERS.items():
             module = importlib.import_module(module_name)
@@ -74,33 +90,65 @@ class _UnseenUses:
         setattr(owner, name, function)
 
 
-def _get_data(parameter: torch.Tensor) -> torch.Tensor:
-    _tell_exposed(parameter, replaces=False)
-    found: torch.Tensor = _data.__get__(parameter)
+def _get_data(tensor: torch.Tensor) -> torch.Tensor:
+    _tell_exposed(tensor, replaces=False)
+    found: torch.Tensor = _data.__get__(tensor)
     return found
 
 
-def _set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    _tell_exposed(parameter, replaces=True)
-    _data.__set__(parameter, value)
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if type(tensor) is nn.Parameter:  # a view that is given other memory leaves the weight as it is
+        _tell_exposed(tensor, replaces=True)
+    with using([value] if is_guarded(value) else []):
+        _data.__set__(tensor, value)
 
 
-def _tell_exposed(parameter: torch.Tensor, *, replaces: bool) -> None:
-    if type(parameter) is nn.Parameter and (door := door_of(parameter)) is not None:
-        door.exposed(parameter, replaces=replaces)
+def _tell_exposed(tensor: torch.Tensor, *, replaces: bool) -> None:
+    if type(tensor) in PLAIN_TYPES and (door := door_of(tensor)) is not None:
+        door.exposed(tensor, replaces=replaces)
+
+
+def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    with using([data] if is_guarded(data) else []):
+        return _plain_new(cls, data, requires_grad)
+
+
+def _swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+    """PyTorch refuses to swap what has weak references, and ours end when a weight is none of ours any more."""
+    for tensor in (one, other):
+        if (door := door_of(tensor)) is not None:
+            door.will_train(tensor)
+    _plain_swap(one, other)
+
+
+def _has_torch_function(args: Any) -> bool:
+    found: bool = _plain_has_torch_function([arg for arg in args if not is_guarded(arg)])
+    return found
 
 
 def _enter_hooks(hooks: Any) -> Any:
-    unseen_uses.num_hooks += _may_hold(hooks.pack_hook)
-    return _plain_enter(hooks)
+    if not _may_hold(hooks.pack_hook):
+        return _plain_enter(hooks)
+    unseen_uses.num_hooks += 1
+    return _push_hooks(hooks.pack_hook, _bringing_back(hooks.unpack_hook))
+
+
+def _bringing_back(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """Autograd computes in C with what the hook gives, and asks no class."""
+
+    def unpacked(packed: Any) -> torch.Tensor:
+        tensor = unpack(packed)
+        return tensor.detach() if is_guarded(tensor) else tensor
+
+    return unpacked
 
 
 def _with_memory(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """A weight goes in as a view of itself, which is a use of it, and holds its memory."""
+    """A weight is brought back, and stays as long as what is wrapped around it: that holds it."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(arg.detach() if isinstance(arg, torch.Tensor) and is_guarded(arg) else arg for arg in args)
-        return wrap(*args, **kwargs)
+        with using([arg for arg in args if is_guarded(arg)]):
+            return wrap(*args, **kwargs)
 
     return wrapped
 
