@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ssd.common.tensors import StorageKey, TensorSpec, holders, storage_of
 from lightning_ssd.common.waiting import Latch
@@ -109,7 +110,8 @@ class DeviceMemory:
             return
         if self._arrived is not None:
             self._copies.wait_on_current_stream(self._arrived)
-        self._copies.protect(storage_bytes(storage, 0, self.nbytes))
+        with _disable_current_modes():  # of somebody who traces, or fakes, what he does with the weight
+            self._copies.protect(storage_bytes(storage, 0, self.nbytes))
 
     def end_use(self) -> None:
         """Of :meth:`begin_use`."""
@@ -176,8 +178,9 @@ class DeviceMemory:
     def _is_alone(self, storage: torch.UntypedStorage) -> bool:
         """Whether nobody but the parameters holds the storage: no view, no graph, no object of Python."""
         tensors = self.tensors
+        num_alive = sum(reference() is not None for reference in self._tensors)
         return (
-            len(tensors) == len(self._tensors)
+            len(tensors) == num_alive > 0  # the others have got other storages
             and storage.nbytes() in (0, self.nbytes)
             and storage.resizable()  # else NumPy has seen it
             and holders(storage) == len(tensors)

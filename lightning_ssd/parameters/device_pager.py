@@ -20,8 +20,8 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.parameters.device_memory import DeviceMemory
+from lightning_ssd.parameters.guard_patches import guard_patches, may_hold_weights
 from lightning_ssd.parameters.pager import Pager, Unit, Weight
-from lightning_ssd.parameters.unseen_uses import may_hold_weights, unseen_uses
 from lightning_ssd.parameters.use_order import Phase
 
 __all__ = ["DevicePager", "SavedDeviceWeight"]
@@ -56,7 +56,7 @@ class DevicePager(Pager[DeviceMemory]):
         if self.is_closed:
             return
         with self._lock:
-            self._hooks_before.setdefault(unit.number, unseen_uses.num_hooks)
+            self._hooks_before.setdefault(unit.number, guard_patches.num_hooks)
             if torch.is_grad_enabled() and may_hold_weights():
                 self._staying.add(unit.number)
         self._begin_use(unit)
@@ -75,19 +75,27 @@ class DevicePager(Pager[DeviceMemory]):
         with self._lock:
             for weight in list(unit.weights):
                 weight.memory.end_use()
-            if self._hooks_before.pop(unit.number, unseen_uses.num_hooks) != unseen_uses.num_hooks:
+            if self._hooks_before.pop(unit.number, guard_patches.num_hooks) != guard_patches.num_hooks:
                 self._staying.add(unit.number)
         super().leave(unit)
 
     @contextmanager
     def using(
-        self, tensors: Sequence[torch.Tensor], *, exposes: bool = False, replaces: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        exposes: bool = False,
+        replaces: bool = False,
+        pins: bool = False,
     ) -> Iterator[None]:
         used = []
+        stays = pins or (torch.is_grad_enabled() and may_hold_weights())
         try:
             for tensor in tensors:
                 found = self._weight_of(tensor)
                 if found is not None:
+                    if stays:
+                        self._staying.add(found[0].number)
                     self._hold(*found)
                     used.append(found)
                     if exposes:
@@ -134,6 +142,13 @@ class DevicePager(Pager[DeviceMemory]):
         weight = next((w for w in list(unit.weights) if w.memory.key.cdata == storage._cdata), None)
         return None if weight is None else SavedDeviceWeight(self, unit, weight, tensor)
 
+    def follow_stream(self) -> None:
+        with self._lock:
+            for unit in list(self.units):
+                for weight in list(unit.weights):
+                    if weight.memory.num_users:
+                        weight.memory.wait_for_copy()
+
     def _weight_of(self, tensor: torch.Tensor) -> tuple[Unit[DeviceMemory], Weight[DeviceMemory]] | None:
         number = storage_of(tensor)._cdata
         unit = self.by_storage.get(number)
@@ -159,10 +174,7 @@ class DevicePager(Pager[DeviceMemory]):
                     weight.memory.begin_use()
                     return
                 if self.is_closed:
-                    raise OffloaderClosedError(
-                        f"weight {', '.join(weight.names)} did not come back when the offloader was closed; go on from "
-                        "a checkpoint"
-                    )
+                    raise _lost(weight)
                 unit.resident_bytes = None
             self._await(unit)
 
@@ -210,7 +222,9 @@ class DevicePager(Pager[DeviceMemory]):
             for unit, weight in places:
                 weight.memory.num_users = 0
                 weight.memory.close_door()
-                if not weight.memory.tensors:  # they have other storages: who has saved this one holds it
+                if weight.memory.key.alive() and not weight.memory.tensors:
+                    # They have other storages, and nobody needs the copy: who has saved this storage holds it.
+                    weight.memory.release()
                     self._drop(unit, weight)
         for unit, weight in places:
             if weight.memory.is_trained:
@@ -328,8 +342,11 @@ class DevicePager(Pager[DeviceMemory]):
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    num_on_host += 1
-                    self._move_to_host(unit, weight)
+                    try:
+                        self._move_to_host(unit, weight)
+                        num_on_host += 1
+                    except StorageError as error:
+                        refusal = refusal or error
         if num_on_host:
             warnings.warn(
                 f"{num_on_host} weights do not fit on the device together with the others, and are on the CPU now",
@@ -391,19 +408,26 @@ _guarding_lost_weights: list[DevicePager] = []
 """Closed without some weights: who uses these is refused as long as the process lives."""
 
 
+def _lost(weight: Weight[DeviceMemory]) -> OffloaderClosedError:
+    return OffloaderClosedError(
+        f"weight {', '.join(weight.names)} did not come back when the offloader was closed; go on from a checkpoint"
+    )
+
+
 class SavedDeviceWeight:
     """What autograd holds of a saved weight: which it is, and which view of it. It holds none of the memory.
 
     It holds the parameters, without which the storage would be gone.
     """
 
-    __slots__ = ("_device", "_origin", "_pager", "_parameters", "_probe", "_spec", "_unit", "_weight")
+    __slots__ = ("_device", "_origin", "_pager", "_parameters", "_probe", "_saved", "_spec", "_unit", "_weight")
 
     def __init__(
         self, pager: DevicePager, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory], tensor: torch.Tensor
     ) -> None:
         self._pager, self._unit, self._weight = pager, unit, weight
         self._parameters = weight.memory.tensors
+        self._saved = next((parameter for parameter in self._parameters if parameter is tensor), None)
         self._device = tensor.device
         self._spec = TensorSpec.of(tensor)
         self._probe = VersionProbe(tensor)
@@ -419,6 +443,8 @@ class SavedDeviceWeight:
         if self._probe.version != self._probe.saved:
             description = self._spec.dtype, self._device, self._spec.size
             raise inplace_error(description, self._origin, version=self._probe.version, expected=self._probe.saved)
+        if self._saved is not None and storage_of(self._saved)._cdata != self._weight.memory.key.cdata:
+            return self._saved.detach()  # by ``.data``: a graph that holds a parameter itself sees what it has now
         self._pager._hold(self._unit, self._weight)
         try:
             storage = self._weight.memory.key.resolve()

@@ -19,10 +19,10 @@ from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
+from lightning_ssd.parameters.guard_patches import guard_patches
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Weight
 from lightning_ssd.parameters.units import SharedWeights, shared_weights, why_it_stays
-from lightning_ssd.parameters.unseen_uses import unseen_uses
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import CopyEngine
@@ -53,7 +53,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     def __init__(self, tiers: WeightTiers, *, min_nbytes: int) -> None:
         super().__init__(DevicePager(), min_nbytes=min_nbytes, device=tiers.device.type)
         self._tiers = tiers
-        unseen_uses.add_user()
+        guard_patches.add_user(self.pager)
 
     def register_module(self, module: nn.Module) -> None:
         super().register_module(module)
@@ -155,4 +155,4 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
             self.pager.bring_back_all()
         finally:
             self.pager.close()
-            unseen_uses.remove_user()
+            guard_patches.remove_user(self.pager)

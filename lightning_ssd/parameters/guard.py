@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_ssd.common.tensors import storage_of
 
-__all__ = ["Door", "door_of", "forget_door", "guard", "is_guarded", "own_class"]
+__all__ = ["Door", "door_of", "forget_door", "guard", "is_guarded", "own_class", "using"]
 
 _NAMES_OF_METADATA = (
     "shape size dim ndim numel nelement element_size itemsize nbytes dtype device layout names name stride "
@@ -44,6 +44,7 @@ def _functions(name: str) -> Iterator[Any]:
 
 _Tensor: Any = torch.Tensor  # without types: some of these are in no stub
 _Parameter: Any = nn.Parameter
+_Torch: Any = torch
 _METADATA = frozenset(function for name in _NAMES_OF_METADATA.split() for function in _functions(name)) | {
     _Tensor.requires_grad.__get__,
     torch._has_compatible_shallow_copy_type,
@@ -57,6 +58,8 @@ _EXPOSING = frozenset(function for name in _NAMES_OF_EXPOSING.split() for functi
 """What may change bytes without a sign in the version."""
 _REPLACING = frozenset((_Tensor.data.__set__, _Tensor.set_, _Tensor.resize_, _Tensor.share_memory_))
 """What may give a parameter another storage."""
+_ADDRESSES = frozenset(function for name in ("data_ptr", "__cuda_array_interface__") for function in _functions(name))
+"""What gives an address away, which holds no memory."""
 _TRAINING = frozenset((_Tensor.requires_grad_, _Tensor.requires_grad.__set__))
 
 
@@ -64,7 +67,12 @@ class Door(Protocol):
     """What brings weights back before they are used."""
 
     def using(
-        self, tensors: Sequence[torch.Tensor], *, exposes: bool = False, replaces: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        exposes: bool = False,
+        replaces: bool = False,
+        pins: bool = False,
     ) -> AbstractContextManager[None]:
         """While it is entered the tensors have their bytes, and their own class.
 
@@ -72,6 +80,10 @@ class Door(Protocol):
             tensors: weights of this door.
             exposes: bytes may change afterwards without a sign in the version.
             replaces: the tensors may have other storages afterwards.
+            pins: somebody may know the address afterwards: they stay there until a backward is over.
+
+        Raises:
+            OffloaderClosedError: the bytes are lost.
         """
 
     def will_train(self, tensor: torch.Tensor) -> None:
@@ -148,17 +160,18 @@ def _guarded_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def _using(tensors: Sequence[torch.Tensor], *, exposes: bool = False, replaces: bool = False) -> Iterator[None]:
+def using(tensors: Sequence[torch.Tensor], **how: bool) -> Iterator[None]:
+    """Bring guarded tensors back while it is entered, each by its own door (see :meth:`Door.using`)."""
     with ExitStack() as stack:
         doors: dict[int, tuple[Door, list[torch.Tensor]]] = {}
         for tensor in tensors:
             door = door_of(tensor)
-            if door is None:
-                own_class(tensor)  # its door is gone
-            else:
+            if door is not None:
                 doors.setdefault(id(door), (door, []))[1].append(tensor)
         for door, own in doors.values():
-            stack.enter_context(door.using(own, exposes=exposes, replaces=replaces))
+            stack.enter_context(door.using(own, **how))
+        for tensor in tensors:  # also one that was made of a guarded class, over the memory of a weight
+            own_class(tensor)
         yield
 
 
@@ -166,6 +179,8 @@ class _Guarded(nn.Parameter):
     """A parameter whose bytes may be away."""
 
     @classmethod
+    # The compiler's graph would have a weight that is away for an input.
+    @_Torch._disable_dynamo  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA or (func in _TRAINING and not _trains(*args, **kwargs)):
@@ -176,7 +191,7 @@ class _Guarded(nn.Parameter):
         if func == _Tensor.data.__set__ and args[0] is args[1]:
             return None  # as Module.to() does with what it has not moved
         guarded = list(_guarded_in((args, kwargs)))
-        if func is torch.Tensor.detach and (door := door_of(guarded[0])) is not None:
+        if func is torch.Tensor.detach and guarded and (door := door_of(guarded[0])) is not None:
             found = door.shown(guarded[0])
             if found is not None:
                 return found
@@ -184,14 +199,14 @@ class _Guarded(nn.Parameter):
             for tensor in guarded:
                 if (door := door_of(tensor)) is not None:
                     door.will_train(tensor)
-        with _using(guarded, exposes=func in _EXPOSING, replaces=func in _REPLACING):
+        with using(guarded, exposes=func in _EXPOSING, replaces=func in _REPLACING, pins=func in _ADDRESSES):
             return func(*args, **kwargs)
 
     # These two are asked as attributes, not as functions of PyTorch.
     def __deepcopy__(self, memo: Any) -> Any:
-        with _using([self]):
+        with using([self]):
             return _Parameter.__deepcopy__(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _using([self], exposes=True):  # what is pickled is the storage
+        with using([self], exposes=True):  # what is pickled is the storage
             return _Parameter.__reduce_ex__(self, protocol)

@@ -1,0 +1,197 @@
+"""What is done to weights past their class: told by standing in for a few functions of PyTorch.
+
+They stand there as long as weights of a device wait somewhere (:data:`guard_patches`), and do what they did before, but
+for telling:
+
+* ``tensor.data`` of a weight in the forward of its unit, and of a view of a weight: whoever has it may change bytes
+  without a sign in the version; of any tensor that is given the memory of a weight;
+* ``nn.Parameter(weight)`` and ``torch.utils.swap_tensors``, which take plain parameters only, and
+  ``torch.Tensor._make_subclass``, which asks no class;
+* ``torch.overrides.has_torch_function``, by which modules choose between two implementations: bits would depend on
+  where a weight is;
+* setting another current stream in the forward of a unit: it has to wait for the copies of the weights, too, and their
+  memory for it;
+* entering hooks for saved tensors that may hold a weight itself, where nobody can count it;
+* transforms of ``torch.func``, which wrap a tensor without asking its class.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_ssd.common.tensors import PLAIN_TYPES
+from lightning_ssd.parameters.guard import door_of, is_guarded, using
+
+__all__ = ["guard_patches", "may_hold_weights"]
+
+_Hooks = torch.autograd.graph.saved_tensors_hooks
+_plain_enter = _Hooks.__enter__
+_push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+_data: Any = torch._C.TensorBase.data
+_plain_new = nn.Parameter.__new__
+_plain_subclass: Any = torch.Tensor._make_subclass
+_plain_swap: Any = torch.utils.swap_tensors
+_plain_has_torch_function: Any = torch.overrides.has_torch_function
+_WRAPPERS = {
+    "torch._functorch.vmap": ("_add_batch_dim",),
+    "torch._functorch.eager_transforms": ("_wrap_for_grad", "_wrap_functional_tensor"),
+}
+"""Functions in C that transforms begin with."""
+
+
+class FollowsStreams(Protocol):
+    """Who has weights in use."""
+
+    def follow_stream(self) -> None:
+        """The current stream may use them, too."""
+
+
+class _GuardPatches:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: tuple[FollowsStreams, ...] = ()
+        self._put_back: list[Callable[[], None]] = []
+        self.num_hooks = 0
+        """How often hooks were entered that may hold a saved weight itself."""
+
+    def add_user(self, user: FollowsStreams) -> None:
+        """Somebody has weights that wait."""
+        with self._lock:
+            self._users = (*self._users, user)
+            if len(self._users) == 1:
+                self._begin()
+
+    def remove_user(self, user: FollowsStreams) -> None:
+        """Of :meth:`add_user`."""
+        with self._lock:
+            self._users = tuple(other for other in self._users if other is not user)
+            while not self._users and self._put_back:
+                self._put_back.pop()()
+
+    def stream_changed(self) -> None:
+        """The calling thread has another current stream. Our own threads' streams wait for what they must anyway."""
+        if not threading.current_thread().name.startswith("lightning_ssd"):
+            for user in self._users:
+                user.follow_stream()
+
+    def _begin(self) -> None:
+        tensor: Any = torch.Tensor
+        tensor.data = property(_get_data, _set_data)
+        self._put_back.append(lambda: delattr(torch.Tensor, "data"))
+        self._put_back.append(lambda: setattr(nn.Parameter, "__new__", staticmethod(_plain_new)))
+        nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
+        self._put_back.append(lambda: delattr(torch.Tensor, "_make_subclass"))
+        tensor._make_subclass = staticmethod(_with_memory(_plain_subclass))
+        for owner in (torch.cuda, torch.accelerator):
+            if (set_stream := getattr(owner, "set_stream", None)) is not None:
+                self._stand_in(owner, "set_stream", _then_follow(set_stream))
+        self._stand_in(torch.utils, "swap_tensors", _swap_tensors)
+        self._stand_in(torch.overrides, "has_torch_function", _has_torch_function)
+        self._stand_in(_Hooks, "__enter__", _enter_hooks)
+        for module_name, names in _WRAPPERS.items():
+            module = importlib.import_module(module_name)
+            for name in names:
+                self._stand_in(module, name, _with_memory(getattr(module, name)))
+
+    def _stand_in(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        before = getattr(owner, name)
+        self._put_back.append(lambda: setattr(owner, name, before))
+        setattr(owner, name, function)
+
+
+def _then_follow(set_stream: Callable[..., Any]) -> Callable[..., Any]:
+    def set_and_follow(*args: Any, **kwargs: Any) -> Any:
+        result = set_stream(*args, **kwargs)
+        guard_patches.stream_changed()
+        return result
+
+    return set_and_follow
+
+
+def _get_data(tensor: torch.Tensor) -> torch.Tensor:
+    _tell_exposed(tensor, replaces=False)
+    found: torch.Tensor = _data.__get__(tensor)
+    return found
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if tensor is value:
+        return  # as Module.to() does with what it has not moved
+    if type(tensor) is nn.Parameter:  # a view that is given other memory leaves the weight as it is
+        _tell_exposed(tensor, replaces=True)
+    with using([value] if is_guarded(value) else []):
+        _data.__set__(tensor, value)
+
+
+def _tell_exposed(tensor: torch.Tensor, *, replaces: bool) -> None:
+    if type(tensor) in PLAIN_TYPES and (door := door_of(tensor)) is not None:
+        door.exposed(tensor, replaces=replaces)
+
+
+def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    with using([data] if is_guarded(data) else []):
+        return _plain_new(cls, data, requires_grad)
+
+
+def _swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+    """PyTorch refuses to swap what has weak references, and ours end when a weight is none of ours any more."""
+    for tensor in (one, other):
+        if (door := door_of(tensor)) is not None:
+            door.will_train(tensor)
+    _plain_swap(one, other)
+
+
+def _has_torch_function(args: Any) -> bool:
+    found: bool = _plain_has_torch_function([arg for arg in args if not is_guarded(arg)])
+    return found
+
+
+def _enter_hooks(hooks: Any) -> Any:
+    if not _may_hold(hooks.pack_hook):
+        return _plain_enter(hooks)
+    guard_patches.num_hooks += 1
+    return _push_hooks(hooks.pack_hook, _bringing_back(hooks.unpack_hook))
+
+
+def _bringing_back(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """Autograd computes in C with what the hook gives, and asks no class."""
+
+    def unpacked(packed: Any) -> torch.Tensor:
+        tensor = unpack(packed)
+        return tensor.detach() if is_guarded(tensor) else tensor
+
+    return unpacked
+
+
+def _with_memory(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """A weight is brought back, and stays as long as what is wrapped around it: that holds it."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with using([arg for arg in args if is_guarded(arg)]):
+            return wrap(*args, **kwargs)
+
+    return wrapped
+
+
+def may_hold_weights() -> bool:
+    """Whether hooks are entered in this thread that may hold a saved weight itself, where nobody counts it."""
+    hooks = _top_hooks(True)
+    return hooks is not None and _may_hold(hooks[0])
+
+
+def _may_hold(pack: Any) -> bool:
+    """Ours hold none, nor do those of PyTorch: checkpointing holds no saved tensor, ``save_on_cpu`` holds copies."""
+    module = getattr(getattr(pack, "func", pack), "__module__", None) or ""
+    return not module.startswith(("lightning_ssd.", "torch."))
+
+
+guard_patches = _GuardPatches()
