@@ -57,6 +57,7 @@ class _GuardPatches:
     """Of this process."""
 
     def __init__(self) -> None:
+        # Guards users and what stands in. A leaf lock.
         self._lock = threading.Lock()
         self._users: tuple[FollowsStreams, ...] = ()
         self._put_back: list[Callable[[], None]] = []

