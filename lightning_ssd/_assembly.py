@@ -111,10 +111,7 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
     if not environment.copies.is_asynchronous:
         reload = ReloadPool(_SPARE_BYTES)
         stack.callback(reload.close)
-    mover = _open_mover(stack, policy, backend, environment, reload)
-    sampler = Sampler(policy.verify)
-    ssd = SsdTier(backend, mover, directories, events=environment.events, sampler=sampler, first=environment.local_rank)
-    stack.callback(ssd.close)
+    ssd = _open_ssd(stack, policy, environment, backend, directories, reload)
     host = _open_host(stack, environment) if policy.activations == "auto" else None
     wear = open_wear_meter(environment)
     scheduler = None
@@ -230,10 +227,7 @@ def _is_device(environment: Environment) -> bool:
 def _open_device_weights(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> DeviceWeights:
     """Tiers of their own for the frozen weights of a device."""
     backend, directories, _ = _open_directories(stack, environment)
-    mover = _open_mover(stack, policy, backend, environment, reload=None)
-    sampler = Sampler(policy.verify)
-    ssd = SsdTier(backend, mover, directories, events=environment.events, sampler=sampler, first=environment.local_rank)
-    stack.callback(ssd.close)
+    ssd = _open_ssd(stack, policy, environment, backend, directories, reload=None)
     tiers = WeightTiers(environment.device, ssd, _open_host(stack, environment), environment.copies)
     weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes)
     stack.callback(weights.close)
@@ -400,6 +394,22 @@ def _open_plan_cache(policy: OffloadPolicy, environment: Environment) -> PlanCac
         backend=environment.hardware.backend,
     )
     return PlanCache(Path(policy.plan_cache).expanduser().absolute(), machine)
+
+
+def _open_ssd(
+    stack: ExitStack,
+    policy: OffloadPolicy,
+    environment: Environment,
+    backend: Backend,
+    directories: Sequence[Path],
+    reload: ReloadPool | None,
+) -> SsdTier:
+    """One tier over all directories."""
+    mover = _open_mover(stack, policy, backend, environment, reload)
+    sampler = Sampler(policy.verify)
+    ssd = SsdTier(backend, mover, directories, events=environment.events, sampler=sampler, first=environment.local_rank)
+    stack.callback(ssd.close)
+    return ssd
 
 
 def _open_mover(

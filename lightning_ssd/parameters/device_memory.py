@@ -253,12 +253,7 @@ class DeviceMemory:
         storage, copy = self.key.resolve(), self._copy
         if storage is None or self.is_here or copy is None or storage.nbytes() != self.nbytes:
             return False
-        read = _Read()
-        copy[0].read(read, copy[1], storage.device, urgent=True, into=storage, after=self._room)
-        read.ended.wait()
-        if read.error is not None:
-            raise read.error
-        self._arrived = read.mark
+        self._arrived = _read(copy, into=storage, after=self._room)
         self.is_here = True
         return True
 
@@ -277,13 +272,9 @@ class DeviceMemory:
         if storage is None or copy is None:
             return
         host = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
-        read = _Read()
-        copy[0].read(read, copy[1], host.device, urgent=True, into=host)
-        read.ended.wait()
-        if read.error is not None:
-            raise read.error
-        if read.mark is not None:
-            read.mark.synchronize()
+        mark = _read(copy, into=host, after=None)
+        if mark is not None:
+            mark.synchronize()
         storage.resize_(0)
         tensors = self.tensors
         self.release()
@@ -343,6 +334,23 @@ class _Read:
         if storage is None:
             self.error = error or StorageError("a read ended with neither bytes nor an error")
         self.ended.open()
+
+
+def _read(
+    copy: tuple[Tier, StoredBytes], *, into: torch.UntypedStorage, after: StreamEvent | None
+) -> StreamEvent | None:
+    """Block until the last copy has been queued; return its mark.
+
+    Raises:
+        StorageError: the drive refuses.
+    """
+    tier, stored = copy
+    read = _Read()
+    tier.read(read, stored, into.device, urgent=True, into=into, after=after)
+    read.ended.wait()
+    if read.error is not None:
+        raise read.error
+    return read.mark
 
 
 def _references(storage: torch.UntypedStorage) -> int:

@@ -59,7 +59,8 @@ class DevicePager(Pager[DeviceMemory]):
             self._hooks_before.setdefault(unit.number, guard_patches.num_hooks)
             if torch.is_grad_enabled() and may_hold_weights():
                 self._staying.add(unit.number)
-        self._begin_use(unit)
+        for weight in list(unit.weights):
+            self._hold(unit, weight)
 
     def is_traced(self, unit: Unit[DeviceMemory]) -> None:
         if unit.weights and not self.is_closed:
@@ -138,8 +139,7 @@ class DevicePager(Pager[DeviceMemory]):
             self._shows_host_copies = False
 
     def save(self, tensor: torch.Tensor, unit: Unit[DeviceMemory]) -> SavedDeviceWeight | None:
-        storage = tensor.untyped_storage()
-        weight = next((w for w in list(unit.weights) if w.memory.key.cdata == storage._cdata), None)
+        weight = self.find(storage_of(tensor))
         return None if weight is None else SavedDeviceWeight(self, unit, weight, tensor)
 
     def follow_stream(self) -> None:
@@ -150,16 +150,9 @@ class DevicePager(Pager[DeviceMemory]):
                         weight.memory.wait_for_copy()
 
     def _weight_of(self, tensor: torch.Tensor) -> tuple[Unit[DeviceMemory], Weight[DeviceMemory]] | None:
-        number = storage_of(tensor)._cdata
-        unit = self.by_storage.get(number)
-        weights = () if unit is None else tuple(unit.weights)
-        found = next((weight for weight in weights if weight.memory.key.cdata == number), None)
-        return None if unit is None or found is None else (unit, found)
-
-    def _begin_use(self, unit: Unit[DeviceMemory]) -> None:
-        """All of a unit's weights are here: use them."""
-        for weight in list(unit.weights):
-            self._hold(unit, weight)
+        storage = storage_of(tensor)
+        unit, weight = self.by_storage.get(storage._cdata), self.find(storage)
+        return None if unit is None or weight is None else (unit, weight)
 
     def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
         """Bring a weight back if it is away, and begin to use it.
@@ -239,24 +232,26 @@ class DevicePager(Pager[DeviceMemory]):
         super().border()
 
     def _request(self, unit: Unit[DeviceMemory]) -> Latch | None:
-        try:
-            self._take_memory(unit)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
+        if not self._finds_memory(unit):
             self._make_room(except_for=unit)
             self._take_memory(unit)
         return super()._request(unit)
 
     def _request_ahead(self, unit: Unit[DeviceMemory]) -> None:
+        if self._finds_memory(unit):
+            super()._request(unit)
+        else:
+            self._send_out(unit, strays=True)  # what it has taken so far
+
+    def _finds_memory(self, unit: Unit[DeviceMemory]) -> bool:
+        """Take memory for a unit; whether there was enough."""
         try:
             self._take_memory(unit)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._send_out(unit, strays=True)  # what it has taken so far
-        else:
-            super()._request(unit)
+            return False
+        return True
 
     def _take_memory(self, unit: Unit[DeviceMemory]) -> None:
         is_coming = unit.coming is not None and not unit.coming.is_open
@@ -312,17 +307,12 @@ class DevicePager(Pager[DeviceMemory]):
         if is_new:
             with self._lock:
                 self._count(weight.memory.nbytes)
+                weight.memory.close_door()
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
         """Guards the memory of all weights."""
         return self._lock
-
-    def close_doors(self) -> None:
-        """Have all doors asked from now on, but for weights in use."""
-        with self._lock:
-            for weight in self.weights:
-                weight.memory.close_door()
 
     def bring_back_all(self) -> None:
         """Release all weights; those for which the device has no memory become tensors of the host.
@@ -377,15 +367,15 @@ class DevicePager(Pager[DeviceMemory]):
     def _move_to_host(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
         with self._lock:
             weight.memory.move_to_host()
-            self._count(weight.memory.nbytes)  # which the next line takes off again
             self._drop(unit, weight)
 
     def _drop(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
-        """It is none of ours any more. It is here."""
+        """It is none of ours any more."""
         if weight in unit.weights:
             unit.weights.remove(weight)
             self.by_storage.pop(weight.memory.key.cdata, None)
-            self._count(-weight.memory.nbytes)
+            if weight.memory.is_here:
+                self._count(-weight.memory.nbytes)
 
     def put_away(self, weight: Weight[DeviceMemory]) -> None:
         """Write a weight if need be, wait for that, and give its memory back if nobody needs it.

@@ -55,18 +55,10 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         self._tiers = tiers
         guard_patches.add_user(self.pager)
 
-    def register_module(self, module: nn.Module) -> None:
-        super().register_module(module)
-        self.pager.close_doors()
-
     def _why_it_stays(self, weights: SharedWeights, place: tuple[str, nn.Module | None]) -> str | None:
-        if any(type(tensor) is not nn.Parameter for tensor in weights.tensors):
-            return "it is no plain torch.nn.Parameter"
-        if any(tensor.is_inference() for tensor in weights.tensors):
-            return "it was made in inference mode, where edits are not counted"
         if place[1] is None and self._building is None:
             return "its forward is compiled as a whole; compile each block instead (block.compile())"
-        return super()._why_it_stays(weights, place)
+        return _why_it_cannot_wait(weights)
 
     def _must_return(self, place: tuple[str, nn.Module | None]) -> bool:
         return place[1] is None
@@ -84,8 +76,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         moving = [weights for weights in shared_weights(module, self._min_nbytes) if weights.is_frozen]
         while moving:
             weights = moving.pop(0)
-            is_ours = all(type(tensor) is nn.Parameter for tensor in weights.tensors)
-            if not is_ours or why_it_stays(weights) is not None:
+            if _why_it_cannot_wait(weights) is not None:
                 continue
             here = torch.empty(weights.storage.nbytes(), dtype=torch.uint8, device=self._tiers.device)
             here.copy_(torch.empty(0, dtype=torch.uint8).set_(weights.storage))
@@ -156,3 +147,12 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         finally:
             self.pager.close()
             guard_patches.remove_user(self.pager)
+
+
+def _why_it_cannot_wait(weights: SharedWeights) -> str | None:
+    """Wherever in a model it is; ``None``: it can."""
+    if any(type(tensor) is not nn.Parameter for tensor in weights.tensors):
+        return "it is no plain torch.nn.Parameter"
+    if any(tensor.is_inference() for tensor in weights.tensors):
+        return "it was made in inference mode, where edits are not counted"
+    return why_it_stays(weights)

@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,23 @@ def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
 NUM_WEIGHTS = 1 + 2 * NUM_BLOCKS
 """Two matrices a block, and the embedding, which the head shares."""
 NUM_BYTES = 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+
+
+class Scale(nn.Module):
+    """Its weight is in the graph itself, not a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 256), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def loss_of(model: nn.Module, offloader: Offloader | None) -> torch.Tensor:
+    """Of one batch, with its graph."""
+    with nullcontext() if offloader is None else offloader.saved_tensors():
+        return model(next(batches(1))).logsumexp(-1).mean()
 
 
 def away(model: nn.Module) -> list[str]:
@@ -213,14 +231,6 @@ def test_who_holds_a_view_keeps_the_weight(opened: Callable[..., Offloader]) -> 
 def test_a_graph_that_nobody_watches_keeps_its_weights(kind: str, opened: Callable[..., Offloader]) -> None:
     """Saved without our hooks, a weight itself is in the graph, not a view of it."""
 
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 256), requires_grad=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.weight
-
     make: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
         "Conv2d": lambda: (nn.Conv2d(64, 64, 3), torch.randn(1, 64, 8, 8)),
         "Linear": lambda: (nn.Linear(256, 64), torch.randn(4, 256)),
@@ -307,11 +317,7 @@ def test_other_storage_while_a_graph_wants_the_old_one(opened: Callable[..., Off
     for is_ours in (False, True):
         model = built()
         offloader = opened(model) if is_ours else None
-        if offloader is None:
-            loss = model(next(batches(1))).logsumexp(-1).mean()
-        else:
-            with offloader.saved_tensors():
-                loss = model(next(batches(1))).logsumexp(-1).mean()
+        loss = loss_of(model, offloader)
         model.blocks[1].down.weight.data = torch.zeros_like(model.blocks[1].down.weight)
         gc.collect()
         loss.backward()
@@ -325,11 +331,7 @@ def test_the_model_is_gone_before_backward(opened: Callable[..., Offloader]) -> 
         model = built()
         adapters = [p for p in model.parameters() if p.requires_grad]
         offloader = opened(model) if is_ours else None
-        if offloader is None:
-            loss = model(next(batches(1))).logsumexp(-1).mean()
-        else:
-            with offloader.saved_tensors():
-                loss = model(next(batches(1))).logsumexp(-1).mean()
+        loss = loss_of(model, offloader)
         del model
         gc.collect()
         loss.backward()
@@ -390,6 +392,16 @@ def test_weights_move_in_one_by_one(opened: Callable[..., Offloader]) -> None:
     offloader.register_module(model)
     assert len(away(model)) == NUM_WEIGHTS
     assert same(train(model, offloader), train(plain))
+
+
+def test_what_was_made_in_inference_mode_is_not_moved_in(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    with torch.inference_mode():
+        model.blocks[0].up.weight = nn.Parameter(model.blocks[0].up.weight.clone(), requires_grad=False)
+    opened().move_in(model)
+    assert len(away(model)) == NUM_WEIGHTS - 1
+    with torch.no_grad():
+        assert torch.equal(model(next(batches(1))), plain(next(batches(1))))
 
 
 def test_converting_a_model_that_waits(opened: Callable[..., Offloader]) -> None:

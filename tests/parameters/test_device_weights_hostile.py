@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from tests.parameters.test_device_weights import away, opened  # noqa: F401  # a fixture
+from tests.parameters.test_device_weights import Scale, away, opened  # noqa: F401  # a fixture
 from tests.parameters.test_paged_weights import WIDTH, batches, built, policy, same, train
 from tests.support.faults import FaultyBackend, eio
 from tests.support.pretended import PretendedDevice
@@ -31,17 +31,6 @@ pytestmark = [
 ]
 Opened = Callable[..., Offloader]
 Leave = Callable[[], object]
-
-
-class Scale(nn.Module):
-    """Its weight is in the graph itself, not a view of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 256), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
 
 
 def assert_equal_to_plain(
