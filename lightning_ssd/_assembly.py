@@ -19,7 +19,14 @@ from lightning_ssd.common.formatting import escape_control
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.heap_policy import HeapPolicy
-from lightning_ssd.memory.malloc import MallocThreshold, foreign_malloc, reuses_holes
+from lightning_ssd.memory.malloc import (
+    PAGES_VARIABLE,
+    MallocThreshold,
+    foreign_malloc,
+    has_whole_pages,
+    is_glibc,
+    reuses_holes,
+)
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.device_weights import DeviceWeights, WeightTiers
@@ -98,10 +105,11 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
     stack.callback(heap_policy.close)
     if is_mapped and policy.memory_budget is not None:
         _tell_of_foreign_malloc(policy.memory_budget)
-    if is_mapped and not reuses_holes():
+    if is_mapped and is_glibc() and not has_whole_pages():
         _log.info(
-            "this glibc (before 2.38) seldom reuses the memory that a tensor has left, so that moving costs page "
-            "faults; with tcmalloc preloaded it costs less"
+            "freed memory is given back and mapped anew, which costs page faults; start Python with %s=1 in the "
+            "environment (PyTorch's own switch: large tensors begin with a page), and glibc reuses it",
+            PAGES_VARIABLE,
         )
     if policy.activations == "recompute":
         description = "blocks are recomputed, all else is kept in memory and counted"

@@ -18,6 +18,7 @@ from lightning_ssd.cli.output import FAILED, Problem, console, facts_table, repo
 from lightning_ssd.common.formatting import escape_control, format_sizes
 from lightning_ssd.config import HardwareProfile
 from lightning_ssd.errors import BackendUnavailableError, StorageError
+from lightning_ssd.memory.malloc import PAGES_VARIABLE
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.filesystem import inspect_directory
 from lightning_ssd.storage.posix import PosixBackend
@@ -227,7 +228,8 @@ def _notes(reports: Sequence[DirectoryReport], memory: dict[str, Any]) -> list[s
     ]
     if not memory["malloc_reuses_holes"]:
         notes.append(
-            "this malloc seldom reuses the memory of freed tensors: tcmalloc or glibc 2.38 make moving on a CPU cheaper"
+            f"this malloc seldom reuses the memory of freed tensors: on a CPU set {PAGES_VARIABLE}=1 (PyTorch's own "
+            "switch), or preload tcmalloc"
         )
     return notes
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, trim
+from lightning_ssd.memory.huge_heap import HugeHeap
+from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, has_whole_pages, trim
 from lightning_ssd.memory.readings import level_bytes
 
 __all__ = ["HeapMode", "HeapPolicy"]
@@ -49,6 +50,9 @@ class HeapPolicy:
     (:class:`~lightning_ssd.memory.malloc.MallocThreshold`). A pass that keeps everything needs none of that, nor does
     the optimizer, whose temporaries are not ours.
 
+    Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
+    move, large tensors lie in the heap, too, and the heap gets huge pages.
+
     A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
 
     Args:
@@ -59,6 +63,7 @@ class HeapPolicy:
     def __init__(self, *, is_ours: bool = False, level: Callable[[], int] = _resident_bytes) -> None:
         threshold = MallocThreshold() if is_ours else None
         self._threshold = None if threshold is None or threshold.reason else threshold
+        self._huge = HugeHeap() if self._threshold is not None and has_whole_pages() else None
         self._level = level
         self._last_border_s = 0.0
         self._next_look_s = 0.0
@@ -83,6 +88,9 @@ class HeapPolicy:
         self._next_look_s = 0.0
         if mode is HeapMode.MAP_EACH:
             self._threshold.fix()
+        elif mode is HeapMode.TRIM and self._huge is not None:
+            self._threshold.reuse()
+            self._huge.look()
         else:
             self._threshold.restore()
 
@@ -115,6 +123,8 @@ class HeapPolicy:
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_S
+        if self._huge is not None:
+            self._huge.look()
         try:
             other = self._level() - resident_bytes
         except OSError:  # out of file descriptors, say: memory can return a millisecond later

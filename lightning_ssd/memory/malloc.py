@@ -1,4 +1,4 @@
-"""How to make glibc give freed memory back."""
+"""How to make glibc give freed memory back, or reuse it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,26 @@ import threading
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+import torch
+
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.memory.readings import anonymous_bytes
 
-__all__ = ["MallocThreshold", "foreign_malloc", "free_heap_bytes", "malloc_name", "reuses_holes", "trim"]
+__all__ = [
+    "PAGES_VARIABLE",
+    "MallocThreshold",
+    "foreign_malloc",
+    "free_heap_bytes",
+    "has_whole_pages",
+    "is_glibc",
+    "malloc_name",
+    "reuses_holes",
+    "trim",
+]
+
+PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
+"""Of PyTorch: set to 1, large CPU tensors begin with a page, and lie in huge pages."""
 
 _KIB = 1024
 _LOOKS_FOR_ALIGNED_HOLES = (2, 38)
@@ -69,15 +85,37 @@ def reuses_holes() -> bool:
 
     glibc looks for aligned holes from 2.38 on (its bug 14581). Before, it takes some bytes more than were asked for and
     sets the rest aside for small requests of the thread, so that the hole is too small for the next one of that size.
+    What is left of a whole page is too large to be set aside.
     """
     libc, _ = _glibc()
-    return libc is None or tuple(map(int, _version(libc).split(".")[:2])) >= _LOOKS_FOR_ALIGNED_HOLES
+    if libc is None or has_whole_pages():
+        return True
+    return tuple(map(int, _version(libc).split(".")[:2])) >= _LOOKS_FOR_ALIGNED_HOLES
+
+
+def is_glibc() -> bool:
+    """Whether tensors are allocated by glibc's own malloc."""
+    return _glibc()[0] is not None
+
+
+@functools.cache
+def has_whole_pages() -> bool:
+    """Whether PyTorch has large CPU tensors begin with a page, and asks for huge pages there.
+
+    It does where ``THP_MEM_ALLOC_ENABLE=1`` was in the environment before its first tensor, which importing Lightning
+    makes. Nothing tells so; but otherwise glibc never returns such an address.
+    """
+    libc, _ = _glibc()
+    tensors = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in (4 << 20, 5 << 20, 33 << 20)]
+    return libc is not None and all(tensor.data_ptr() % PAGE_BYTES == 0 for tensor in tensors)
 
 
 def malloc_name() -> str:
     """Whose malloc this process has, with its version where it tells: ``"glibc 2.36"``."""
     libc, reason = _glibc()
-    return foreign_malloc() or (f"glibc {_version(libc)}" if libc is not None else reason or "unknown")
+    if libc is None:
+        return foreign_malloc() or reason or "unknown"
+    return f"glibc {_version(libc)}" + (", tensors in whole pages" if has_whole_pages() else "")
 
 
 def _version(libc: Any) -> str:
@@ -108,9 +146,12 @@ class MallocThreshold:
     offloading would free nothing. Mapping costs page faults on each allocation, so that small ones stay in the heap.
     Holes that the heap has by then would still be used first, so that :class:`_HeldHoles` occupies them meanwhile.
 
-    The setting belongs to the process. Several users count; the lowest ``nbytes`` among them holds. When the last one
-    restores, the dynamic adjustment cannot be switched on again: thresholds are then fixed to where it ends up after
-    a 32 MiB tensor was freed (map from 32 MiB, trim at 64 MiB), or to the user's own ``MALLOC_*_THRESHOLD_`` variables.
+    Or, by :meth:`reuse`, it makes freed tensors stay in the heap, which its user then trims.
+
+    The setting belongs to the process. Several users count; the lowest ``nbytes`` among them holds, and before
+    :meth:`reuse`. When the last one restores, the dynamic adjustment cannot be switched on again: thresholds are then
+    fixed to where it ends up after a 32 MiB tensor was freed (map from 32 MiB, trim at 64 MiB), or to the user's own
+    ``MALLOC_*_THRESHOLD_`` variables.
 
     Example::
 
@@ -122,12 +163,18 @@ class MallocThreshold:
     # mallopt is process-wide, hence this bookkeeping. The lock is a leaf: nothing is called while it is held but libc.
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _users: ClassVar[set[MallocThreshold]] = set()
+    _reusers: ClassVar[set[MallocThreshold]] = set()
     _holes: ClassVar[_HeldHoles | None] = None
 
     _M_TRIM_THRESHOLD = -1
+    _M_TOP_PAD = -2
     _M_MMAP_THRESHOLD = -3
     _RESTORED_MMAP_NBYTES = 32 << 20
     _RESTORED_TRIM_NBYTES = 64 << 20
+    _RESTORED_TOP_PAD_NBYTES = 128 << 10
+    _UNREACHED_NBYTES = 1 << 30
+    _GROWTH_NBYTES = 64 << 20
+    """The heap grows by so much at once, in order that huge pages fit."""
     _FIXED_TRIM_NBYTES = 1 << 20
     """Small tensors stay in the heap; below 1 MiB of free top, giving it back would cost a system call too often."""
 
@@ -160,26 +207,55 @@ class MallocThreshold:
         self.reason = None if taken else "mallopt refused the value"
         return taken
 
-    def restore(self) -> None:
-        """End this object's claim. Without any claim: no effect."""
+    def reuse(self) -> None:
+        """Have tensors of any size lie in the heap, and freed ones stay there until :func:`trim`.
+
+        It ends a claim of :meth:`fix`. Where glibc refuses (before 2.35 it maps from 32 MiB up), less is reused.
+        """
         if self._libc is None:
             return
         with self._lock:
-            self._users.discard(self)
-            if self._holes is not None:
+            if self in self._reusers:
+                return
+            self._reusers.add(self)
+            self._unfix()
+            self._apply()
+
+    def restore(self) -> None:
+        """End this object's claims. Without any claim: no effect."""
+        if self._libc is None:
+            return
+        with self._lock:
+            was_reuser = self in self._reusers
+            self._reusers.discard(self)
+            if self._unfix() or was_reuser:
                 self._apply()
-                if not self._users:
-                    self._holes.release()
-                    MallocThreshold._holes = None
+
+    def _unfix(self) -> bool:
+        """End the claim of :meth:`fix`; whether there may have been one. Called with the lock held."""
+        self._users.discard(self)
+        holes = self._holes
+        if holes is None:
+            return False
+        if not self._users:
+            self._apply()
+            holes.release()
+            MallocThreshold._holes = None
+        return True
 
     def _apply(self) -> bool:
         """Called with the lock held."""
+        pad_nbytes = _user_setting("top_pad", self._RESTORED_TOP_PAD_NBYTES)
         if self._users:
             mmap_nbytes = min(user.nbytes for user in self._users)
             trim_nbytes = self._FIXED_TRIM_NBYTES
+        elif self._reusers:
+            mmap_nbytes = trim_nbytes = self._UNREACHED_NBYTES
+            pad_nbytes = self._GROWTH_NBYTES
         else:
-            mmap_nbytes = _user_setting("mmap", self._RESTORED_MMAP_NBYTES)
-            trim_nbytes = _user_setting("trim", self._RESTORED_TRIM_NBYTES)
+            mmap_nbytes = _user_setting("mmap_threshold", self._RESTORED_MMAP_NBYTES)
+            trim_nbytes = _user_setting("trim_threshold", self._RESTORED_TRIM_NBYTES)
+        self._libc.mallopt(self._M_TOP_PAD, pad_nbytes)
         taken = self._libc.mallopt(self._M_MMAP_THRESHOLD, mmap_nbytes)
         return bool(taken and self._libc.mallopt(self._M_TRIM_THRESHOLD, trim_nbytes))
 
@@ -256,10 +332,10 @@ class _HeldHoles:
 
 def _user_setting(name: str, default: int) -> int:
     """What the user told glibc itself through the environment, if it is a number that mallopt can take."""
-    settings = [os.environ.get(f"MALLOC_{name.upper()}_THRESHOLD_", "")]
+    settings = [os.environ.get(f"MALLOC_{name.upper()}_", "")]
     for tunable in os.environ.get("GLIBC_TUNABLES", "").split(":"):
         key, _, value = tunable.partition("=")
-        if key == f"glibc.malloc.{name}_threshold":
+        if key == f"glibc.malloc.{name}":
             settings.append(value)
     for setting in settings:
         if setting.isdigit() and int(setting) < 1 << 31:
