@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The recipes switch it on for their own processes: which of the tests' children had it would depend on their order.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
+
 # Lightning and W&B set these for the rest of the process; they are taken back after each test without complaint.
 _SET_BY_OTHERS = {
     "CUBLAS_WORKSPACE_CONFIG",  # Trainer(deterministic=True)

@@ -165,6 +165,7 @@ class MallocThreshold:
     _users: ClassVar[set[MallocThreshold]] = set()
     _reusers: ClassVar[set[MallocThreshold]] = set()
     _holes: ClassVar[_HeldHoles | None] = None
+    _is_changed: ClassVar[bool] = False
 
     _M_TRIM_THRESHOLD = -1
     _M_TOP_PAD = -2
@@ -199,7 +200,9 @@ class MallocThreshold:
             return False
         with self._lock:
             # Claimed first: wherever an interrupt comes, restore() makes it good.
+            MallocThreshold._is_changed = True
             self._users.add(self)
+            self._reusers.discard(self)
             if self._holes is None:
                 MallocThreshold._holes = holes = _HeldHoles(self._libc)
                 holes.hold(self.nbytes)
@@ -208,40 +211,35 @@ class MallocThreshold:
         return taken
 
     def reuse(self) -> None:
-        """Have tensors of any size lie in the heap, and freed ones stay there until :func:`trim`.
+        """Have tensors of any size lie in the heap, and freed ones stay there until :func:`trim`. Ends :meth:`fix`.
 
-        It ends a claim of :meth:`fix`. Where glibc refuses (before 2.35 it maps from 32 MiB up), less is reused.
+        Where glibc takes no such threshold (before 2.35), tensors from 32 MiB up are mapped as ever.
         """
-        if self._libc is None:
+        if self._libc is None or self in self._reusers:
             return
         with self._lock:
-            if self in self._reusers:
-                return
+            MallocThreshold._is_changed = True
             self._reusers.add(self)
-            self._unfix()
-            self._apply()
+            self._users.discard(self)
+            self._settle()
 
     def restore(self) -> None:
         """End this object's claims. Without any claim: no effect."""
         if self._libc is None:
             return
         with self._lock:
-            was_reuser = self in self._reusers
+            self._users.discard(self)
             self._reusers.discard(self)
-            if self._unfix() or was_reuser:
-                self._apply()
+            if self._is_changed:
+                self._settle()
+                MallocThreshold._is_changed = bool(self._users or self._reusers)
 
-    def _unfix(self) -> bool:
-        """End the claim of :meth:`fix`; whether there may have been one. Called with the lock held."""
-        self._users.discard(self)
-        holes = self._holes
-        if holes is None:
-            return False
-        if not self._users:
-            self._apply()
-            holes.release()
+    def _settle(self) -> None:
+        """Apply what the claims that are left ask for. Called with the lock held."""
+        self._apply()
+        if self._holes is not None and not self._users:
+            self._holes.release()
             MallocThreshold._holes = None
-        return True
 
     def _apply(self) -> bool:
         """Called with the lock held."""

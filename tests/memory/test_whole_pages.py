@@ -1,0 +1,186 @@
+"""Where PyTorch has tensors begin with a page, glibc reuses what they leave, and the heap gets huge pages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_ssd.memory import heap_policy as module
+from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
+from lightning_ssd.memory.malloc import PAGES_VARIABLE, MallocThreshold
+from tests.memory.test_malloc import run, run_pattern
+
+pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
+
+ON, OFF = {PAGES_VARIABLE: "1"}, {PAGES_VARIABLE: "0"}
+CHURN = """
+# A layer's output lives until the next one is there; beside each of them something small lives on.
+import torch
+libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+small, last, before = [], None, libc.mallinfo2().arena
+for _ in range(40):
+    last = torch.empty(6 * MIB, dtype=torch.uint8)
+    small += [torch.empty(n) for n in range(1, 8)]
+print((libc.mallinfo2().arena - before) // MIB)
+"""
+
+
+def test_a_setting_of_pytorch_is_told_by_addresses() -> None:
+    ask = "from lightning_ssd.memory.malloc import *; print(has_whole_pages(), malloc_name(), reuses_holes())"
+    with_pages, without = run(ask, **ON), run(ask, **OFF)
+    assert with_pages.startswith("True glibc ")
+    assert with_pages.endswith(", tensors in whole pages True")
+    assert without.startswith("False glibc ")
+    assert "pages" not in without
+
+
+def test_what_a_tensor_leaves_fits_the_next_one_of_its_size() -> None:
+    grown = int(run_pattern(CHURN, **ON))
+    assert grown < 40, "three of 6 MiB at a time, and some room"
+
+
+def test_freed_tensors_of_any_size_stay_until_somebody_trims(forks: list[str]) -> None:
+    output = run_pattern(
+        """
+from lightning_ssd.memory.malloc import trim
+threshold = MallocThreshold()
+threshold.reuse(), threshold.reuse()
+before = read_memory().host_bytes
+buffers = [torch.ones(33 * MIB, dtype=torch.uint8) for _ in range(4)]
+buffers.clear()
+kept = read_memory().host_bytes - before
+trim()
+print(kept // MIB, (read_memory().host_bytes - before) // MIB)
+threshold.restore()
+large, last = held_after_free(33 * MIB, 132 * MIB)
+print(large, MallocThreshold._is_changed)
+""",
+        forks,
+    )
+    reused, restored = (line.split() for line in output.splitlines())
+    assert int(reused[0]) > 120
+    assert int(reused[1]) <= 4
+    assert int(restored[0]) <= 34, "mapped, so freed at once"
+    assert restored[1] == "False"
+
+
+@pytest.mark.parametrize("order", ["fix reuse fix", "reuse fix", "fix"])
+def test_the_latest_claim_of_one_user_holds(order: str, forks: list[str]) -> None:
+    output = run_pattern(
+        f"""
+threshold = MallocThreshold()
+for claim in {order.split()}:
+    getattr(threshold, claim)()
+print(held_after_free()[0])
+threshold.reuse()
+print(held_after_free()[0])
+threshold.restore()
+print(MallocThreshold._holes, MallocThreshold._users, MallocThreshold._reusers)
+""",
+        forks,
+    )
+    fixed, reused, left = output.splitlines()
+    assert int(fixed) <= 4
+    assert int(reused) > 100
+    assert left == "None set() set()"
+
+
+def test_somebody_who_maps_each_tensor_comes_first(forks: list[str]) -> None:
+    output = run_pattern(
+        """
+reuses, maps = MallocThreshold(), MallocThreshold()
+reuses.reuse()
+with maps:
+    print(held_after_free()[0])
+print(held_after_free()[0])
+""",
+        forks,
+    )
+    inside, after = map(int, output.split())
+    assert inside <= 4
+    assert after > 100
+
+
+def test_an_interrupt_between_claim_and_setting_is_made_good() -> None:
+    output = run_pattern(
+        """
+threshold = MallocThreshold()
+apply = MallocThreshold._apply
+def interrupted(self):
+    raise KeyboardInterrupt
+for begin in (threshold.reuse, threshold.restore):
+    MallocThreshold._apply = interrupted
+    try:
+        begin()
+    except KeyboardInterrupt:
+        print("interrupted")
+    MallocThreshold._apply = apply
+threshold.restore()
+print(held_after_free(33 * MIB, 132 * MIB)[0], MallocThreshold._is_changed)
+"""
+    )
+    *told, left = output.splitlines()
+    assert told == ["interrupted"] * 2
+    assert int(left.removesuffix(" False")) <= 34
+
+
+def test_the_heap_gets_huge_pages_and_where_it_grows_to() -> None:
+    output = run(
+        """
+import torch
+from lightning_ssd.memory.huge_heap import HugeHeap
+from lightning_ssd.memory.malloc import MallocThreshold
+
+def flags():
+    lines = iter(open("/proc/self/smaps"))
+    found, is_heap = [], False
+    for line in lines:
+        if "-" in line.split()[0]:
+            is_heap = "[heap]" in line
+        elif line.startswith("VmFlags") and is_heap:
+            found.append("hg" in line.split())
+    return found
+
+threshold = MallocThreshold()
+threshold.reuse()
+heap = HugeHeap()
+print(flags())
+heap.look()
+first = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(10)]
+heap.look()
+print(flags())
+heap.look()
+assert all(bool((one == 1).all()) for one in first)
+""",
+        **ON,
+    )
+    before, after = output.splitlines()
+    if "True" not in after and not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    assert "True" not in before
+    assert after.split(",")[-1].strip(" []") == "True", "the end, where it grows"
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_passes_that_move_reuse_memory_only_in_whole_pages(has_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_whole_pages", lambda: has_pages)
+    heap_policy = HeapPolicy(is_ours=True)
+    try:
+        for mode, reuses in ((HeapMode.TRIM, True), (HeapMode.RELAXED, False), (HeapMode.MAP_EACH, False)):
+            heap_policy.enter(mode)
+            assert (heap_policy._threshold in MallocThreshold._reusers) is (reuses and has_pages), mode
+        heap_policy.enter(HeapMode.TRIM)
+        heap_policy.look(0)
+        heap_policy.border()
+        assert not MallocThreshold._reusers, "the optimizer's memory is not ours"
+    finally:
+        heap_policy.close()
+    assert not MallocThreshold._reusers
+
+
+def test_the_recipes_have_it_and_a_user_may_say_otherwise() -> None:
+    begin = "import recipes; from lightning_ssd.memory.malloc import has_whole_pages; print(has_whole_pages())"
+    assert run(begin, ("env", "-u", PAGES_VARIABLE, sys.executable)) == "True"
+    assert run(begin, **OFF) == "False"
