@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.memory.malloc import foreign_malloc
+from lightning_ssd.memory.malloc import malloc_name
 from recipes.benchmarks.harness.mode_names import (
     BASELINE,
     CARD_MODES,
@@ -151,7 +151,7 @@ def environment(recipe: str, threads: int, shape: Shape | None = None) -> dict[s
         "kernel": platform.release(),
         "processor": cpu[0] if cpu else platform.processor(),
         "cores": os.cpu_count(),
-        "malloc": foreign_malloc() or "of the C library",
+        "malloc": malloc_name(),
         "device": torch.cuda.get_device_name() if shape is not None and shape.device == "cuda" else "cpu",
         "threads": threads,
         "load_average": os.getloadavg()[0],

@@ -14,6 +14,7 @@ from recipes.benchmarks.harness.throttle import parse_rate
 
 __all__ = [
     "AGAIN",
+    "AS_IT_COMES",
     "BASELINE",
     "CARD_MODES",
     "DEFAULT_MODES",
@@ -27,6 +28,7 @@ __all__ = [
 
 BASELINE = "keep"
 AGAIN = "keep_again"
+AS_IT_COMES = "keep_as_it_comes"
 MODES = {
     "keep": "plain PyTorch",
     "ssd": "lightning_ssd, all that is large enough is moved",
@@ -38,6 +40,7 @@ MODES = {
     "naive": "the tutorial's saved-tensor hooks: torch.save to one file each",
     "save_on_cpu": "torch.autograd.graph.save_on_cpu",
     "keep_again": "plain PyTorch in a second process: how far it repeats its own bits and times here",
+    "keep_as_it_comes": "plain PyTorch without THP_MEM_ALLOC_ENABLE=1, which all others have",
 }
 DEFAULT_MODES = ("keep", "ssd", "recompute", "naive", "save_on_cpu")
 CARD_MODES = ("keep", "keep_again", "ssd", "budget=40%", "recompute")

@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from lightning_ssd.memory.malloc import PAGES_VARIABLE
+from recipes.benchmarks.harness.mode_names import AS_IT_COMES
+
 __all__ = ["Child", "ChildDiedError", "ChildOutOfMemoryError", "answer_parent"]
 
 _CLOSED_WITHIN_S = 60
@@ -72,6 +75,11 @@ class ChildOutOfMemoryError(ChildDiedError):
         return "out of memory"
 
 
+def _variables(job: Job) -> dict[str, str]:
+    pages = {PAGES_VARIABLE: "0"} if job.mode == AS_IT_COMES else {}
+    return {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"} | pages
+
+
 class Child:
     """One worker.
 
@@ -97,7 +105,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"},
+            env=os.environ | _variables(job),
             cwd=Path(__file__).resolve().parents[3],
         )
         self._send(job.to_json())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.benchmarks.harness.mode_names import AGAIN, BASELINE, parse_mode
+from recipes.benchmarks.harness.mode_names import AGAIN, AS_IT_COMES, BASELINE, parse_mode
 
 MIB = 1 << 20
 BITS_TELL_NOTHING = "that other modes differ from keep says nothing against them"
@@ -63,7 +63,9 @@ def _row(mode: str, samples: Sequence[Sample], held_bytes: int | None) -> dict[s
 
     resident = [sample.values["resident_peak_bytes"] for sample in mine if "resident_peak_bytes" in sample.values]
     # Plain PyTorch holds all that it saves; of the other rivals the hooks do not see what they hold.
-    resident_bytes = max(resident) if resident else held_bytes if parse_mode(mode).kind in (BASELINE, AGAIN) else None
+    resident_bytes = (
+        max(resident) if resident else held_bytes if parse_mode(mode).kind in (BASELINE, AGAIN, AS_IT_COMES) else None
+    )
     return {
         "mode": mode,
         "num_steps": len(mine),
