@@ -41,6 +41,7 @@ _MIN_SCATTER = 0.01
 _NUM_ERRORS = 1.3
 """A difference of so many standard errors is evidence."""
 _MIN_TRIED, _MAX_TRIED = 3, 10
+"""Of passes in a trial. Where they are surely faster than keeping everything, more would tell nothing."""
 _FAR_OFF = (0.25, 0.1)
 """One pass, two passes are enough, where they are beyond what was asked for by so much more."""
 _OUT_OF_HAND = 0.5
@@ -255,7 +256,8 @@ class MoveSearch:
 
     def _judge(self, nbytes: int, keep_s: float, slowdown: float) -> str | None:
         num, excess, error = len(self._moved), slowdown - self._limit, self._error
-        is_over = num >= (_MAX_TRIED // 2 if self._is_known else _MAX_TRIED)
+        is_faster = num >= _MIN_TRIED and slowdown + error < 1
+        is_over = is_faster or num >= (_MAX_TRIED // 2 if self._is_known else _MAX_TRIED)
         cost = _typical([one.step_s - one.stall_s - self._kept.at(one.number) for one in self._moved])
         is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + error
         if is_far_off:
@@ -276,7 +278,7 @@ class MoveSearch:
         if is_over and self._num_compared >= num - 1:
             self._note_good(nbytes)
             self._settle()
-        elif num - self._num_compared >= _MAX_TRIED // 2:
+        elif is_faster or num - self._num_compared >= _MAX_TRIED // 2:
             self._compare()
         return None
 
