@@ -131,6 +131,8 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
             host=host,
             probe_host=probe_host,
             place=_place(environment.paths),
+            expected=environment.expected_rates,
+            num_directories=len(directories),
             probe_cost=_mapping_cost if is_mapped else None,
         )
         constraints = _constraints(policy, wear.capacity_bytes, environment.num_local_processes, is_mapped=is_mapped)

@@ -17,6 +17,7 @@ from lightning_ssd.config import HardwareProfile
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.memory.readings import host_available_bytes
 from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.streams import CopyEngine
 
@@ -83,6 +84,13 @@ class Environment:
     def directories(self) -> list[Path]:
         """Ours, one in each of :attr:`paths`."""
         return [path / self.subdirectory for path in self.paths]
+
+    @property
+    def expected_rates(self) -> Rates:
+        """What the user expects of all directories for one of the processes that share them; 0: nothing is known."""
+        share = len(self.paths) / self.num_local_processes
+        write, read = self.hardware.rates
+        return Rates(share * (write or 0), share * (read or 0))
 
     @property
     def host_budget(self) -> HostMemoryBudget:

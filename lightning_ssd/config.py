@@ -295,6 +295,14 @@ class HardwareProfile:
     """Bytes that each drive is rated to be written over its life (its "TBW", for example "600TB"); ``None``: unknown,
     so that no drive life is told."""
 
+    write_rate: Size | None = None
+    """Bytes per second that each of ``paths`` takes for long (for example "3.5GB"), from ``lightning-ssd bench`` or a
+    data sheet: what plans begin with, unless a short trial of the drive shows less. What the run measures overrules it.
+    ``None``: unknown, the trial counts."""
+
+    read_rate: Size | None = None
+    """The same for what each gives."""
+
     allow_unsuitable_paths: bool = False
     """Accept tmpfs (which is memory, so nothing is saved) and network file systems (which may be slow)."""
 
@@ -319,6 +327,8 @@ class HardwareProfile:
             except ConfigError as error:
                 raise ConfigError(f'{error}, or "auto"') from None
         _check_optional_size(owner, "drive_endurance", self.drive_endurance, zero_means="is no rating")
+        _check_optional_size(owner, "write_rate", self.write_rate, zero_means="moves nothing")
+        _check_optional_size(owner, "read_rate", self.read_rate, zero_means="moves nothing")
         if not isinstance(self.allow_unsuitable_paths, bool):
             raise ConfigError(f"{owner}.allow_unsuitable_paths={self.allow_unsuitable_paths!r}; allowed: True, False")
         paths = _as_tuple(f"{owner}.paths", self.paths, "directory names, one per drive")
@@ -333,6 +343,12 @@ class HardwareProfile:
     def host_memory_nbytes(self) -> int | None:
         """``host_memory`` as an integer; ``None`` for "auto"."""
         return None if self.host_memory == "auto" else parse_size(self.host_memory)
+
+    @property
+    def rates(self) -> tuple[int | None, int | None]:
+        """``write_rate`` and ``read_rate`` as integers."""
+        write, read = self.write_rate, self.read_rate
+        return None if write is None else parse_size(write), None if read is None else parse_size(read)
 
     @property
     def drive_endurance_nbytes(self) -> int | None:

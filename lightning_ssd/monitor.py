@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +19,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_ssd._run_facts import machine_of, settings_of, versions
 from lightning_ssd.config import names_mistakes
 from lightning_ssd.memory.readings import read_memory, reset_device_peak, reset_host_peak
 from lightning_ssd.offloader import Offloader
@@ -28,17 +28,15 @@ from lightning_ssd.reports.files import write_report
 from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
 from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import RunReport
-from lightning_ssd.telemetry.metrics import MEASURED, METRICS, RECORDED, MetricWindow, compute, merge_ranks
+from lightning_ssd.telemetry.metrics import MEASURED, METRICS, MetricWindow, compute, merge_ranks
 from lightning_ssd.telemetry.run_summary import RunFacts, headline, summarize_run
 from lightning_ssd.telemetry.stats import OffloadStats
-from lightning_ssd.telemetry.step_record import PhaseName
 from lightning_ssd.telemetry.throughput import BatchSize, batch_size_of
 
 __all__ = ["OffloadMonitor"]
 
 _TB = 10**12
 _WITHOUT_OFFLOADER = ("time/step_s", "memory/device_peak_gib", "memory/host_peak_gib")
-_LIBRARIES = ("lightning_ssd", "torch", "lightning")
 
 
 @names_mistakes
@@ -53,9 +51,10 @@ class OffloadMonitor(Callback):
     does not offload, the monitor says so once and records time and memory peaks alone, so that runs with and without us
     can be compared with one callback.
 
-    Optimizer steps 2, 4, 8, 16 ... are recorded where somebody looks: memory over the step, transfers beside what the
-    model does, and the lives of the largest saved tensors. W&B and TensorBoard get them as pictures (``offload/...``),
-    W&B the settings as well; ``report_dir`` gets a page. Of several processes, the first one is recorded.
+    Optimizer steps 2, 4, 8, 16 ... and the last one are recorded where somebody looks: memory over the step, transfers
+    beside what the model does, and the lives of the largest saved tensors. W&B and TensorBoard get them as pictures
+    (``offload/...``), W&B the settings as well; ``report_dir`` gets a page. Of several processes, the first one is
+    recorded.
 
     Args:
         prog_bar: show resident GiB, GiB written to SSD per step and the share of stalls on the progress bar.
@@ -148,7 +147,8 @@ class OffloadMonitor(Callback):
                 offloader.mark_record("data")
             return
         sample = self._sample(trainer)
-        sample |= self._end_record(trainer) | self._rates(trainer)
+        self._end_record(trainer)
+        sample |= self._rates(trainer)
         self._window.add(sample)
         self._run.add(sample)
         if self.prog_bar and trainer.progress_bar_callback is not None:
@@ -187,7 +187,9 @@ class OffloadMonitor(Callback):
     def _begin_record(self, trainer: pl.Trainer) -> None:
         offloader, step = _offloader_of(trainer), self._run.num_steps + 1
         is_first = not self._sizes  # batch of the step: half a step is no record
-        if not (self._wants_records and is_first and RunLog.wants_record(step)) or offloader is None:
+        if not (self._wants_records and is_first) or offloader is None:
+            return
+        if not (RunLog.wants_record(step) or _is_last_step(trainer)):
             return
         self._is_recording = offloader.begin_record(
             trainer.fit_loop.epoch_loop._batches_that_stepped + 1,
@@ -195,23 +197,20 @@ class OffloadMonitor(Callback):
             optimizers=trainer.optimizers,
         )
 
-    def _end_record(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Returns the metrics that only a recorded step has."""
+    def _end_record(self, trainer: pl.Trainer) -> None:
         offloader = _offloader_of(trainer)
         if not self._is_recording or offloader is None:
-            return {}
+            return
         self._is_recording = False
         record = offloader.end_record()
         if record is None:
-            return {}
+            return
         self._log_of_run.add_record(record)
         takers = [experiment for experiment in _experiments(trainer) if takes_charts(experiment)]
         charts = step_charts(record) if takers else []
         for experiment in takers:
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             self._try("log pictures", partial(publish_charts, charts, experiment, step))
-        phases: tuple[PhaseName, ...] = ("forward", "backward", "update")
-        return dict(zip(RECORDED, map(record.waited_s, phases), strict=True))
 
     def _show(self, pl_module: pl.LightningModule, sample: dict[str, float]) -> None:
         if "io/stall_s" not in sample:
@@ -272,14 +271,22 @@ class OffloadMonitor(Callback):
             self._write_report(trainer, metrics)
 
     def _publish_settings(self, trainer: pl.Trainer) -> None:
-        self._config = {**_settings(_offloader_of(trainer)), "versions": _versions()}
+        offloader = _offloader_of(trainer)
+        self._config = {
+            **settings_of(offloader),
+            "versions": versions(),
+            "machine": machine_of(offloader, trainer.strategy.root_device),
+        }
         for experiment in _experiments(trainer):
             self._try("log its settings", partial(publish_facts, experiment, config=self._config, summary={}))
 
     def _publish_verdict(self, trainer: pl.Trainer, line: str) -> None:
         offloader = _offloader_of(trainer)
         plan = None if offloader is None else offloader.plan_report
-        config = self._config if plan is None else {**self._config, "plan": asdict(plan)}
+        # Once more, because the drives' rates are known by now.
+        config = {**self._config, "machine": machine_of(offloader, trainer.strategy.root_device)}
+        if plan is not None:
+            config["plan"] = asdict(plan)
         summary = {"offload/verdict": line, "offload/summary": self.summary}
         for experiment in _experiments(trainer):
             self._try("log its verdict", partial(publish_facts, experiment, config=config, summary=summary))
@@ -309,9 +316,7 @@ class OffloadMonitor(Callback):
     def _report(self, trainer: pl.Trainer, metrics: dict[str, float]) -> RunReport:
         offloader, num_steps = _offloader_of(trainer), self._run.num_steps
         plan = None if offloader is None else offloader.plan_report
-        # Where nothing was planned the drives may never have been measured, and asking would do it now.
-        machine = None if offloader is None or plan is None else offloader.machine
-        ssd = None if machine is None else machine.ssd
+        machine = machine_of(offloader, trainer.strategy.root_device)
         return RunReport(
             title=type(trainer.lightning_module).__name__,
             created=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),  # for people: nothing is computed from it
@@ -321,14 +326,13 @@ class OffloadMonitor(Callback):
             num_processes=trainer.world_size,
             backend="" if offloader is None else offloader.description,
             unusable=None if offloader is None else offloader.unusable,
-            **_settings(offloader),
-            versions=_versions(),
+            **settings_of(offloader),
+            versions=versions(),
+            machine=machine,
             stats={} if offloader is None else asdict(offloader.stats),
             optimizers=() if offloader is None else tuple(asdict(one) for one in offloader.optimizer_stats),
             plan=None if plan is None else asdict(plan),
-            rates={}
-            if ssd is None
-            else {"write_bytes_per_s": ssd.write_bytes_per_s, "read_bytes_per_s": ssd.read_bytes_per_s},
+            rates={name: machine[name] for name in ("write_bytes_per_s", "read_bytes_per_s") if name in machine},
             metrics=metrics,
             rows=self._log_of_run.rows,
             records=self._log_of_run.records,
@@ -373,27 +377,18 @@ def _is_due(trainer: pl.Trainer) -> bool:
     return bool(every) and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
 
 
+def _is_last_step(trainer: pl.Trainer) -> bool:
+    """Whether the run ends with the step that begins now, as far as can be foreseen."""
+    if trainer.max_steps != -1 and trainer.global_step + max(len(trainer.optimizers), 1) >= trainer.max_steps:
+        return True
+    last = trainer.max_epochs
+    return last is not None and last != -1 and trainer.current_epoch + 1 >= last and trainer.is_last_batch
+
+
 def _share_of_samples(trainer: pl.Trainer) -> float:
     """What one process counts of its batch: processes that share a model by its tensors see the same one."""
     sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return float(sampling.get("num_replicas", trainer.world_size)) / trainer.world_size
-
-
-def _settings(offloader: Offloader | None) -> dict[str, Any]:
-    if offloader is None:
-        return {}
-    hardware = asdict(offloader.hardware)
-    return {"policy": asdict(offloader.policy), "hardware": {**hardware, "paths": [str(p) for p in hardware["paths"]]}}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for library in _LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:  # run from a checkout that was never installed
-            continue
-    return found
 
 
 def _define_peaks(logger: Logger) -> None:

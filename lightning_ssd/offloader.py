@@ -29,7 +29,7 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.memory.readings import read_memory
 from lightning_ssd.optimizer.offloaded_optimizer import NO_OPTIMIZER, OffloadedOptimizer
-from lightning_ssd.planning.plan import Machine
+from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.recompute.block_discovery import find_blocks
 from lightning_ssd.recompute.blocks import Blocks
@@ -39,6 +39,7 @@ from lightning_ssd.telemetry import metrics
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
 from lightning_ssd.telemetry.step_record import PhaseName, StepRecord, StepRecorder
+from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.streams import CopyEngine, HostCopies, StreamCopies
 from lightning_ssd.wear.meter import WearMeter
@@ -164,6 +165,7 @@ class Offloader:
         )
         self._parts = parts
         self.description, self._wear, self._last_optimizer_stats = parts.description, parts.wear, ()
+        ssd = parts.tiers.ssd
         self._cache = TensorCache(
             parts.tiers,
             device=device,
@@ -174,6 +176,7 @@ class Offloader:
             recompute=self.policy.activations in ("recompute", "recompute_offload"),
             heap_policy=parts.heap_policy,
             weights=parts.parameters.pager,
+            meter=None if ssd is None else BandwidthMeter(ssd, expected=environment.expected_rates),
         )
         stack.callback(self._cache.close)
         self._last_stats = self._sampled = OffloadStats()
@@ -539,6 +542,15 @@ class Offloader:
         scheduler = self._parts.scheduler
         return scheduler.machine if scheduler is not None and self.is_open and not self._is_foreign else None
 
+    @property
+    def drive_rates(self) -> TierRates | None:
+        """Bytes per second of the drives together: what plans are made with, once there is one, else what the run has
+        shown; ``None``: nothing moves to drives. Measures nothing.
+        """
+        if self._cache is None or self._is_foreign:
+            return None
+        return self._cache.drive_rates if self.plan_report is None else (self.machine or Machine()).ssd
+
     def drain_metrics(self, *, step_s: float | None = None) -> dict[str, float]:
         """What happened since the last call, under the keys of :data:`lightning_ssd.telemetry.metrics.METRICS`.
 
@@ -561,6 +573,7 @@ class Offloader:
             states_bytes=sum(one.resident_bytes for one in self.optimizer_stats) if self._optimizers else None,
             host_tier_bytes=host.memory_bytes if isinstance(host, HostTier) and not self._is_foreign else None,
             num_drives=self._num_drives,
+            worst=None if self._cache is None or self._is_foreign else self._cache.take_worst(),
         )
 
 

@@ -55,6 +55,9 @@ def test_defaults_are_valid_and_print_as_written() -> None:
     assert HardwareProfile().drive_endurance_nbytes is None
     assert HardwareProfile(drive_endurance="600TB").drive_endurance_nbytes == 600 * 10**12
     assert HardwareProfile(drive_endurance=7).drive_endurance_nbytes == 7
+    assert HardwareProfile().rates == (None, None)
+    assert HardwareProfile(write_rate="3.5GB").rates == (3_500_000_000, None)
+    assert HardwareProfile(read_rate=1).rates == (None, 1)
     assert OffloadPolicy().recompute_modules == ()
     assert OffloadPolicy().budget_nbytes == (None, None)
     assert OffloadPolicy().wear_bytes_per_day(10**12) is None
@@ -187,6 +190,8 @@ def test_policy_bounds() -> None:
         ({"paths": None}, r"HardwareProfile.paths=None is a NoneType; allowed: directory names"),
         ({"drive_endurance": 0}, r"HardwareProfile.drive_endurance=0 is no rating; allowed: None or a size above 0"),
         ({"drive_endurance": "long"}, r"HardwareProfile.drive_endurance='long' is not a size"),
+        ({"write_rate": 0}, r"HardwareProfile.write_rate=0 moves nothing; allowed: None or a size above 0"),
+        ({"read_rate": "fast"}, r"HardwareProfile.read_rate='fast' is not a size"),
         ({"allow_unsuitable_paths": "yes"}, r"allow_unsuitable_paths='yes'; allowed: True, False"),
     ],
 )

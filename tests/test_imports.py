@@ -45,8 +45,9 @@ IMPORTS: dict[str, set[str]] = {
         *("errors", "common", "planning", "config", "memory", "telemetry", "storage", "wear", "tiers", "scheduling"),
         *("recompute", "activations", "optimizer", "_environment", "_assembly"),
     },
+    "_run_facts": {"memory", "offloader"},
     "reports": {"errors", "common", "telemetry"},
-    "monitor": {"config", "memory", "telemetry", "offloader", "reports"},
+    "monitor": {"config", "memory", "telemetry", "offloader", "_run_facts", "reports"},
     "strategies": {
         *("errors", "common", "config", "telemetry", "activations", "optimizer", "optimizer.checkpoint"),
         *("_environment", "offloader", "monitor"),

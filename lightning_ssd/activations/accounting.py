@@ -9,11 +9,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.waiting import Changes, Latch
-from lightning_ssd.telemetry.stats import Counters
+from lightning_ssd.telemetry.stats import Counters, SavedBytes
 from lightning_ssd.telemetry.step_record import StepRecorder
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class MemoryAccounting:
         self.num_live = 0
         self.writes: set[SavedStorage] = set()  # queued or under way
         self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
+        self._away_on_host_bytes = 0
+        self._worst = SavedBytes()  # since somebody took it
         self.recorder: StepRecorder | None = None  # of the step under way; none: nobody looks
         self._leaving: deque[SavedStorage] = deque()
         self._watched: dict[int, _Death] = {}
@@ -77,6 +80,7 @@ class MemoryAccounting:
         self.saved_bytes = sum(record.nbytes for record in live)
         self.ahead_bytes = sum(record.nbytes for record in live if record.ahead)
         self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
+        self._away_on_host_bytes = sum(r.nbytes for r in live if r.is_on_host and not r.is_resident)
 
     def opened(self, record: SavedStorage) -> None:
         """A new saved storage, in memory."""
@@ -89,11 +93,25 @@ class MemoryAccounting:
         if self.recorder is not None:
             self.recorder.saved(id(record), record.nbytes)
         self.occupy(record)
+        if self.saved_bytes >= self._worst.saved_bytes:
+            resident, on_host = counters.resident_bytes, self._away_on_host_bytes
+            self._worst = SavedBytes(self.saved_bytes, resident, on_host, self._worst.recomputed_bytes)
+
+    def recomputed(self, nbytes: int) -> None:
+        """Blocks of one pass have saved so much again by now."""
+        self._worst = replace(self._worst, recomputed_bytes=max(self._worst.recomputed_bytes, nbytes))
+        self.counters.recomputed_peak_bytes = max(self.counters.recomputed_peak_bytes, nbytes)
+
+    def take_worst(self) -> SavedBytes | None:
+        """Where saved activations were when most were saved since the last call; ``None``: none was."""
+        worst, self._worst = self._worst, SavedBytes()
+        return worst if worst.saved_bytes else None
 
     def occupy(self, record: SavedStorage) -> None:
         """Memory was taken for a saved storage."""
         counters = self.counters
         counters.resident_bytes += record.nbytes
+        self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0  # a new one is sent nowhere yet
         if self.recorder is not None:
             self.recorder.entered(id(record), record.nbytes)
         if counters.resident_bytes > counters.resident_peak_bytes:
@@ -106,6 +124,7 @@ class MemoryAccounting:
     def vacate(self, record: SavedStorage) -> None:
         """Memory of a saved storage has gone."""
         self.counters.resident_bytes -= record.nbytes
+        self._away_on_host_bytes += record.nbytes if record.is_on_host else 0
         if self.recorder is not None:
             self.recorder.left(id(record), record.nbytes)
 
@@ -140,6 +159,7 @@ class MemoryAccounting:
             if self._watched.pop(id(death), None) is not None:
                 self.num_live -= 1
                 self.saved_bytes -= record.nbytes
+                self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
             self._deaths.popleft()  # last: an interrupted call is made good by the next one
         self.sweep()
         self._look(self.counters.resident_bytes)

@@ -257,6 +257,11 @@ class LivePasses:
                 current.stalls.append((begin, end))
 
     @property
+    def num_open(self) -> int:
+        """How many are under way."""
+        return sum(not current.is_finished for current in self._passes)
+
+    @property
     def are_plain(self) -> bool:
         """Whether all of them run without hooks."""
         return all(current.is_plain for current in self._passes)
@@ -277,7 +282,7 @@ class LivePasses:
             all_freed: only those whose graphs are gone; else a backward has just ended, and those that were in it are.
         """
         plain = [] if all_freed else [p for p in self._passes if p.is_plain and p.is_over and not p.is_finished]
-        num_open = sum(not current.is_finished for current in self._passes)
+        num_open = self.num_open
         for current in plain:
             current.is_finished = True
             if current.begin is not None and self._scheduler is not None:

@@ -58,7 +58,17 @@ class ParameterStorages:
         """Bytes of the gradients that there are now. Only where no backward runs: it is autograd that sets them."""
         modules = [module for reference in list(self._modules.values()) if (module := reference()) is not None]
         parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
-        gradients = [local_of(p.grad) for p in parameters.values() if p.grad is not None]
+        return self._bytes_of([p.grad for p in parameters.values() if p.grad is not None])
+
+    def gradient_bytes_on(self, device: torch.device) -> int:
+        """The same of one device's parameters: in backward, for the thread that computes their gradients."""
+        modules = [module for reference in list(self._modules.values()) if (module := reference()) is not None]
+        parameters = {id(p): p for module in modules for p in module.parameters() if p.device == device}
+        return self._bytes_of([p.grad for p in parameters.values() if p.grad is not None])
+
+    @staticmethod
+    def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+        gradients = [local_of(tensor) for tensor in tensors]
         parts = [(g._indices(), g._values()) if g.layout is torch.sparse_coo else (g,) for g in gradients]
         return sum(part.numel() * part.element_size() for tensors in parts for part in tensors)
 

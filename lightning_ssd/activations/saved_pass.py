@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,9 @@ class SavedTensorHooks(Protocol):
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor that was packed."""
 
+    def recomputed(self, current: SavedPass, sizes: Iterable[int]) -> None:
+        """A block of the pass has run again, and has saved storages of these sizes."""
+
 
 class SavedPass:
     """What was saved in one forward, in order, and what backward has asked for so far.
@@ -94,6 +97,7 @@ class SavedPass:
         self.order: list[int] = []
         self.stayed: set[int] = set()  # whose memory somebody else was found to hold
         self.next_ahead = 0
+        self.recomputed_bytes = 0  # saved again by its blocks so far
         self._hooks = hooks
         self._kept: object = None  # while the forward runs
         self._num_blocks = 0
@@ -213,6 +217,10 @@ class SavedPass:
         """Forward leaves the block."""
         if self.recorder is not None:
             self.recorder.block_leaves()
+
+    def block_recomputed(self, sizes: Iterable[int]) -> None:
+        """Backward has run a block again."""
+        self._hooks.recomputed(self, sizes)
 
     # -- storages ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.memory.readings import available_bytes, level_bytes
 from lightning_ssd.parameters.pager import Pager, SavedElsewhere, Unit
 from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.recompute.global_modes import forget_threads, note_thread
 from lightning_ssd.scheduling.clock import clock_of
@@ -44,7 +45,7 @@ from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.scheduling.stalls import Stalls
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.telemetry.stats import OffloadStats
+from lightning_ssd.telemetry.stats import OffloadStats, SavedBytes
 from lightning_ssd.telemetry.step_record import StepRecorder
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
 from lightning_ssd.tiers.base import Tier
@@ -88,6 +89,7 @@ class TensorCache:
         recompute: recompute every block, whatever is planned.
         heap_policy: told what becomes of freed memory: before each pass, and when one finds too little room.
         weights: told when backward asks for one that waits on a drive between its uses.
+        meter: of the rates of the drives; default: one that knows nothing before the run has told.
     """
 
     def __init__(
@@ -102,14 +104,15 @@ class TensorCache:
         recompute: bool = False,
         heap_policy: HeapPolicy | None = None,
         weights: Pager[Any] | None = None,
+        meter: BandwidthMeter | None = None,
     ) -> None:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
         self._heap_policy = heap_policy or HeapPolicy()
         self.accounting = MemoryAccounting(self._heap_policy.look)
         self._counters = self.accounting.counters
         self._tiers = tiers
-        # Without a probe: before the drive has told its rate, nothing is kept for it.
-        self._meter = None if tiers.ssd is None else BandwidthMeter(tiers.ssd)
+        # Without a probe: before the drive has told its rate, or the user, nothing is kept for it.
+        self._meter = meter or (None if tiers.ssd is None else BandwidthMeter(tiers.ssd))
         self._device = device
         self._min_nbytes = max(min_tensor_nbytes, 1)
         self._copies = copies
@@ -172,7 +175,7 @@ class TensorCache:
             if self._passes.goes_on_plain(current):
                 return
             if self.accounting.recorder is not None:
-                self.accounting.recorder.mark("forward")
+                self.accounting.recorder.forward_begins(alone=not self._passes.num_open)
             self.accounting.settle()
             self.accounting.recount()
             self._prune()
@@ -216,6 +219,12 @@ class TensorCache:
             if not are_plain:
                 self._prune()
         self._warn_of_writes()
+
+    def recomputed(self, current: SavedPass, sizes: Iterable[int]) -> None:
+        """A block of the pass has run again, and has saved storages of these sizes."""
+        with self.accounting.lock:
+            current.recomputed_bytes += sum(nbytes for nbytes in sizes if nbytes >= self._min_nbytes)
+            self.accounting.recomputed(current.recomputed_bytes)
 
     def _settle_stalls(self) -> None:
         if not self._is_capturing():
@@ -279,6 +288,16 @@ class TensorCache:
             fallbacks=stats.fallbacks + num_retries,
         )
 
+    @property
+    def drive_rates(self) -> TierRates | None:
+        """What the run has shown of the drives; ``None``: there are none. Measures nothing."""
+        return None if self._meter is None else self._meter.machine().ssd
+
+    def take_worst(self) -> SavedBytes | None:
+        """Where saved activations were when most were saved since the last call; ``None``: none was."""
+        with self.accounting.lock:
+            return self.accounting.take_worst()
+
     def begin_record(self, step: int, *, expected_s: float) -> StepRecorder:
         """Have what happens to saved storages recorded. The passes of the step have hooks, whatever they move."""
         with self.accounting.lock:
@@ -291,8 +310,17 @@ class TensorCache:
                 expected_s=expected_s,
                 resident_bytes=self.accounting.counters.resident_bytes,
                 saved_bytes=self.accounting.saved_bytes,
+                gradient_bytes=self._gradient_bytes,
             )
         return recorder
+
+    def _gradient_bytes(self) -> int | None:
+        """Of gradients now, for a thread of backward; ``None``: looking might bring in a weight, or meet another thread
+        that computes some.
+        """
+        if self._has_weights() or self._passes.num_open > 1:
+            return None
+        return self.parameters.gradient_bytes_on(self._device)
 
     def end_record(self) -> None:
         """Nobody looks any more. What is dead by now has been told."""
@@ -312,6 +340,7 @@ class TensorCache:
             counters = self.accounting.counters
             counters.resident_peak_bytes = counters.resident_bytes
             counters.saved_peak_bytes = self.accounting.saved_bytes
+            counters.recomputed_peak_bytes = 0
             self._passes.count_again()
 
     def flush(self) -> None:

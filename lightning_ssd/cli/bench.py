@@ -86,7 +86,13 @@ def bench(
             chosen.close()
         _show(found, why)
         if write is not None:
-            hardware = HardwareProfile(paths=paths, backend=backend, allow_unsuitable_paths=allow_unsuitable)
+            hardware = HardwareProfile(
+                paths=paths,
+                backend=backend,
+                allow_unsuitable_paths=allow_unsuitable,
+                write_rate=round(found.together.write_per_s / len(paths)),
+                read_rate=round(found.together.read_per_s / len(paths)),
+            )
             _write_profile(write, hardware, found)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "MemoryReadings",
     "anonymous_bytes",
     "available_bytes",
+    "capacity_bytes",
     "cgroup_available_bytes",
     "cgroup_limit_bytes",
     "host_available_bytes",
@@ -136,6 +137,15 @@ def available_bytes(device: torch.device) -> int | None:
         cached = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
         return None if free is None else free + cached
     return host_available_bytes()
+
+
+def capacity_bytes(device: torch.device) -> int | None:
+    """All memory of the device; of a CPU what the machine has, or a cgroup allows. ``None`` if unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu":
+        return None
+    return _smaller(_read_kib_table(Path("/proc/meminfo")).get("MemTotal"), cgroup_limit_bytes())
 
 
 def host_available_bytes() -> int | None:

@@ -282,6 +282,7 @@ class PagedWeights(ABC, Generic[Memory]):
             written_bytes=written_bytes,
             disk_bytes=disk_bytes,
             stall_s=self.pager.stall_s,
+            stall_backward_s=self.pager.stall_backward_s,
             num_late=self.pager.num_late,
             kept_bytes=0 if self._residents is None else self._residents.kept_bytes,
         )

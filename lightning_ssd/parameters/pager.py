@@ -103,7 +103,7 @@ class Pager(ABC, Generic[Memory]):
         self.units: list[Unit[Memory]] = []
         self._by_place: dict[object, Unit[Memory]] = {}
         self.resident_bytes = self.resident_peak_bytes = self.num_late = 0
-        self.stall_s = 0.0
+        self.stall_s = self.stall_backward_s = 0.0
         self._order = UseOrder()
         self._ahead: Unit[Memory] | None = None
         self._in_backward: Unit[Memory] | None = None
@@ -276,7 +276,9 @@ class Pager(ABC, Generic[Memory]):
         if latch is not None and not latch.is_open:
             begun_s = time.perf_counter()
             latch.wait()
-            self.stall_s += time.perf_counter() - begun_s
+            waited_s = time.perf_counter() - begun_s
+            self.stall_s += waited_s
+            self.stall_backward_s += waited_s if torch._C._current_autograd_node() is not None else 0.0
         if unit.error is not None:
             error, unit.error, unit.coming = unit.error, None, None
             raise error

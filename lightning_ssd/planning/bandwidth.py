@@ -9,7 +9,7 @@ import math
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["BAND", "MIN_SAMPLE_BYTES", "RateEstimate", "leaves_band"]
+__all__ = ["BAND", "MIN_SAMPLE_BYTES", "RateEstimate", "first_guess", "leaves_band"]
 
 BAND = 0.15
 """Relative width within which a measurement confirms what was expected."""
@@ -24,6 +24,20 @@ _RISE = 0.2
 def leaves_band(value: float, reference: float, width: float = BAND) -> bool:
     """Whether ``value`` is further from ``reference`` than ``width`` times it."""
     return abs(value - reference) > width * reference
+
+
+def first_guess(probed: float, expected: float, num_directories: int) -> float:
+    """What to begin with for all directories together, in bytes per second.
+
+    A short probe of one directory sees the drive's cache and none of its neighbours; a data sheet sees neither this
+    machine nor who else works there. Both are upper bounds, so that the lower one counts.
+
+    Args:
+        probed: of one directory; 0: it does not work.
+        expected: of all of them, for this process; 0: nobody has told.
+        num_directories: that there are.
+    """
+    return min(expected, probed * num_directories) if expected else probed
 
 
 class RateEstimate:

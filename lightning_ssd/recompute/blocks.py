@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -54,6 +54,10 @@ class BlockObserver(Protocol):
 
     def block_leaves(self) -> None:
         """The block that entered has run, or has failed."""
+        ...
+
+    def block_recomputed(self, sizes: Iterable[int]) -> None:
+        """Backward has run a block again, for the first time, which has saved storages of these sizes."""
         ...
 
     def block_inputs(self, nbytes: int) -> None:
@@ -186,7 +190,8 @@ class _Wrapper(MethodPatch):
                     observer.block_inputs(inputs.nbytes_on(device_of(module)))
                 state = self._state_to_repeat(module, inputs, wanted=wants_recompute)
                 if state is not None:
-                    return recompute(module, self.__wrapped__, inputs, (args, kwargs), self._block, state)
+                    told = observer.block_recomputed
+                    return recompute(module, self.__wrapped__, inputs, (args, kwargs), self._block, state, told)
                 if wants_recompute:
                     observer.block_is_kept()
                 if observer.wants_inputs and self._is_allowed and self._refusal is None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +89,7 @@ def recompute(
     first: tuple[tuple[Any, ...], dict[str, Any]],
     block: Recomputable,
     state: CallState,
+    told: Callable[[Iterable[int]], None] = lambda sizes: None,
 ) -> Any:
     """Call ``run`` with the arguments ``first``, and again whenever backward needs what it computed.
 
@@ -101,6 +102,7 @@ def recompute(
         first: arguments and keyword arguments, as the caller gave them.
         block: is told if a repetition turns out not to be exact.
         state: of the module and of modules and functions among the arguments; not ``opaque``.
+        told: gets the sizes of the storages that the first repetition has saved: not those of weights and inputs.
 
     Raises:
         ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor.
@@ -110,7 +112,7 @@ def recompute(
     if device.type != "cpu" and all(tensor.device != device for tensor in tensors):
         # checkpoint looks after the random numbers of the devices of its inputs, and of no others.
         tensors.append(torch.empty(0, device=device))
-    call = _Call(module, run, inputs, first, block, state)
+    call = _Call(module, run, inputs, first, block, state, told)
     with call.inputs_watched(inputs):
         result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
     if call.edits is not None:
@@ -192,6 +194,7 @@ class _Call:
         first: tuple[Any, Any],
         block: Recomputable,
         state: CallState,
+        told: Callable[[Iterable[int]], None],
     ) -> None:
         self.edits: str | None = None
         """After the first run: what it has edited in place that cannot be put back."""
@@ -205,6 +208,7 @@ class _Call:
         self._state = state
         self._saved = Fingerprint(full=block.full, weights=self._state.addresses)
         self._output: Fingerprint | None = None
+        self._told: Callable[[Iterable[int]], None] | None = told
 
     @contextmanager
     def inputs_watched(self, inputs: CallInputs) -> Iterator[None]:
@@ -260,7 +264,8 @@ class _Call:
         numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
         again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
         stops: list[BaseException] = []
-        seen = _seen_by(again, stops)
+        sizes: dict[int, int] = {}
+        seen = _seen_by(again, stops, sizes=sizes)
         try:
             with self._state.as_before() as run_in_context, seen:
                 run_in_context(self._run, *args, **kwargs)
@@ -274,12 +279,21 @@ class _Call:
                 raise self._block.refuse(self._module, reason) from error
             again.close()
             self._compare(again, tensors, numbers)
+            self._tell(sizes, tensors)
             raise
         finally:
             seen.gen.close()  # here, and not by whoever drops the frame of an interrupt inside of contextlib
             stops.clear()  # an exception that its own frame holds is a cycle
         again.close()
         self._compare(again, tensors, numbers)
+        self._tell(sizes, tensors)
+
+    def _tell(self, sizes: dict[int, int], inputs: tuple[torch.Tensor, ...]) -> None:
+        """Say once how much was saved again: inputs were never gone, and weights are nobody's activations."""
+        told, self._told = self._told, None
+        if told is not None:
+            given = {tensor.untyped_storage()._cdata for tensor in inputs if is_plain(tensor)}
+            told([n for key, n in sizes.items() if key not in given and key not in self._state.addresses])
 
     def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> None:
         reason = self._saved.difference(again)
@@ -341,9 +355,15 @@ class _Saved:
 
 @contextmanager
 def _seen_by(
-    fingerprint: Fingerprint, stops: list[BaseException], *, wrap: Callable[[torch.Tensor, Any], Any] | None = None
+    fingerprint: Fingerprint,
+    stops: list[BaseException],
+    *,
+    wrap: Callable[[torch.Tensor, Any], Any] | None = None,
+    sizes: dict[int, int] | None = None,
 ) -> Iterator[None]:
-    """What is saved meanwhile is told, and then goes where it would have gone. What that raises is noted."""
+    """What is saved meanwhile is told, and then goes where it would have gone. What that raises is noted; the bytes of
+    each storage are in ``sizes``.
+    """
     hooks = _top_hooks(True)
     if hooks is None:
         raise AssertionError("nobody saves what a recomputed call computes")
@@ -351,6 +371,9 @@ def _seen_by(
 
     def tell(tensor: torch.Tensor) -> Any:
         fingerprint.add(tensor)
+        if sizes is not None and is_plain(tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
         try:
             packed = pack(tensor)
         except BaseException as error:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from lightning_ssd.common.formatting import format_sizes, pluralize
+from lightning_ssd.common.validation import parse_size
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import intersection, union_s
 from lightning_ssd.telemetry.step_record import PhaseName, StepRecord
@@ -18,6 +19,7 @@ _BUSY = 0.7
 """Share of a wait in which the drives read, for them to be what was waited for."""
 _YEAR_DAYS = 365
 _OFF = 0.15
+_HALF = 0.5
 _MIB = 1 << 20
 
 
@@ -110,7 +112,7 @@ def _nothing_offloads(report: RunReport) -> str | None:
     policy = report.policy
     if policy is None:
         return 'This run kept everything, because its strategy does not offload: Trainer(strategy="ssd_offload") does.'
-    saved = report.stat("saved_peak_bytes")
+    saved = report.held("saved")
     if policy.get("activations") != "keep" or not saved:
         return None
     return f'Saved activations take {format_sizes(saved)[0]} at their peak; activations="auto" moves what pays.'
@@ -149,6 +151,23 @@ def _wears(report: RunReport) -> str | None:
     )
 
 
+def _slower_than_told(report: RunReport) -> str | None:
+    """Another disk than the one that the profile describes, or a data sheet that says what no drive keeps up."""
+    hardware = report.hardware or {}
+    num_drives = max(len(hardware.get("paths") or ()), 1)
+    for name, found in (("write_rate", "write_bytes_per_s"), ("read_rate", "read_bytes_per_s")):
+        told, rate = hardware.get(name), report.rates.get(found)
+        if told is None or not rate or report.num_processes > 1:  # which share the drives
+            continue
+        expected = num_drives * parse_size(told)
+        if rate < _HALF * expected:
+            return (
+                f"The drives give {rate / 1e9:.2g} GB/s where HardwareProfile.{name} promises {expected / 1e9:.2g}: "
+                "is another disk mounted there? `lightning-ssd bench` tells what they do."
+            )
+    return None
+
+
 def _life_unknown(report: RunReport) -> str | None:
     if "wear/drive_life_days" in report.metrics or not report.stat("bytes_written"):
         return None
@@ -165,6 +184,7 @@ _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _reads_limit,
     _writes_limit,
     _update_waits,
+    _slower_than_told,
     _given_up,
     _states_stay,
     _wears,
@@ -183,8 +203,8 @@ def _is_long(record: StepRecord, phase: PhaseName) -> bool:
 
 def _keep_more(report: RunReport, more_bytes: float) -> str:
     """A second path, or a budget by which as much more is kept as the drives could not move in the waited time."""
-    budget = math.ceil((report.stat("resident_peak_bytes") + more_bytes) / _MIB)
+    budget = math.ceil((report.held("resident") + more_bytes) / _MIB)
     path = "A second drive in HardwareProfile.paths"
-    if budget * _MIB >= report.stat("saved_peak_bytes"):
+    if budget * _MIB >= report.held("saved"):
         return f"{path} would make that less."
     return f'{path}, or activation_budget="{budget}MiB", would take about all of that away.'

@@ -25,11 +25,14 @@ __all__ = [
     "transfers",
 ]
 
-Role = Literal["weights", "states", "activations", "other", "keep", "write", "read", "wait", "away", "measure"]
+Role = Literal[
+    "weights", "gradients", "states", "activations", "other", "keep", "write", "read", "wait", "away", "measure"
+]
 """What is drawn; a renderer gives each its colour."""
 
 _MAX_POINTS = 1200
 _MAX_BARS = 1500
+_GIB = 1 << 30
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
@@ -84,25 +87,28 @@ def step_charts(record: StepRecord) -> list[Chart]:
 def memory_over_step(record: StepRecord) -> Chart:
     """All memory over one step, stacked by what it is, under the line of what keeping would have held.
 
-    What is neither weights, states nor saved activations is told together: gradients come into being one by one during
-    backward, and nobody may look at them there. What the process holds at all times besides is left out, and told in
-    the title.
+    What is neither weights, gradients, states nor saved activations is told together, and gradients with it where
+    nobody could look at them in backward. What the process holds at all times besides is left out, and told in the
+    title.
     """
     times = _moments(record)
     if not record.levels or not times:
         return Chart(key="memory_over_step", title=_MEMORY, x_title=_SECONDS)
     at = [point.at_s for point in record.activations]
     level_at = [level.at_s for level in record.levels]
+    grown_at = [point.at_s for point in record.gradients]
     fixed = record.weight_bytes + record.state_bytes
-    resident, missing, total = [], [], []
+    resident, missing, total, grown = [], [], [], []
     for time_s in times:
         now = record.activations[max(bisect_right(at, time_s) - 1, 0)]
         resident.append(now.resident_bytes)
         missing.append(now.saved_bytes - now.resident_bytes)
         total.append(record.levels[max(bisect_right(level_at, time_s) - 1, 0)].nbytes)
-    base = max(min(level - held for level, held in zip(total, resident, strict=True)) - fixed, 0)
-    other = [max(level - held - fixed - base, 0) for level, held in zip(total, resident, strict=True)]
-    stack = [fixed + held + rest for held, rest in zip(resident, other, strict=True)]
+        grown.append(record.gradients[max(bisect_right(grown_at, time_s) - 1, 0)].nbytes if record.gradients else 0)
+    known = [held + gradients for held, gradients in zip(resident, grown, strict=True)]
+    base = max(min(level - held for level, held in zip(total, known, strict=True)) - fixed, 0)
+    other = [max(level - held - fixed - base, 0) for level, held in zip(total, known, strict=True)]
+    stack = [fixed + held + rest for held, rest in zip(known, other, strict=True)]
     keeping = [level + more for level, more in zip(stack, missing, strict=True)]
     size, unit = _unit(max(keeping))
 
@@ -112,8 +118,9 @@ def memory_over_step(record: StepRecord) -> Chart:
     layers = [
         layer("weights", "weights", [record.weight_bytes] * len(times)),
         layer("optimizer states", "states", [record.state_bytes] * len(times)),
+        *([layer("gradients", "gradients", grown)] if record.gradients else []),
         layer("saved activations", "activations", resident),
-        layer("gradients, temporaries, free heap", "other", other),
+        layer("temporaries, free heap" if record.gradients else "gradients, temporaries, free heap", "other", other),
     ]
     return Chart(
         key="memory_over_step",
@@ -181,17 +188,21 @@ def over_run(rows: Sequence[Mapping[str, float]], keys: Iterable[tuple[str, str,
     """Metrics over the steps of a run.
 
     Args:
-        rows: with ``step`` and keys of the metrics' table.
+        rows: with ``step`` and keys of the metrics' table, in GiB.
         keys: of metrics, their names, and their roles.
         title: of the picture.
     """
-    series = []
+    found: list[tuple[str, Role, tuple[float, ...], tuple[float, ...]]] = []
     for key, name, role in keys:
-        known = [(row["step"], row[key]) for row in rows if key in row]
+        known = [(row["step"], row[key] * _GIB) for row in rows if key in row]
         if known:
             x, y = zip(*known, strict=True)
-            series.append(Series(name=name, role=role, x=x, y=y))
-    return Chart(key="over_run", title=title, x_title="optimizer step", y_title="GiB", series=tuple(series))
+            found.append((name, role, x, y))
+    size, unit = _unit(max((max(y) for _, _, _, y in found), default=0))
+    series = tuple(
+        Series(name=name, role=role, x=x, y=tuple(value / size for value in y)) for name, role, x, y in found
+    )
+    return Chart(key="over_run", title=title, x_title="optimizer step", y_title=unit, series=series)
 
 
 def trade_off(points: Sequence[tuple[str, float, float]], *, y_title: str = "seconds per step") -> Chart:

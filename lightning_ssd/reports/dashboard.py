@@ -54,6 +54,8 @@ DASHBOARD = (
         (
             Panel("Saved activations: in memory, and with all of them kept (GiB)", (
                 "memory/activations_resident_peak_gib", "memory/activations_saved_peak_gib")),
+            Panel("When most activations are saved, they are (GiB)", tuple(
+                f"memory/activations_{place}_at_peak_gib" for place in ("kept", "host", "ssd", "recomputed"))),
             Panel("Peak of all memory (GiB)", ("memory/device_peak_gib", "memory/host_peak_gib")),
             Panel("Held in host memory in place of drives (GiB)", (
                 "memory/host_tier_gib", "memory/states_resident_gib")),
@@ -70,6 +72,8 @@ DASHBOARD = (
             Panel("One step (s)", ("time/step_s",)),
             Panel("Samples and tokens per second", ("time/samples_per_s", "time/tokens_per_s")),
             Panel("Waiting, share of the step", ("io/stall_ratio",)),
+            Panel("Waiting in forward, backward and update (s)", (
+                "io/stall_forward_s", "io/stall_backward_s", "io/stall_update_s")),
             Panel("Moved steps / kept steps", ("plan/slowdown_ratio",)),
             Panel("Computed again in backward (GiB)", ("plan/recomputed_gib",)),
         ),

@@ -10,6 +10,8 @@ from lightning_ssd.reports.adviser import advise
 from lightning_ssd.reports.charts import Chart, over_run, step_charts
 from lightning_ssd.reports.plotly_charts import draw_with_plotly
 from lightning_ssd.reports.run_report import RunReport
+from lightning_ssd.telemetry.metrics import NUM_DRIVES
+from lightning_ssd.telemetry.step_record import StepRecord
 
 __all__ = ["render_page", "report_charts"]
 
@@ -68,7 +70,7 @@ def render_page(report: RunReport) -> str:
             f"<h1>{escape(report.title)}</h1>",
             f'<p class="faint">{escape(_facts(report))}</p>',
             _cards(report),
-            _section("Did it fit?", escape(report.summary)),
+            _section("Did it fit?", _fit(report), f"<p>{escape(report.summary)}</p>" if report.summary else ""),
             _section("What did it cost?", _cost(report)),
             _section("Where is the memory?", "", pictures.get("memory_over_step"), pictures.get("over_run")),
             _section("Did the drives' work hide behind the model's?", _overlap(report), pictures.get("transfers")),
@@ -107,14 +109,13 @@ def _facts(report: RunReport) -> str:
 
 
 def _cards(report: RunReport) -> str:
-    resident, saved = format_sizes(report.stat("resident_peak_bytes"), report.stat("saved_peak_bytes"))
+    resident, saved = format_sizes(report.held("resident"), report.held("saved"))
     stall_s = report.metrics.get("io/stall_s")
     share = 100 * stall_s / report.step_s if stall_s is not None and report.step_s > 0 else None
-    peak = report.metrics.get("memory/device_peak_gib", report.metrics.get("memory/host_peak_gib"))
     cards = [
         ("saved activations, at most", resident if report.stats else None),
         ("with all of them kept", saved if report.stats else None),
-        ("peak of all memory", None if peak is None else format_sizes(peak * _GIB)[0]),
+        ("peak of all memory", None if report.peak_bytes is None else format_sizes(report.peak_bytes)[0]),
         ("one step", f"{report.step_s:.3g} s"),
         ("of it, waiting", None if share is None else f"{share:.1f} %"),
         ("written to drives", format_sizes(report.metrics.get("wear/written_tb", 0.0) * 1e12, decimal=True)[0]),
@@ -123,10 +124,26 @@ def _cards(report: RunReport) -> str:
     return f'<div class="cards">{shown}</div>'
 
 
-def _cost(report: RunReport) -> str:
-    record = report.records[-1] if report.records else None
-    if record is None:
+def _fit(report: RunReport) -> str:
+    """Whoever reads this has a run that went on to its end: the question is how near to the limit."""
+    peak, room = report.peak_bytes, report.machine.get("memory_bytes")
+    if peak is None or not room:
         return ""
+    on_device = "memory/device_peak_gib" in report.metrics
+    held, limit = format_sizes(peak, room)
+    where = "tensors on the device took" if on_device else "the process held"
+    share = f"{escape(held)} of the {limit} that there are ({100 * peak / room:.0f} %)"
+    return f"<p><b>Yes.</b> At its peak {where} {share}.</p>"
+
+
+def _cost(report: RunReport) -> str:
+    slowdown = None if report.plan is None else report.plan.get("slowdown")
+    told = "" if slowdown is None else f"<p>Steps that move take {slowdown:.2f} times as long as those that keep.</p>"
+    record = report.records[-1] if report.records else None
+    return told if record is None else told + _phases(record)
+
+
+def _phases(record: StepRecord) -> str:
     rows = [
         (phase, f"{record.phase_s(phase):.3f} s", f"{record.waited_s(phase):.3f} s")
         for phase in ("data", "forward", "backward", "update")
@@ -166,7 +183,23 @@ def _wear(report: RunReport) -> str:
     told = (
         "The drives' ratings are not known" if days is None else f"At this rate a drive's rating lasts {days:,.0f} days"
     )
-    return f"<p>{escape(format_sizes(written * 1e12, decimal=True)[0])} written so far. {told}.</p>"
+    sizes = (written * 1e12, report.metrics.get("io/write_gib", 0.0) * _GIB)
+    so_far, per_step = (escape(format_sizes(nbytes, decimal=True)[0]) for nbytes in sizes)
+    return f"<p>{so_far} written so far, {per_step} per step. {told}.</p>{_drives(report)}"
+
+
+def _drives(report: RunReport) -> str:
+    """What each moved while it was busy; of several together where they have no numbers of their own."""
+    names = [(f"drive {n}", f"io/drive{n}_") for n in range(NUM_DRIVES) if f"io/drive{n}_write_gib" in report.metrics]
+    rows = [
+        (name, *(_rate(report.metrics.get(f"{prefix}{way}_gib_per_s")) for way in ("write", "read")))
+        for name, prefix in [*names, ("all drives" if names else "the drives", "io/")]
+    ]
+    return _table(("while busy", "write", "read"), rows)
+
+
+def _rate(gib_per_s: float | None) -> str:
+    return "-" if gib_per_s is None else f"{gib_per_s * _GIB / 1e9:.2f} GB/s"
 
 
 def _settings(report: RunReport) -> str:

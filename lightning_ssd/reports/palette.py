@@ -11,6 +11,7 @@ __all__ = ["BAR_NAMES", "COLORS", "PHASE_COLORS"]
 
 COLORS: dict[Role, str] = {
     "weights": "#888888",
+    "gradients": "#f0e442",
     "states": "#cc79a7",
     "activations": "#0072b2",
     "other": "#e69f00",

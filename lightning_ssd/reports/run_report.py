@@ -17,6 +17,7 @@ __all__ = ["JSON_NAME", "RunReport", "load_report"]
 
 JSON_NAME = "report.json"
 _FORMAT = 1
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,9 @@ class RunReport:
     plan: Mapping[str, Any] | None = None
     """Of ``PlanReport``."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """``write_bytes_per_s`` and ``read_bytes_per_s`` of all drives together, as planned with."""
+    """``write_bytes_per_s`` and ``read_bytes_per_s`` of all drives together, as planned with or as seen."""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    """Where it ran, such as ``device`` and ``memory_bytes``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All steps merged into one row of the metrics' table."""
     rows: Sequence[Mapping[str, float]] = ()
@@ -60,6 +63,16 @@ class RunReport:
         content = asdict(self)
         content["records"] = [record.to_json() for record in self.records]
         return json.dumps(_finite({"format": _FORMAT, **content}), default=os.fspath, allow_nan=False)
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Of all memory: of the device, else of the process; ``None``: unknown."""
+        peak = self.metrics.get("memory/device_peak_gib", self.metrics.get("memory/host_peak_gib"))
+        return None if peak is None else peak * _GIB
+
+    def held(self, name: str) -> float:
+        """Peak bytes of saved activations, ``resident`` or ``saved``: a reset by the loop does not make it less."""
+        return max(self.stat(f"{name}_peak_bytes"), _GIB * self.metrics.get(f"memory/activations_{name}_peak_gib", 0.0))
 
     def stat(self, name: str) -> float:
         """A counter; 0 where nothing offloads."""

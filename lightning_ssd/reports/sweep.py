@@ -105,11 +105,10 @@ def _read(home: Path, directory: Path) -> Job:
 
 def _of_report(report: RunReport) -> dict[str, Any]:
     metrics = report.metrics
-    peak = metrics.get("memory/device_peak_gib", metrics.get("memory/host_peak_gib"))
     written = metrics.get("io/write_gib")
     return {
         "step_s": report.step_s,
-        "peak_bytes": None if peak is None else round(peak * _GIB),
+        "peak_bytes": None if report.peak_bytes is None else round(report.peak_bytes),
         "resident_peak_bytes": report.stats.get("resident_peak_bytes"),
         "saved_peak_bytes": report.stats.get("saved_peak_bytes"),
         "written_bytes": None if written is None else round(written * _GIB),

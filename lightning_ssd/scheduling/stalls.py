@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.telemetry.events import EventLog, StallEvent
 from lightning_ssd.telemetry.stats import Counters
@@ -30,6 +32,7 @@ class _Stall:
     begin: Stamp
     end: Stamp
     for_read: bool
+    in_backward: bool
 
 
 class Stalls:
@@ -50,7 +53,7 @@ class Stalls:
         self._pending: deque[_Stall] = deque()
 
     def add(self, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool) -> None:
-        """A thread has waited.
+        """This thread has waited.
 
         Args:
             nbytes: of what it waited for.
@@ -59,7 +62,8 @@ class Stalls:
             end: and of when it was over.
             for_read: what was waited for is a read; else room for something.
         """
-        self._pending.append(_Stall(nbytes, start_s, begin, end, for_read))
+        in_backward = torch._C._current_autograd_node() is not None
+        self._pending.append(_Stall(nbytes, start_s, begin, end, for_read, in_backward))
         self.settle()
 
     def settle(self) -> None:
@@ -70,6 +74,7 @@ class Stalls:
             if not seconds:
                 continue
             self._counters.stall_s += seconds
+            self._counters.stall_backward_s += seconds if stall.in_backward else 0.0
             self._events.append(StallEvent(stall.nbytes, stall.start_s, stall.start_s + seconds))
             if stall.for_read:
                 self._late_read()

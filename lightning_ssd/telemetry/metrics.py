@@ -15,13 +15,12 @@ from typing import Literal
 
 from lightning_ssd.memory.readings import MemoryReadings
 from lightning_ssd.telemetry.events import Event, StallEvent, TransferEvent
-from lightning_ssd.telemetry.stats import OffloadStats
+from lightning_ssd.telemetry.stats import OffloadStats, SavedBytes
 
 __all__ = [
     "MEASURED",
     "METRICS",
     "NUM_DRIVES",
-    "RECORDED",
     "Metric",
     "MetricWindow",
     "PlanReadings",
@@ -69,6 +68,9 @@ def _drive_metrics() -> Iterator[Metric]:
             yield Metric(f"{key}_per_s", busy, GIB, "rate", "sum")
 
 
+_EACH: tuple[Merge, Ranks] = ("mean", "mean")
+"""Parts of a whole, which still add up when they are merged."""
+
 METRICS: tuple[Metric, ...] = (
     Metric("time/step_s", "one training step, without data loading; absent in loops of your own", 1, "mean"),
     Metric("time/samples_per_s", "of training; absent where a batch does not tell its size", 1, "time_weighted", "sum"),
@@ -77,6 +79,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory/host_peak_gib", "peak resident set of this process; absent without /proc", GIB, "max"),
     Metric("memory/activations_resident_peak_gib", "saved activations in memory at the worst moment", GIB, "max"),
     Metric("memory/activations_saved_peak_gib", "what keeping all of them would have held at its worst", GIB, "max"),
+    Metric("memory/activations_kept_at_peak_gib", "in memory when most is saved; absent if none was", GIB, *_EACH),
+    Metric("memory/activations_host_at_peak_gib", "in host memory in place of drives at that moment", GIB, *_EACH),
+    Metric("memory/activations_ssd_at_peak_gib", "on drives at that moment", GIB, *_EACH),
+    Metric("memory/activations_recomputed_at_peak_gib", "not saved, since blocks compute it again", GIB, *_EACH),
     Metric("memory/worst_rank", "the process whose peak this is; absent with one process", 1, "last"),
     Metric("memory/states_resident_gib", "states of offloaded optimizers in memory; absent without one", GIB, "last"),
     Metric("memory/host_tier_gib", "host memory taken for activations in place of drives; absent without", GIB, "last"),
@@ -88,7 +94,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("io/forwarded_gib", "bytes taken back before or during their write, without a read", GIB, "mean", "sum"),
     Metric("io/stall_s", "time that training threads waited for transfers", 1, "mean"),
     Metric("io/stall_ratio", "the same, as a share of time/step_s", 1, "mean"),
-    Metric("io/stall_forward_s", "the same in forward, of recorded steps; absent in others", 1, "mean"),
+    Metric("io/stall_forward_s", "of io/stall_s, in forward", 1, "mean"),
     Metric("io/stall_backward_s", "the same in backward", 1, "mean"),
     Metric("io/stall_update_s", "the same in the optimizer's step", 1, "mean"),
     Metric(
@@ -144,8 +150,6 @@ lies under ``system/``: Lightning and W&B take those for themselves."""
 
 MEASURED = ("time/samples_per_s", "time/tokens_per_s")
 """Keys that only a loop knows."""
-RECORDED = ("io/stall_forward_s", "io/stall_backward_s", "io/stall_update_s")
-"""Keys that only a recorded step has."""
 _RATES = {metric.key: metric.key.removesuffix("_per_s") for metric in METRICS if metric.merge == "rate"}
 
 
@@ -230,6 +234,7 @@ def compute(
     states_bytes: int | None = None,
     host_tier_bytes: int | None = None,
     num_drives: int = 1,
+    worst: SavedBytes | None = None,
 ) -> dict[str, float]:
     """One sample: what happened between two snapshots.
 
@@ -245,11 +250,14 @@ def compute(
         states_bytes: of optimizer states in memory now; ``None``: no optimizer is offloaded.
         host_tier_bytes: memory that the tier of that name has taken; ``None``: there is none.
         num_drives: directories that there are.
+        worst: where saved activations were when most were saved; ``None``: none was, or nobody counted.
 
     Returns:
         Keys of :data:`METRICS`. A key is absent where there is no number: no CUDA, nothing moved, no plan.
     """
     stall_s = stats_now.stall_s - stats_before.stall_s
+    backward_s = stats_now.stall_backward_s - stats_before.stall_backward_s
+    update_s = stats_now.stall_update_s - stats_before.stall_update_s
     raw: dict[str, float | None] = {
         "time/step_s": step_s,
         "memory/worst_rank": None,  # of several processes, which one alone does not know
@@ -267,10 +275,20 @@ def compute(
         "io/forwarded_gib": stats_now.bytes_forwarded - stats_before.bytes_forwarded,
         "io/stall_s": stall_s,
         "io/stall_ratio": stall_s / step_s if step_s else None,
-        **dict.fromkeys((*MEASURED, *RECORDED)),
+        "io/stall_forward_s": max(stall_s - backward_s - update_s, 0.0),
+        "io/stall_backward_s": backward_s,
+        "io/stall_update_s": update_s,
+        **dict.fromkeys(MEASURED),
         "wear/written_tb": stats_now.bytes_written,
         "wear/drive_life_days": None if drive_life_days == math.inf else drive_life_days,
     }
+    if worst is not None:
+        raw |= {
+            "memory/activations_kept_at_peak_gib": worst.resident_bytes,
+            "memory/activations_host_at_peak_gib": worst.host_bytes,
+            "memory/activations_ssd_at_peak_gib": worst.drive_bytes,
+            "memory/activations_recomputed_at_peak_gib": worst.recomputed_bytes,
+        }
     raw |= _from_events(events, num_drives) | _from_plan(plan or PlanReadings())
     return {metric.key: value / metric.divisor for metric in METRICS if (value := raw.get(metric.key)) is not None}
 

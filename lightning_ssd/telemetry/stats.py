@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-__all__ = ["Counters", "OffloadStats", "OptimizerStats", "WeightStats"]
+__all__ = ["Counters", "OffloadStats", "OptimizerStats", "SavedBytes", "WeightStats"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,10 @@ class OffloadStats:
     """Of the forwarded bytes, those whose write never began."""
     stall_s: float = 0.0
     """Time that training threads waited for transfers."""
+    stall_backward_s: float = 0.0
+    """Of it, in backward; what is not in backward or an update is in forward."""
+    stall_update_s: float = 0.0
+    """Of it, in the steps of optimizers: :meth:`with_optimizers` adds it."""
     write_busy_s: float = 0.0
     """Time in which at least one write was under way."""
     read_busy_s: float = 0.0
@@ -38,6 +42,8 @@ class OffloadStats:
     """Saved activations in memory at the worst moment."""
     saved_peak_bytes: int = 0
     """What keeping all of them would have held at its worst moment."""
+    recomputed_peak_bytes: int = 0
+    """Not among them: what blocks of one pass computed again in backward, at most."""
     disk_bytes: int = 0
     """Size of the spill files now."""
     num_saved: int = 0
@@ -73,6 +79,7 @@ class OffloadStats:
             bytes_written=self.bytes_written + weights.written_bytes,
             disk_bytes=self.disk_bytes + weights.disk_bytes,
             stall_s=self.stall_s + weights.stall_s,
+            stall_backward_s=self.stall_backward_s + weights.stall_backward_s,
             weights_bytes=weights.nbytes,
             weights_resident_bytes=weights.resident_bytes,
             weights_resident_peak_bytes=weights.resident_peak_bytes,
@@ -89,8 +96,27 @@ class OffloadStats:
                 bytes_written=total.bytes_written + states.written_bytes,
                 bytes_read=total.bytes_read + states.read_bytes,
                 stall_s=total.stall_s + states.stall_s,
+                stall_update_s=total.stall_update_s + states.stall_s,
             )
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBytes:
+    """Where saved activations are at one moment; what is neither in memory nor on the host is on drives."""
+
+    saved_bytes: int = 0
+    """What keeping all of them would hold, without what is recomputed."""
+    resident_bytes: int = 0
+    host_bytes: int = 0
+    """In host memory, in place of drives."""
+    recomputed_bytes: int = 0
+    """Not saved at all: what blocks compute again in backward."""
+
+    @property
+    def drive_bytes(self) -> int:
+        """On drives."""
+        return self.saved_bytes - self.resident_bytes - self.host_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +129,7 @@ class WeightStats:
     written_bytes: int = 0
     disk_bytes: int = 0
     stall_s: float = 0.0
+    stall_backward_s: float = 0.0
     num_late: int = 0
     kept_bytes: int = 0
 
@@ -119,9 +146,11 @@ class Counters:
     bytes_forwarded: int = 0
     writes_cancelled_bytes: int = 0
     stall_s: float = 0.0
+    stall_backward_s: float = 0.0
     resident_bytes: int = 0
     resident_peak_bytes: int = 0
     saved_peak_bytes: int = 0
+    recomputed_peak_bytes: int = 0
     num_saved: int = 0
     num_kept_small: int = 0
     num_kept_foreign: int = 0

@@ -7,6 +7,7 @@ A :class:`StepRecorder` collects while the step runs, and :meth:`StepRecorder.fi
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
 import weakref
@@ -100,6 +101,8 @@ class StepRecord:
     phases: tuple[Phase, ...] = ()
     activations: tuple[Bytes, ...] = ()
     levels: tuple[Level, ...] = ()
+    gradients: tuple[Level, ...] = ()
+    """Bytes of gradients, as looked at while the step ran; empty where nobody may look in backward."""
     moves: tuple[Move, ...] = ()
     waits: tuple[Wait, ...] = ()
     lives: tuple[Life, ...] = ()
@@ -134,6 +137,7 @@ class StepRecord:
             "phases": tuple(Phase(**part) for part in content["phases"]),
             "activations": tuple(Bytes(**part) for part in content["activations"]),
             "levels": tuple(Level(**part) for part in content["levels"]),
+            "gradients": tuple(Level(**part) for part in content.get("gradients", ())),
             "moves": tuple(Move(**part) for part in content["moves"]),
             "waits": tuple(Wait(**part) for part in content["waits"]),
             "lives": tuple(
@@ -167,6 +171,8 @@ class StepRecorder:
         expected_s: about how long the step will take: the level is read some hundred times in it.
         resident_bytes: saved activations in memory now.
         saved_bytes: saved activations now, wherever they are.
+        gradient_bytes: of gradients now; asked for in backward, by the thread that asks for a storage. ``None``, or
+            where it gives that: nobody may look.
     """
 
     def __init__(
@@ -177,8 +183,11 @@ class StepRecorder:
         expected_s: float,
         resident_bytes: int = 0,
         saved_bytes: int = 0,
+        gradient_bytes: Callable[[], int | None] | None = None,
     ) -> None:
         self._step = step
+        self._gradient_bytes = gradient_bytes
+        self._gradients: list[Level] = []
         self._level = level
         self._begin_s = time.perf_counter()
         self._marks: list[tuple[float, PhaseName]] = [(0.0, "data")]
@@ -192,6 +201,7 @@ class StepRecorder:
         self._sizes = {"weight_bytes": 0, "gradient_bytes": 0, "state_bytes": 0}
         self._every_s = min(max(expected_s / _NUM_SAMPLES, _MIN_SAMPLE_S), _MAX_SAMPLE_S)
         self._is_over = False
+        self._looked_s = -math.inf
         threading.Thread(target=_sample, args=(weakref.ref(self),), name="lightning_ssd-record", daemon=True).start()
 
     # -- told while the step runs --------------------------------------------------------------------------------
@@ -201,6 +211,12 @@ class StepRecorder:
         if self._marks[-1][1] != name:
             self._marks.append((self._now(), name))
 
+    def forward_begins(self, *, alone: bool) -> None:
+        """The hooks are on. No backward is under way where this pass is alone."""
+        self.mark("forward")
+        if alone:
+            self._look_at_gradients()
+
     def forward_left(self) -> None:
         """The hooks are off. Backward follows, unless it has been and gone inside of them."""
         self.backward_wants()
@@ -209,11 +225,26 @@ class StepRecorder:
         """Backward asks for a storage: forward is over."""
         if self._marks[-1][1] == "forward":
             self.mark("backward")
+        self._look_at_gradients()
+
+    def _look_at_gradients(self) -> None:
+        """They come into being one by one; autograd's own thread is here, so that none does just now."""
+        now_s = self._now()
+        if self._gradient_bytes is None or now_s - self._looked_s < self._every_s:
+            return
+        nbytes = self._gradient_bytes()
+        if nbytes is None:
+            self._gradient_bytes = None
+            return
+        self._looked_s = now_s
+        self._gradients.append(Level(now_s, nbytes))
 
     def sized(self, **sizes: int) -> None:
         """Note ``weight_bytes``, ``gradient_bytes`` or ``state_bytes``; the largest one counts."""
         for name, nbytes in sizes.items():
             self._sizes[name] = max(self._sizes[name], nbytes)
+        if "gradient_bytes" in sizes:
+            self._gradients.append(Level(self._now(), sizes["gradient_bytes"]))
 
     def happened(self, events: Iterable[Event]) -> None:
         """Transfers and stalls, of which those that end within the step are taken."""
@@ -279,6 +310,7 @@ class StepRecorder:
             phases=tuple(phase for phase in phases if phase.end_s > phase.start_s),
             activations=tuple(_thinned(self._activations, lambda point: point.resident_bytes)),
             levels=tuple(_thinned(levels, lambda point: point.nbytes)),
+            gradients=() if self._gradient_bytes is None else tuple(self._gradients),
             moves=tuple(self._moves(length_s)),
             waits=tuple(
                 Wait(max(event.start_s - self._begin_s, 0.0), event.end_s - self._begin_s)

@@ -13,7 +13,7 @@ from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.mmap import READ_WRITE, address_of, map_anonymous
-from lightning_ssd.planning.bandwidth import RateEstimate
+from lightning_ssd.planning.bandwidth import RateEstimate, first_guess
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.storage.spill_file import SPACE_ADVICE
@@ -24,6 +24,7 @@ from lightning_ssd.tiers.ssd import SsdTier
 __all__ = ["BandwidthMeter", "measure_copies", "measure_mapping"]
 
 _MAX_AGE_S = 0.05
+_UNKNOWN = Rates(0.0, 0.0)
 
 
 def measure_copies(device: torch.device, *, nbytes: int = 64 << 20) -> Rates:
@@ -65,6 +66,9 @@ class BandwidthMeter:
         host: the host tier, if there is one.
         probe_host: the same for it.
         place: of the drives, as the user knows it, for messages.
+        expected: of all drives, for this process, as the user has told: see :func:`first_guess`. Without a probe the
+            run begins with it. 0: unknown.
+        num_directories: of which ``probe`` measures one.
         probe_cost: guesses what moving takes besides transfers, in seconds per byte; called once. ``None``: nothing.
     """
 
@@ -76,11 +80,13 @@ class BandwidthMeter:
         host: HostTier | None = None,
         probe_host: Callable[[], Rates] | None = None,
         place: str = "the SSD tier",
+        expected: Rates = _UNKNOWN,
+        num_directories: int = 1,
         probe_cost: Callable[[], float] | None = None,
     ) -> None:
         self._probe_cost = probe_cost
         self._cost_s_per_byte = 0.0
-        self._ssd = _Channels(ssd.progress, probe, place)
+        self._ssd = _Channels(ssd.progress, probe, place, expected, num_directories)
         self._host_tier = host
         self._host: _Channels | None = None
         if host is not None and probe_host is not None:
@@ -99,14 +105,24 @@ class BandwidthMeter:
 class _Channels:
     """Both directions of one tier."""
 
-    def __init__(self, progress: Callable[[], Progress], probe: Callable[[], Rates] | None, place: str) -> None:
+    def __init__(
+        self,
+        progress: Callable[[], Progress],
+        probe: Callable[[], Rates] | None,
+        place: str,
+        expected: Rates = _UNKNOWN,
+        num_directories: int = 1,
+    ) -> None:
+        self._expected = expected
+        self._num_directories = num_directories
         self._progress = progress
         self._probe = probe
         self._place = place
         self._unusable: str | None = None
         self._seen = Progress(0, 0.0, 0, 0.0)
         self._seen_s = 0.0
-        self._write, self._read = RateEstimate(), RateEstimate()
+        known = _UNKNOWN if probe is not None else expected
+        self._write, self._read = RateEstimate(known.write_per_s), RateEstimate(known.read_per_s)
 
     def rates(self, capacity_bytes: int | None) -> TierRates:
         now_s = time.perf_counter()
@@ -125,13 +141,17 @@ class _Channels:
                 reason, advice, _ = told.partition(f". {SPACE_ADVICE}")
                 self._unusable = f"{self._place} could not be measured ({reason})"
                 warnings.warn(f"{self._unusable}; nothing will be moved there{advice}", stacklevel=2)
-                probed = Rates(0.0, 0.0)
+                probed = _UNKNOWN
             self._probe = None
-            self._write = self._write if self._write.value else RateEstimate(probed.write_per_s)
-            self._read = self._read if self._read.value else RateEstimate(probed.read_per_s)
+            self._write = self._begun(self._write, probed.write_per_s, self._expected.write_per_s)
+            self._read = self._begun(self._read, probed.read_per_s, self._expected.read_per_s)
         return TierRates(
             write_bytes_per_s=self._write.value,
             read_bytes_per_s=self._read.value,
             capacity_bytes=capacity_bytes,
             unusable=None if self._write.value and self._read.value else self._unusable,
         )
+
+    def _begun(self, estimate: RateEstimate, probed: float, expected: float) -> RateEstimate:
+        """With what the run has shown already, else with what is known of the drives."""
+        return estimate if estimate.value else RateEstimate(first_guess(probed, expected, self._num_directories))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,6 +84,9 @@ class Recomputing(Session):
 
     def block_is_kept(self) -> None:
         """Somebody else has decided."""
+
+    def block_recomputed(self, sizes: Iterable[int]) -> None:
+        """Parity counts repetitions by itself."""
 
     def block_leaves(self) -> None:
         self.depth -= 1

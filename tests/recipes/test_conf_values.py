@@ -121,6 +121,8 @@ BAD = {
     "hardware.paths": "5 [5] null ['']",
     "hardware.host_memory": "x -1 null 1.5",
     "hardware.drive_endurance": "x -1 0",
+    "hardware.write_rate": "x -1 0 fast",
+    "hardware.read_rate": "x -1 0 [1]",
     "hardware.allow_unsuitable_paths": "maybe 1",
     "hardware.encrypt": "maybe null",
 }

@@ -80,6 +80,8 @@ KEPT_STATES = {
     [
         ({"stats": {**STATS, "failures": 2}}, "2 transfers failed"),
         ({"unusable": "it is full", "stats": {**STATS, "bytes_written": 0}}, "because it is full"),
+        ({"hardware": {"paths": ["/a", "/b"], "read_rate": "3GB"}}, "promises 6: is another disk"),
+        ({"hardware": {"write_rate": "2.1GB"}}, "HardwareProfile.write_rate promises 2.1"),
         ({"policy": None}, 'Trainer(strategy="ssd_offload")'),
         ({"policy": {"activations": "keep"}}, 'activations="auto" moves what pays'),
         ({"plan": {**PLAN, "state": "resting", "slowdown": 1.4}}, "1.40 times"),

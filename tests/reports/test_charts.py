@@ -35,6 +35,19 @@ def test_memory_adds_up_to_what_was_in_use() -> None:
     assert at["with all activations kept"] == pytest.approx(540 + 200)
 
 
+def test_gradients_are_told_apart_where_somebody_could_look() -> None:
+    grown = (Level(0.0, 0), Level(1.5, 40 * MIB), Level(2.0, 80 * MIB))
+    chart = memory_over_step(made_record(gradients=grown))
+    assert [series.name for series in chart.series] == [
+        *("weights", "optimizer states", "gradients", "saved activations"),
+        *("temporaries, free heap", "with all activations kept"),
+    ]
+    assert [values_at(chart, at_s)["gradients"] for at_s in (0.5, 1.6, 2.4)] == [0, 40, 80]
+    at = values_at(chart, 1.6)
+    base = 500 - (80 + 160 + 100)  # at 0.2 s, when most of what is in use is known: 100 MiB are saved
+    assert sum(value for name, value in at.items() if name != "with all activations kept") == pytest.approx(700 - base)
+
+
 def test_memory_never_shows_less_than_nothing() -> None:
     record = made_record(levels=tuple(Level(0.1 * i, 10 * MIB) for i in range(25)))  # less than is known to be held
     assert all(value >= 0 for series in memory_over_step(record).series for value in series.y)

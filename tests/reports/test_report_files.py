@@ -94,6 +94,33 @@ def test_the_page_answers_and_fetches_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "new" / "folder").glob(".*"))
 
 
+def page_of(folder: Path, **changes: object) -> str:
+    pytest.importorskip("plotly", reason="needs the extra `report`")
+    page = write_report(made_report(**changes), folder)[0].read_text()
+    return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+def test_the_page_says_whether_it_fitted_and_how_nearly(tmp_path: Path) -> None:
+    page = page_of(tmp_path, machine={"memory_bytes": 6 << 30})
+    assert "<b>Yes.</b> At its peak the process held 1.50 GiB of the 6.00 GiB that there are (25 %)." in page
+    assert "<b>Yes.</b>" not in page_of(tmp_path)
+
+
+def test_peaks_are_those_of_the_whole_run(tmp_path: Path) -> None:
+    """A loop that lets the peaks begin anew leaves the counters with less than the rows have."""
+    metrics = {**made_report().metrics, "memory/activations_resident_peak_gib": 0.25}
+    assert "<b>0.25 GiB</b>" in page_of(tmp_path, metrics=metrics)
+
+
+def test_each_drive_has_its_rates(tmp_path: Path) -> None:
+    rates = {"io/write_gib_per_s": 3.0, "io/drive0_write_gib": 1.0, "io/drive1_write_gib": 1.0}
+    page = page_of(tmp_path, metrics={"wear/written_tb": 1.0, **rates, "io/drive1_read_gib_per_s": 1.0})
+    assert "<td>drive 0</td><td>-</td><td>-</td>" in page
+    assert "<td>drive 1</td><td>-</td><td>1.07 GB/s</td>" in page
+    assert "<td>all drives</td><td>3.22 GB/s</td><td>-</td>" in page
+    assert "drive 2" not in page
+
+
 def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="needs the extra `report`")
     empty = made_report(
@@ -184,4 +211,4 @@ def test_numbers_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
 def test_a_size_that_is_less_than_its_last_digit_is_text(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     write_report(made_report(metrics={"wear/written_tb": 1e-8}), tmp_path)
-    assert "<p>&lt;0.1 MB written so far." in (tmp_path / "report.html").read_text()
+    assert "<p>&lt;0.1 MB written so far, 0.0 MB per step." in (tmp_path / "report.html").read_text()

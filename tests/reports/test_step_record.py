@@ -44,6 +44,42 @@ def assert_no_reader() -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.parametrize("activations", ["offload", "keep"])
+def test_gradients_grow_in_backward(activations: str, tmp_path: Path) -> None:
+    model = make_model()
+    total = sum(p.nbytes for p in model.parameters())
+    with offloader_in(tmp_path, activations) as offloader:
+        offloader.register_module(model)
+        step(offloader, model, 0)
+        offloader.begin_record(1, expected_s=1e-3)  # looks often
+        expected = step(offloader, model, 1)
+        record = offloader.end_record()
+        assert all(torch.equal(one, other) for one, other in zip(step(offloader, model, 1), expected, strict=True))
+    assert record is not None
+    (forward,) = [phase for phase in record.phases if phase.name == "forward"]
+    nbytes = [level.nbytes for level in record.gradients]
+    assert nbytes[0] == nbytes[-1] == total, "those of the step before, and of this one"
+    assert [level.nbytes for level in record.gradients if level.at_s <= forward.end_s][-1] == 0, "they were zeroed"
+    grown = nbytes[1:]
+    assert grown == sorted(grown)
+    assert StepRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_nobody_looks_at_gradients_that_another_thread_may_set(tmp_path: Path) -> None:
+    model, other = make_model(), make_model()
+    with offloader_in(tmp_path) as offloader:
+        offloader.register_module(model)
+        with offloader.saved_tensors():
+            unfinished = loss_of(other, 0)
+        offloader.begin_record(1, expected_s=1e-3)
+        step(offloader, model, 1)
+        record = offloader.end_record()
+        unfinished.backward()
+        offloader.end_backward()
+    assert record is not None
+    assert record.gradients == ()
+
+
 @pytest.mark.parametrize("activations", ["offload", "keep", "auto"])
 def test_a_record_has_what_was_saved_and_moved(activations: str, tmp_path: Path) -> None:
     model = make_model()

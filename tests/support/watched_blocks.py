@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ class Watch:
 
     def block_is_kept(self) -> None:
         """Somebody else has decided."""
+
+    def block_recomputed(self, sizes: Iterable[int]) -> None:
+        """What is told of forward is enough."""
 
     def block_leaves(self) -> None:
         self.told.append("left")

@@ -13,7 +13,6 @@ from lightning_ssd.telemetry.metrics import (
     MEASURED,
     METRICS,
     NUM_DRIVES,
-    RECORDED,
     MetricWindow,
     PlanReadings,
     compute,
@@ -22,7 +21,7 @@ from lightning_ssd.telemetry.metrics import (
     overlap_ratio,
     union_s,
 )
-from lightning_ssd.telemetry.stats import OffloadStats
+from lightning_ssd.telemetry.stats import OffloadStats, SavedBytes
 
 GIB = 1 << 30
 
@@ -95,6 +94,8 @@ NOW = OffloadStats(
     bytes_host=7 * GIB,
     bytes_forwarded=GIB // 2,
     stall_s=1.5,
+    stall_backward_s=0.25,
+    stall_update_s=0.125,
     resident_peak_bytes=GIB,
     saved_peak_bytes=5 * GIB,
     weights_bytes=6 * GIB,
@@ -114,6 +115,7 @@ PLAN = PlanReadings(
     moving_cost_s_per_byte=0.5 / GIB,
     recomputed_bytes=GIB // 8,
 )
+AT_PEAK = [metric.key for metric in METRICS if "at_peak" in metric.key]
 DRIVES = [metric.key for metric in METRICS if metric.key.startswith("io/drive")]
 
 
@@ -128,6 +130,7 @@ def sample(events=EVENTS, before=BEFORE, now=NOW, readings=READINGS, plan=PLAN, 
         step_s=2.0,
         states_bytes=GIB // 4,
         host_tier_bytes=8 * GIB,
+        worst=SavedBytes(5 * GIB, GIB, 3 * GIB, 2 * GIB),
     )
 
 
@@ -139,6 +142,10 @@ def test_the_numbers_of_one_sample():
             "memory/host_peak_gib": 2,
             "memory/activations_resident_peak_gib": 1,
             "memory/activations_saved_peak_gib": 5,
+            "memory/activations_kept_at_peak_gib": 1,
+            "memory/activations_host_at_peak_gib": 3,
+            "memory/activations_ssd_at_peak_gib": 1,
+            "memory/activations_recomputed_at_peak_gib": 2,
             "memory/states_resident_gib": 0.25,
             "memory/host_tier_gib": 8,
             "memory/weights_offloaded_gib": 6,
@@ -149,6 +156,9 @@ def test_the_numbers_of_one_sample():
             "io/forwarded_gib": 0.5,
             "io/stall_s": 0.5,
             "io/stall_ratio": 0.25,
+            "io/stall_forward_s": 0.125,
+            "io/stall_backward_s": 0.25,
+            "io/stall_update_s": 0.125,
             "io/overlap_ratio": 1 - 0.5 / 3.5,
             "io/write_gib_per_s": 1,
             "io/read_gib_per_s": 3,
@@ -168,7 +178,7 @@ def test_the_numbers_of_one_sample():
 
 
 def test_keys_and_table_are_the_same():
-    absent = ("memory/worst_rank", "io/busiest_drive_ratio", *MEASURED, *RECORDED, *DRIVES)
+    absent = ("memory/worst_rank", "io/busiest_drive_ratio", *MEASURED, *DRIVES)
     assert list(sample()) == [metric.key for metric in METRICS if metric.key not in absent]
 
 
@@ -247,7 +257,7 @@ def test_what_has_no_number_has_no_key():
         "memory/weights_resident_peak_gib",
         "io/stall_ratio",
         *MEASURED,
-        *RECORDED,
+        *AT_PEAK,
         "io/overlap_ratio",
         "io/write_gib_per_s",
         "io/read_gib_per_s",

@@ -250,3 +250,46 @@ def test_a_tier_that_works_after_all_is_not_called_unusable(wait: Callable[[floa
     ssd = meter.machine().ssd
     assert ssd is not None
     assert ssd.unusable is None
+
+
+# -- what the user has told of the drives -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("probed", "expected", "num_directories", "begun"),
+    [(2.0, 0.0, 4, 2.0), (2.0, 5.0, 1, 2.0), (7.0, 5.0, 1, 5.0), (2.0, 20.0, 4, 8.0), (7.0, 20.0, 4, 20.0)],
+    ids=["nothing told", "a slow drive", "the cache of a drive", "slow drives", "several drives"],
+)
+def test_the_lower_of_two_upper_bounds_counts(
+    probed: float, expected: float, num_directories: int, begun: float
+) -> None:
+    tier = FakeTier()
+    meter = BandwidthMeter(
+        tier.as_ssd,
+        lambda: Rates(probed, 2 * probed),
+        expected=Rates(expected, 2 * expected),
+        num_directories=num_directories,
+    )
+    assert meter.machine().ssd == TierRates(write_bytes_per_s=begun, read_bytes_per_s=2 * begun)
+
+
+def test_a_drive_that_cannot_be_measured_is_not_believed() -> None:
+    def fail() -> Rates:
+        raise OSError(errno.EIO, "it is broken")
+
+    meter = BandwidthMeter(FakeTier().as_ssd, fail, expected=Rates(5.0, 5.0))
+    with pytest.warns(UserWarning, match="could not be measured"):
+        rates = meter.machine().ssd
+    assert rates is not None
+    assert (rates.write_bytes_per_s, rates.read_bytes_per_s) == (0.0, 0.0)
+
+
+def test_without_a_probe_the_run_begins_with_what_was_told_and_overrules_it(wait: Callable[[float], None]) -> None:
+    tier = FakeTier()
+    meter = BandwidthMeter(tier.as_ssd, expected=Rates(64.0 * MIB, 64.0 * MIB))
+    assert meter.machine().ssd == TierRates(write_bytes_per_s=64.0 * MIB, read_bytes_per_s=64.0 * MIB)
+    for _ in range(2):
+        tier.move(written=16 * MIB, write_s=1.0)
+        wait(1.0)
+        rates = meter.machine().ssd
+    assert rates == TierRates(write_bytes_per_s=16.0 * MIB, read_bytes_per_s=64.0 * MIB)
