@@ -1,8 +1,9 @@
 """A pass of a model that is not there: what it saves, in which order, for how long, without memory or computing.
 
 The model is built and run under PyTorch's fake tensors, which have sizes and no bytes. So a model of any size is traced
-in seconds on any machine. Time is counted in floating-point operations of matrix products, convolutions and attention,
-divided by a rate; what lies between them takes no time of its own, because rates of training count it in.
+in seconds on any machine. The time of a pass is its floating-point operations of matrix products, convolutions and
+attention, divided by a rate. Rates of training count in what lies between them, so that this makes no pass longer; it
+gets its part of the time by the bytes that it reads and writes, or else what it saves would come all at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ def trace_model(
     precision: str,
     min_tensor_nbytes: int,
     fused_attention: bool,
+    operations_per_byte: float = 0.0,
 ) -> ModelTrace:
     """Run forward and backward without bytes.
 
@@ -74,6 +76,7 @@ def trace_model(
         precision: Lightning's name of it.
         min_tensor_nbytes: smaller saved storages are left out, as in training.
         fused_attention: attention with dropout saves no more than without, as on CUDA; PyTorch's for CPUs is not fused.
+        operations_per_byte: that a device does in the time in which it reads or writes a byte of its memory.
 
     Raises:
         CommandError: the model cannot be run so.
@@ -86,11 +89,11 @@ def trace_model(
             if precision.endswith("-true") and precision != "32-true":
                 model = model.to(_dtype(precision))
             inputs = example_batch(model, batch, sequence)
-            run = _Pass(model, flops_per_s, min_tensor_nbytes)
+            run = _Pass(model, _FlopClock(flops_per_s, operations_per_byte), min_tensor_nbytes)
             without_dropout = _WithoutAttentionDropout() if fused_attention else nullcontext()
             with _one_sequence_per_row(), without_dropout:
                 trace = run.play(inputs, precision)
-            return _summary(model, trace, run.clock.flops)
+            return _summary(model, _scaled(trace, run.clock.share), run.clock.flops)
     except CommandError:
         raise
     except Exception as error:  # whatever the user's own code raises when it is run without data
@@ -165,14 +168,26 @@ class _FlopClock:
     lag = 0
     noise_s = 0.0
 
-    def __init__(self, flops_per_s: float) -> None:
+    def __init__(self, flops_per_s: float, operations_per_byte: float) -> None:
         self.flops = 0
+        self.nbytes = 0
+        """Read and written by what has no count of operations."""
         self._num_stamps = 0
         self._flops_per_s = flops_per_s
+        self._operations_per_byte = operations_per_byte
 
     def stamp(self) -> float:
         self._num_stamps += 1  # no two moments are one, or what is freed after a pack would seem to make room for it
-        return self.flops / self._flops_per_s + self._num_stamps * _MOMENT_S
+        return self._work / self._flops_per_s + self._num_stamps * _MOMENT_S
+
+    @property
+    def _work(self) -> float:
+        return self.flops + self._operations_per_byte * self.nbytes
+
+    @property
+    def share(self) -> float:
+        """Of the counted operations in all work; 1 where nothing was counted."""
+        return self.flops / self._work if self.flops else 1.0
 
     @staticmethod
     def has_passed(stamp: float) -> bool:
@@ -228,9 +243,9 @@ class _Saved:
 class _Pass(TorchDispatchMode):
     """One forward and backward, watched as training watches it."""
 
-    def __init__(self, model: nn.Module, flops_per_s: float, min_tensor_nbytes: int) -> None:
+    def __init__(self, model: nn.Module, clock: _FlopClock, min_tensor_nbytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.clock = _FlopClock(flops_per_s)
+        self.clock = clock
         self._model = model
         self._min_nbytes = max(min_tensor_nbytes, 1)
         alone = torch.empty(1)
@@ -261,6 +276,8 @@ class _Pass(TorchDispatchMode):
             self.clock.flops += count(*args, **kwargs, out_val=result)
         elif "scaled_dot_product" in str(func):  # the CPU's, which PyTorch's own table lacks
             self.clock.flops += _attention_flops(func, args)
+        else:
+            self.clock.nbytes += _touched_bytes(func, (args, kwargs), result)
         return result
 
     # -- saved tensors -------------------------------------------------------------------------------------------
@@ -331,6 +348,27 @@ class _Pass(TorchDispatchMode):
 
 def _num_holders(cdata: int) -> int:
     return int(torch._C._storage_Use_Count(cdata))
+
+
+def _touched_bytes(func: Any, given: Any, result: Any) -> int:
+    """Of what an operation reads and writes; a view does neither."""
+    read, written = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in (given, result))
+    shown = {tensor.untyped_storage()._cdata for tensor in read}
+    if not func._schema.is_mutable and all(tensor.untyped_storage()._cdata in shown for tensor in written):
+        return 0
+    return sum(tensor.nbytes for tensor in (*read, *written))
+
+
+def _scaled(trace: Trace, factor: float) -> Trace:
+    """The same pass, in another time."""
+
+    def scaled(part: Any) -> Any:
+        times = [field.name for field in fields(part) if field.name.endswith("_s")]
+        known = {name: value for name in times if (value := getattr(part, name)) is not None}
+        return replace(part, **{name: factor * value for name, value in known.items()})
+
+    parts = {"storages": tuple(map(scaled, trace.storages)), "blocks": tuple(map(scaled, trace.blocks))}
+    return replace(scaled(trace), **parts)
 
 
 def _attention_flops(func: Any, args: Any) -> int:

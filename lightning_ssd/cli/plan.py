@@ -51,6 +51,9 @@ _STATE_BYTES = 8
 """Per trained parameter: AdamW's two states in float32."""
 _HOST_SHARE = 4
 """One part in so many of the host's memory is for host tiers, as in training."""
+_OPERATIONS_PER_BYTE, _OPERATIONS_PER_BYTE_OF_A_CPU = 80.0, 10.0
+"""What training reaches over the rate of the memory: 118, 80 and 66 for an H100, A100 and RTX 4090 by their data sheets
+(0.4 of 989, 312 and 165 teraFLOPS; 3.35, 1.56 and 1.01 TB/s). Predictions for a CPU are the same from 5 to 20."""
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
@@ -212,6 +215,7 @@ def _described_task(
         precision=described.precision,
         min_tensor_nbytes=OffloadPolicy().min_tensor_nbytes,
         fused_attention=is_accelerator,
+        operations_per_byte=_OPERATIONS_PER_BYTE if is_accelerator else _OPERATIONS_PER_BYTE_OF_A_CPU,
     )
     basis = (
         f"{flops_per_s / 1e12:.4g} TFLOPS per device, estimated as {machine.compute_efficiency:.0%} of "
@@ -238,6 +242,7 @@ def _task_here(builder: Callable[[], nn.Module], batch: int, sequence: int, devi
             precision="32-true",
             min_tensor_nbytes=OffloadPolicy().min_tensor_nbytes,
             fused_attention=False,
+            operations_per_byte=_OPERATIONS_PER_BYTE_OF_A_CPU,
         )
 
     described = _with_devices(_this_machine(), devices)

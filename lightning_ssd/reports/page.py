@@ -29,11 +29,13 @@ h1 { font-size: 1.5rem; margin: 0 0 4px } h2 { font-size: 1.15rem; margin: 36px 
 h3 { font-size: .95rem; font-weight: 600; margin: 18px 0 0 }
 p, li { margin: 6px 0; overflow-wrap: anywhere } .faint { color: var(--faint); font-size: .9rem }
 .cards { display: grid; gap: 10px; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin: 14px 0 }
-.card { background: var(--card); border-radius: 8px; padding: 10px 12px }
-.card b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums }
+.card { background: var(--card); border-radius: 8px; padding: 10px 12px; font-size: .9rem;
+        display: flex; flex-direction: column; justify-content: space-between }
+.card b { font-size: 1.3rem; font-variant-numeric: tabular-nums }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0 }
-td, th { border-bottom: 1px solid var(--line); padding: 4px 14px 4px 0; text-align: left } td + td { text-align: right }
+td, th { border-bottom: 1px solid var(--line); padding: 4px 14px 4px 0; text-align: left }
+td + td, th + th { text-align: right }
 .js-plotly-plot .main-svg .infolayer text, .js-plotly-plot .cartesianlayer text,
 .js-plotly-plot .main-svg .annotation text, .js-plotly-plot .main-svg .legend text { fill: var(--text) !important }
 """

@@ -154,8 +154,12 @@ def test_a_profile_is_an_option_of_hardware(conf: Schema, spill_dir: Path) -> No
     assert choices["hardware"] == "mine"
     conf.check_config(config)
     hardware = instantiate(config.hardware, _convert_="all")
-    assert hardware == HardwareProfile(paths=[str(directory)], host_memory="1GiB")
+    write_rate, read_rate = hardware.rates
+    told = {"write_rate": write_rate, "read_rate": read_rate}
+    assert hardware == HardwareProfile(paths=[str(directory)], host_memory="1GiB", **told)
     machine = instantiate(config.machine, _convert_="all")
+    assert write_rate == pytest.approx(machine.drive_write_gb_per_s * 1e9, rel=1e-2)
+    assert read_rate == pytest.approx(machine.drive_read_gb_per_s * 1e9, rel=1e-2)
     assert isinstance(machine, MachineProfile)
     assert machine.num_drives == 1
     assert machine.drive_write_gb_per_s is not None

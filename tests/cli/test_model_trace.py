@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,14 @@ ROWS = BATCH * SEQUENCE
 NET = "tests.support.planned_models:Net"
 
 
-def traced(name: str, precision: str = "32-true", *, fused: bool = False, flops_per_s: float = 1e9) -> ModelTrace:
+def traced(
+    name: str,
+    precision: str = "32-true",
+    *,
+    fused: bool = False,
+    flops_per_s: float = 1e9,
+    operations_per_byte: float = 0.0,
+) -> ModelTrace:
     return trace_model(
         model_builder(name, SEQUENCE),
         batch=BATCH,
@@ -32,6 +40,7 @@ def traced(name: str, precision: str = "32-true", *, fused: bool = False, flops_
         precision=precision,
         min_tensor_nbytes=SMALL_NBYTES,
         fused_attention=fused,
+        operations_per_byte=operations_per_byte,
     )
 
 
@@ -80,6 +89,18 @@ def test_time_is_work_by_the_rate() -> None:
     assert slower.end_s == pytest.approx(10 * found.trace.end_s, rel=1e-3)
     assert found.num_trained == 2 * NUM_BLOCKS * (WIDTH + 1) * WIDTH
     assert found.parameter_bytes == found.gradient_bytes == 4 * found.num_trained
+
+
+def test_what_has_no_count_gets_its_part_of_the_time() -> None:
+    """The pass is no longer for it, and what it saves comes one after the other."""
+    plain, spread = (traced(NET, operations_per_byte=ratio) for ratio in (0.0, 10.0))
+    assert spread.flops == plain.flops
+    assert spread.trace.end_s == pytest.approx(plain.trace.end_s, rel=1e-3)
+    assert [s.nbytes for s in spread.trace.storages] == [s.nbytes for s in plain.trace.storages]
+    assert spread.trace.order == plain.trace.order
+    least_s = plain.trace.end_s / 1000
+    gaps = [[b.packed_s - a.packed_s for a, b in pairwise(found.trace.storages)] for found in (plain, spread)]
+    assert min(gaps[0]) < least_s < min(gaps[1])
 
 
 class Attention(torch.nn.Module):
