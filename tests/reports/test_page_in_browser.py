@@ -17,7 +17,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="needs Playwright (pip install playwright)")
+    api = pytest.importorskip("playwright.sync_api", reason="needs Playwright (the extra `see`)")
     pytest.importorskip("plotly", reason="needs the extra `report`")
     if CHROMIUM is None:
         pytest.skip("needs Chromium (apt install chromium)")

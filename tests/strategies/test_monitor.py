@@ -455,7 +455,7 @@ def test_pictures_of_recorded_steps_reach_who_shows_them(tmp_path):
 def test_tensorboard_gets_rows_and_pictures(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
     module = "tensorboard.backend.event_processing.event_accumulator"
-    events = pytest.importorskip(module, reason="TensorBoard is not installed", exc_type=ImportError)
+    events = pytest.importorskip(module, reason="needs TensorBoard (the extra `see`)", exc_type=ImportError)
     fit_monitored(tmp_path, logger=[TensorBoardLogger(tmp_path, name="", version="board"), RecordingLogger()])
     board = events.EventAccumulator(str(tmp_path / "board"))
     board.Reload()
