@@ -8,6 +8,7 @@ gets its part of the time by the bytes that it reads and writes, or else what it
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import warnings
@@ -83,7 +84,7 @@ def trace_model(
     """
     settle_first_calls()  # not under fake tensors, where it would count as done
     try:
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        with warnings.catch_warnings(), _no_log_of_fakes(), FakeTensorMode(allow_non_fake_inputs=True):
             warnings.simplefilter("ignore")
             model = build_here(build)
             if precision.endswith("-true") and precision != "32-true":
@@ -101,8 +102,20 @@ def trace_model(
         raise CommandError(
             "a model whose forward and backward do not depend on the values of its tensors",
             f"{type(error).__name__}: {said}",
-            "measure instead: train some steps with OffloadPolicy(activations='keep') and read the monitor's summary",
+            "where a batch is no tensor of token numbers, give the model example_batch(batch, sequence); else measure: "
+            "train some steps with OffloadPolicy(activations='keep') and read the monitor's summary",
         ) from error
+
+
+@contextmanager
+def _no_log_of_fakes() -> Iterator[None]:
+    """An error is told by who catches it; PyTorch logs the whole of its stack before."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _summary(model: nn.Module, trace: Trace, flops: int) -> ModelTrace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,16 +79,18 @@ def _table(jobs: list[Job]) -> Table:
     table.add_column("job", overflow="fold")
     for name in ("s/step", "peak", "activations", "of", "written/step", "stall s"):
         table.add_column(name, justify="right", no_wrap=True)
-    for job in jobs:
-        table.add_row(
-            escape("\n".join(job.overrides) or job.name),
-            _number(job.step_s),
-            _size(job.peak_bytes),
-            _size(job.resident_peak_bytes),
-            _size(job.saved_peak_bytes),
-            _size(job.written_bytes),
-            _number(job.stall_s),
-        )
+    activations = _in_one_unit([*(job.resident_peak_bytes for job in jobs), *(job.saved_peak_bytes for job in jobs)])
+    columns = [
+        [escape("\n".join(job.overrides) or job.name) for job in jobs],
+        [_number(job.step_s) for job in jobs],
+        _in_one_unit([job.peak_bytes for job in jobs]),
+        activations[: len(jobs)],
+        activations[len(jobs) :],
+        _in_one_unit([job.written_bytes for job in jobs]),
+        [_number(job.stall_s) for job in jobs],
+    ]
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -95,5 +98,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _size(nbytes: int | None) -> str:
-    return "" if nbytes is None else format_sizes(nbytes)[0]
+def _in_one_unit(sizes: Sequence[int | None]) -> list[str]:
+    """So that a column can be compared at a glance."""
+    told = iter(format_sizes(*known) if (known := [nbytes for nbytes in sizes if nbytes is not None]) else ())
+    return ["" if nbytes is None else next(told) for nbytes in sizes]

@@ -47,6 +47,8 @@ def draw_with_matplotlib(chart: Chart) -> Figure:
         axes.stackplot(areas[0].x, [series.y for series in areas], labels=names, colors=colors, alpha=0.7, step="post")
     for series in chart.series:
         _add_line(axes, series)
+    if any(series.kind != "points" for series in chart.series):
+        axes.set_ylim(bottom=0)  # last: it settles the top as well
     _add_bars(axes, chart)
     top = axes.get_ylim()[1]
     for name, begin, end in chart.bands:
@@ -71,7 +73,6 @@ def _add_line(axes: Axes, series: Series) -> None:
             axes.annotate(label, (x, y), fontsize=7, xytext=(4, 4), textcoords="offset points")
     elif series.kind != "area":
         axes.plot(series.x, series.y, linestyle="--" if series.kind == "dashed" else "-", **style)
-        axes.set_ylim(bottom=0)
 
 
 def _add_bars(axes: Axes, chart: Chart) -> None:

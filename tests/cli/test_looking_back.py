@@ -96,6 +96,17 @@ def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_column_has_one_unit(tmp_path: Path) -> None:
+    for number, peak_bytes in enumerate((51 << 20, 300 << 20)):
+        (tmp_path / str(number)).mkdir()
+        summary = {"step_s": 1.0, "peak_above_rest_bytes": peak_bytes, "counted": False}
+        (tmp_path / str(number) / "summary.json").write_text(json.dumps(summary))
+    shown = run("sweep-table", tmp_path).output
+    assert "0.05 GiB" in shown
+    assert "0.29 GiB" in shown
+    assert "MiB" not in shown
+
+
 def test_jobs_are_what_their_files_say(tmp_path: Path) -> None:
     make_sweep(tmp_path)
     job = read_sweep(tmp_path)[9]

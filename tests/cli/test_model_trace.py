@@ -144,6 +144,23 @@ def test_what_cannot_be_traced_is_refused(name: str, match: str) -> None:
         traced(f"tests.support.planned_models:{name}")
 
 
+class Wide(torch.nn.Linear):
+    """A model that wants no token numbers, and does not say so."""
+
+    def __init__(self) -> None:
+        super().__init__(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+def test_a_batch_that_does_not_suit_is_told_in_one_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """In a line of ours, and with what helps; PyTorch's own log of it is a page."""
+    with pytest.raises(CommandError, match=r"give the model example_batch\(batch, sequence\)"):
+        traced(f"{__name__}:Wide")
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(CommandError, match="got transformer-engine"):
         traced(NET, "transformer-engine-mixed")

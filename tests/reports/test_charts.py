@@ -118,6 +118,21 @@ def test_matplotlib_draws_it(chart: Chart, tmp_path: Path) -> None:
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("largest", ["A", "B"])
+def test_no_line_lies_outside_of_its_picture(largest: str) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    from lightning_ssd.reports.png_charts import draw_with_matplotlib
+
+    rows = [
+        {"step": float(n), "a": 9.0 if largest == "A" else 1.0, "b": 1.0 if largest == "A" else 9.0} for n in (1, 2)
+    ]
+    chart = over_run(rows, [("a", "A", "activations"), ("b", "B", "keep")], title="t")
+    (axes,) = draw_with_matplotlib(chart).axes
+    bottom, top = axes.get_ylim()
+    assert bottom == 0
+    assert top >= 9
+
+
 def test_a_legend_has_the_colours_of_its_bars() -> None:
     colors = pytest.importorskip("matplotlib.colors", reason="needs the extra `report`")
     from lightning_ssd.reports.png_charts import draw_with_matplotlib
