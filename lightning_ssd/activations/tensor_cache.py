@@ -222,6 +222,8 @@ class TensorCache:
 
     def recomputed(self, current: SavedPass, sizes: Iterable[int]) -> None:
         """A block of the pass has run again, and has saved storages of these sizes."""
+        if self.is_foreign:  # a fork may go on with a graph of ours, and may take no lock
+            return
         with self.accounting.lock:
             current.recomputed_bytes += sum(nbytes for nbytes in sizes if nbytes >= self._min_nbytes)
             self.accounting.recomputed(current.recomputed_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -166,3 +168,24 @@ def test_waiting_of_an_update_is_told_as_such(tmp_path: Path) -> None:
         waited_s = sum(stats.stall_s for stats in offloader.optimizer_stats)
         assert offloader.stats.with_optimizers(offloader.optimizer_stats).stall_update_s == waited_s
     assert row["io/stall_update_s"] == pytest.approx(row["io/stall_s"])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_that_goes_on_with_a_graph_takes_no_lock(tmp_path: Path) -> None:
+    """Whoever held it when the child was forked is not there to let go of it."""
+    model = make_model()
+    policy = OffloadPolicy(activations="recompute", min_tensor_bytes="1GiB")  # so that nothing else of ours is asked
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=tmp_path)) as offloader:
+        offloader.register_module(model)
+        with offloader.saved_tensors():
+            loss = model(torch.ones(8, 12, 16)).square().mean()
+        with offloader._cache.accounting.lock:
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                loss.backward()
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+        loss.backward()
+        offloader.end_backward()
+    assert os.waitstatus_to_exitcode(status) == 0
