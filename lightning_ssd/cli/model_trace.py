@@ -102,8 +102,8 @@ def trace_model(
         raise CommandError(
             "a model whose forward and backward do not depend on the values of its tensors",
             f"{type(error).__name__}: {said}",
-            "where a batch is no tensor of token numbers, give the model example_batch(batch, sequence); else measure: "
-            "train some steps with OffloadPolicy(activations='keep') and read the monitor's summary",
+            "where a batch is no tensor of token numbers, give the model example_batch(batch, sequence); or measure "
+            "instead: train some steps with OffloadPolicy(activations='keep') and read the monitor's summary",
         ) from error
 
 
