@@ -381,7 +381,8 @@ def _scaled(trace: Trace, factor: float) -> Trace:
         return replace(part, **{name: factor * value for name, value in known.items()})
 
     parts = {"storages": tuple(map(scaled, trace.storages)), "blocks": tuple(map(scaled, trace.blocks))}
-    return replace(scaled(trace), **parts)
+    whole: Trace = replace(scaled(trace), **parts)
+    return whole
 
 
 def _attention_flops(func: Any, args: Any) -> int:
