@@ -13,6 +13,7 @@ from torch import nn
 from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import anonymous_bytes, host_available_bytes, level_bytes
+from lightning_ssd.parameters.pager import Place
 from lightning_ssd.parameters.units import SharedWeights, is_plain
 from lightning_ssd.parameters.weight_files import is_mapped
 from lightning_ssd.planning.residency import MemoryOutlook, ResidencyUnit, choose_residents
@@ -107,7 +108,7 @@ class Residents:
         return self._outlook().is_short
 
     def choose(
-        self, module: nn.Module, movable: Sequence[SharedWeights], places: Mapping[str, tuple[str, nn.Module | None]]
+        self, module: nn.Module, movable: Sequence[SharedWeights], places: Mapping[str, Place]
     ) -> frozenset[str]:
         """Decide on one module.
 
@@ -119,7 +120,7 @@ class Residents:
         Returns:
             The first names of those that stay.
         """
-        members: dict[tuple[str, nn.Module | None, bool], list[SharedWeights]] = {}
+        members: dict[tuple[str, object | None, bool], list[SharedWeights]] = {}
         for weights in movable:
             # What is frozen in a unit waits before what is trained in it.
             members.setdefault((*places[weights.names[0]], not weights.is_frozen), []).append(weights)
@@ -142,7 +143,7 @@ class Residents:
     def _unit(self, held: Sequence[SharedWeights]) -> ResidencyUnit:
         nbytes = sum(weights.storage.nbytes() for weights in held)
         is_trained = not held[0].is_frozen
-        gradients = _trained_bytes(tensor for weights in held for tensor in weights.tensors)
+        gradients = sum(weights.trained_bytes for weights in held)
         return ResidencyUnit(
             weight_bytes=nbytes,
             gradient_bytes=gradients if self._needs.gradients == "auto" else 0,
@@ -156,7 +157,7 @@ class Residents:
         gradients = [p.grad for p in parameters.values() if p.grad is not None and is_plain(p.grad)]
         coming = self._needs.coming_bytes(
             _trained_bytes(parameters.values()),
-            _trained_bytes(tensor for weights in movable for tensor in weights.tensors),
+            sum(weights.trained_bytes for weights in movable),
             sum(gradient.nbytes for gradient in gradients if not is_mapped(gradient.untyped_storage())),
         )
         trim()  # what malloc keeps of the model's building would count as needed
@@ -181,10 +182,8 @@ def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
 
 
-def _sizes_by_place(
-    movable: Sequence[SharedWeights], places: Mapping[str, tuple[str, nn.Module | None]]
-) -> Iterable[int]:
-    sizes: dict[tuple[str, nn.Module | None], int] = {}
+def _sizes_by_place(movable: Sequence[SharedWeights], places: Mapping[str, Place]) -> Iterable[int]:
+    sizes: dict[Place, int] = {}
     for weights in movable:
         place = places[weights.names[0]]
         sizes[place] = sizes.get(place, 0) + weights.storage.nbytes()

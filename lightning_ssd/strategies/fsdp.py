@@ -115,12 +115,6 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         if precision_plugin is not None:
             self.precision_plugin = precision_plugin
         self._wanted_sizes = data_parallel_size, tensor_parallel_size
-        if self.policy.parameters != "keep":
-            raise ConfigError(
-                f"{type(self).__name__} got OffloadPolicy.parameters={self.policy.parameters!r}; allowed: 'keep', "
-                "since the shards of FSDP2 cannot wait on drives so far. With frozen weights on a CPU: "
-                "SSDOffloadStrategy"
-            )
         if self.policy.master_weights:
             raise ConfigError(
                 f"{type(self).__name__} got OffloadPolicy.master_weights=True; allowed: False. Parameters in float32 "
@@ -137,6 +131,13 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
             raise ConfigError(
                 f"{type(self).__name__} got precision={self.precision_plugin.precision!r}; allowed: "
                 f"{', '.join(map(repr, _PRECISIONS))}. Pass one of these to the Trainer"
+            )
+        device = self.root_device
+        if device.type != "cpu" and self.policy.parameters != "keep":
+            raise ConfigError(
+                f"{type(self).__name__} got OffloadPolicy.parameters={self.policy.parameters!r} on {str(device)!r}; "
+                "allowed there: 'keep', since so far shards can wait on drives for models on a CPU only. Frozen "
+                "weights of one device: SSDOffloadStrategy"
             )
         super()._configure_launcher()
 
