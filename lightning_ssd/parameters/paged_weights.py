@@ -50,6 +50,8 @@ class PagedWeights(ABC, Generic[Memory]):
         pager: brings them in and sends them out.
         min_nbytes: smaller ones stay.
         trained: those that are trained wait, too.
+        is_replicated: other processes have the same model: ``DistributedDataParallel`` holds what is trained, which
+            stays.
         device: of the weights that may wait.
         residents: says which stay all the same; ``None``: none.
     """
@@ -63,11 +65,13 @@ class PagedWeights(ABC, Generic[Memory]):
         *,
         min_nbytes: int,
         trained: bool = False,
+        is_replicated: bool = False,
         device: str = "cpu",
         residents: Residents | None = None,
     ) -> None:
         self.pager = pager
         self._trained = trained
+        self._is_replicated = is_replicated
         self._residents = residents
         self._min_nbytes = min_nbytes
         self._device = device
@@ -151,7 +155,7 @@ class PagedWeights(ABC, Generic[Memory]):
         return self._residents.choose(module, movable, places)
 
     def _may_wait(self, weights: SharedWeights) -> bool:
-        return self._trained or weights.is_frozen
+        return weights.is_frozen or (self._trained and not self._is_replicated)
 
     def _sorted_out(
         self, found: list[SharedWeights], places: Mapping[str, Place], staying: frozenset[str]
@@ -170,6 +174,8 @@ class PagedWeights(ABC, Generic[Memory]):
                     new.append(weights)
                 else:
                     self._held[weights.names[0]] = reason
+            elif self._trained and not self._may_wait(weights):
+                self._held[weights.names[0]] = "it is trained, and DistributedDataParallel holds it and its gradient"
         return new, trained
 
     def _name_units(self, module: nn.Module, places: Mapping[str, Place]) -> None:
@@ -213,8 +219,12 @@ class PagedWeights(ABC, Generic[Memory]):
         elif not nbytes:
             warnings.warn(
                 "OffloadPolicy.parameters='offload' moves nothing: no weight of at least min_tensor_bytes is frozen; "
-                "set requires_grad=False on those that are not trained, or min_tensor_bytes lower, or let the trained "
-                "ones wait, too, with optimizer_states='offload'",
+                "set requires_grad=False on those that are not trained, or min_tensor_bytes lower"
+                + (
+                    ""
+                    if self._is_replicated
+                    else ", or let the trained ones wait, too, with optimizer_states='offload'"
+                ),
                 stacklevel=4,
             )
 
@@ -312,13 +322,22 @@ class MappedWeights(PagedWeights[MappedStorage]):
         files: where they wait.
         min_nbytes: smaller ones stay.
         trained: those that are trained wait, too.
+        is_replicated: other processes have the same model, so that those that are trained stay.
         residents: says which stay all the same; ``None``: none.
     """
 
     def __init__(
-        self, files: WeightFiles, *, min_nbytes: int, trained: bool = False, residents: Residents | None = None
+        self,
+        files: WeightFiles,
+        *,
+        min_nbytes: int,
+        trained: bool = False,
+        is_replicated: bool = False,
+        residents: Residents | None = None,
     ) -> None:
-        super().__init__(MappedPager(), min_nbytes=min_nbytes, trained=trained, residents=residents)
+        super().__init__(
+            MappedPager(), min_nbytes=min_nbytes, trained=trained, is_replicated=is_replicated, residents=residents
+        )
         self._files = files
         self._taken_bytes = 0
         # Guards the exchange of memory against an interrupted caller who goes on. A leaf lock.

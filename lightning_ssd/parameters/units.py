@@ -18,7 +18,7 @@ from lightning_ssd.parameters.pager import Place
 from lightning_ssd.parameters.weight_files import is_mapped
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks
 
-__all__ = ["SharedWeights", "is_plain", "owners", "shared_weights", "why_it_stays"]
+__all__ = ["SharedWeights", "is_plain", "owners", "sharded_by_name", "shared_weights", "why_it_stays"]
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> l
     what it has gathered for a while is left to it. Buffers are looked at for those they share with parameters.
     """
     found: dict[int, SharedWeights] = {}
-    sharded = _sharded_by_name(module)
+    sharded = sharded_by_name(module)
     for name, tensor in module.named_parameters(remove_duplicate=True):
         shard = sharded.get(name)
         tensors = [tensor] if shard is None else shard.holders()
@@ -70,7 +70,7 @@ def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> l
     return list(found.values())
 
 
-def _sharded_by_name(module: nn.Module) -> dict[str, ShardedParameter]:
+def sharded_by_name(module: nn.Module) -> dict[str, ShardedParameter]:
     """Parameters that FSDP2 manages, by each of their names in ``module``."""
     shards = {(id(owner), name): shard for shard in sharded_of(module) for owner, name in shard.names}
     if not shards:

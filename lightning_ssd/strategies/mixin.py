@@ -41,6 +41,8 @@ class OffloadMixin(WithModule):
     aliases: tuple[str, ...] = ()
     description: str
     """Of the name, in Lightning's registry."""
+    is_sharded = False
+    """Whether processes have shards of the model, or each has all of it."""
     compares_stalls = False
     """Whether processes tell each other how long they waited: only where every backward makes them meet anyway."""
 
