@@ -136,7 +136,7 @@ class PagedWeights(ABC, Generic[Memory]):
         return False
 
     def move_in(self, module: nn.Module) -> None:
-        """Move weights that will wait to where they are used; whoever moves all of a module does so before."""
+        """Before all of a module is moved to where it is used, and before anybody else holds what of it is trained."""
 
     def host_copies(self) -> AbstractContextManager[None]:
         """While it is entered, ``weight.detach()`` may give a copy in memory of the host: for a checkpoint."""
@@ -349,6 +349,16 @@ class MappedWeights(PagedWeights[MappedStorage]):
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         doing = f"Writing {format_sizes(sum(weights.storage.nbytes() for weights in new))[0]} of weights"
         self._uninterrupted(partial(self._take_all, new, places, trained), doing)
+
+    def move_in(self, module: nn.Module) -> None:
+        """What was taken over while the model was built, and is trained, comes back before
+        ``DistributedDataParallel`` holds it, since its memory could not be exchanged then.
+        """
+        found = shared_weights(module, self._min_nbytes, self._device)
+        trained = [w for w in found if self.pager.find(w.storage) is not None and not self._may_wait(w)]
+        del found
+        if trained:
+            self._take_over([], [], trained)
 
     def _put_away(self, weight: Weight[MappedStorage]) -> None:
         weight.memory.send_out()
