@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import anonymous_bytes, host_available_bytes, level_bytes
@@ -153,12 +154,13 @@ class Residents:
     def _room_bytes(self, module: nn.Module, movable: Sequence[SharedWeights]) -> int | None:
         self._decisions.pop(id(module), None)
         modules = [module, *(other for other, _ in self._alive())]  # others that wait for their gradients and states
-        parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(p)}
-        gradients = [p.grad for p in parameters.values() if p.grad is not None and is_plain(p.grad)]
+        parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(local_of(p))}
+        found = [local_of(p.grad) for p in parameters.values() if p.grad is not None]
+        gradients = {g.untyped_storage()._cdata: g.untyped_storage() for g in found if is_plain(g)}
         coming = self._needs.coming_bytes(
             _trained_bytes(parameters.values()),
             sum(weights.trained_bytes for weights in movable),
-            sum(gradient.nbytes for gradient in gradients if not is_mapped(gradient.untyped_storage())),
+            sum(storage.nbytes() for storage in gradients.values() if not is_mapped(storage)),
         )
         trim()  # what malloc keeps of the model's building would count as needed
         here = sum(weights.storage.nbytes() for weights in movable if not is_mapped(weights.storage))
@@ -179,7 +181,8 @@ class Residents:
 
 
 def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    """As far as they are in this process."""
+    return sum(local_of(parameter).nbytes for parameter in parameters if parameter.requires_grad)
 
 
 def _sizes_by_place(movable: Sequence[SharedWeights], places: Mapping[str, Place]) -> Iterable[int]:

@@ -32,12 +32,12 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 @names_mistakes
 class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
-    """Lightning's ``ModelParallelStrategy`` with saved activations and optimizer states on SSD, bit for bit the same.
+    """Lightning's ``ModelParallelStrategy`` with what the policy says on SSD, bit for bit the same.
 
     The module's ``configure_model`` shards it over ``self.device_mesh`` (dimensions ``"data_parallel"`` and
     ``"tensor_parallel"``), with ``fully_shard``, ``parallelize_module`` or both. Each process moves what it has itself:
-    the activations of its batch, and its shards of the optimizer's states. Parameters that FSDP2 has gathered for a
-    while are recognised and left to it.
+    the activations of its batch, and its shards of the optimizer's states; on a CPU also its shards of weights and
+    gradients. Parameters that FSDP2 has gathered for a while are recognised and left to it.
 
     Example::
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.tensor import init_device_mesh
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy, SSDOffloadStrategy
 from lightning_ssd.common.dtensor import local_of, sharded_of
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
+from lightning_ssd.parameters import residents
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles, is_mapped
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
@@ -303,7 +305,7 @@ def test_a_model_that_is_gone_gives_its_place_back(mesh: Any, opened: Callable[.
     assert offloader.stats.weights_bytes == 7 * WIDTH * WIDTH * 4
     del model
     gc.collect()
-    offloader.register_module(nn.Linear(2, 2))
+    offloader.end_backward()
     assert offloader.stats.weights_bytes == 0
 
 
@@ -315,6 +317,54 @@ def test_after_closing_the_model_trains_on(mesh: Any, opened: Callable[..., Offl
     offloader.close()
     assert "unshard" not in vars(model._get_fsdp_state()._fsdp_param_group)
     assert_identical(run(model, None), run(other, None))
+
+
+@pytest.mark.parametrize(("available", "num_waiting"), [(1 << 40, 0), (None, 7)])
+def test_with_auto_as_many_wait_as_memory_lacks(
+    available: int | None,
+    num_waiting: int,
+    mesh: Any,
+    opened: Callable[..., Offloader],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residents, "host_available_bytes", lambda: available)
+    monkeypatch.setattr(residents, "anonymous_bytes", lambda: 1 << 20)
+    offloader = opened(parameters="auto", gradients="auto")
+    expected = run(sharded(mesh), None)
+    assert_identical(run(sharded(mesh), offloader), expected)
+    assert offloader.stats.weights_bytes == num_waiting * WIDTH * WIDTH * 4
+    assert offloader.stats.weights_kept_bytes == (7 - num_waiting) * WIDTH * WIDTH * 4
+
+
+def test_shards_that_are_unfrozen_while_they_wait(mesh: Any, opened: Callable[..., Offloader]) -> None:
+    found = []
+    for offloader in (None, opened(**FROZEN)):
+        model = sharded(mesh)
+        model[:2].requires_grad_(False)
+
+        def unfreeze(model: nn.Module, step: int) -> None:
+            if step == 1:
+                for shard in sharded_of(model[1]):
+                    shard.parameter.requires_grad_(True)
+
+        found.append(run(model, offloader, steps=5, between=unfreeze))
+        assert [g is None for g in found[-1]["gradients"][4][:8]] == [True] * 4 + [False] * 4
+    assert_identical(found[1], found[0])
+
+
+def test_copies_of_a_state_dict_are_memory_of_their_own(mesh: Any, opened: Callable[..., Offloader]) -> None:
+    found = []
+    for offloader in (None, opened()):
+        model, copies = sharded(mesh), []
+
+        def look(model: nn.Module, step: int, copies: list[Any] = copies) -> None:
+            copies.append(copy.deepcopy(model.state_dict()))
+
+        found.append(run(model, offloader, between=look))
+        locals_ = [local_of(value) for state in copies for value in state.values()]
+        assert not any(is_mapped(local.untyped_storage()) for local in locals_)
+        found[-1]["copies"] = locals_
+    assert_identical(found[1], found[0])
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
