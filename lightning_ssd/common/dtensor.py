@@ -11,9 +11,10 @@ Note: FSDP2's unsharded parameters
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 __all__ = [
+    "CutWatch",
     "Gathered",
     "ShardedGroup",
     "ShardedParameter",
@@ -147,7 +149,7 @@ class ShardedGroup:
 
     Args:
         name: of the first module.
-        group: FSDP2's ``FSDPParamGroup``.
+        group: FSDP2's ``FSDPParamGroup``; ``None``: it is not made yet.
     """
 
     def __init__(self, name: str, group: Any) -> None:
@@ -210,6 +212,38 @@ def sharded_of(module: torch.nn.Module) -> Iterator[ShardedParameter]:
         own = ShardedGroup(name, group)
         for fsdp_param in group.fsdp_params:
             yield ShardedParameter(own, fsdp_param)
+
+
+class CutWatch:
+    """Tells of each shard as soon as FSDP2 has cut it, or has found other memory for it, until it is removed.
+
+    Args:
+        told: called with the shard.
+    """
+
+    _METHODS = ("_init_sharded_param", "reset_sharded_param")
+
+    def __init__(self, told: Callable[[ShardedParameter], None]) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+        self._class: Any = None if fsdp is None else fsdp.FSDPParam
+        self._earlier = [] if fsdp is None else [getattr(self._class, name) for name in self._METHODS]
+        for name, earlier in zip(self._METHODS, self._earlier, strict=False):
+            setattr(self._class, name, _telling(earlier, told))
+
+    def remove(self) -> None:
+        """Nothing is told any more."""
+        for name, earlier in zip(self._METHODS, self._earlier, strict=False):
+            setattr(self._class, name, earlier)
+
+
+def _telling(method: Callable[..., Any], told: Callable[[ShardedParameter], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def then_tell(fsdp_param: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(fsdp_param, *args, **kwargs)
+        told(ShardedParameter(ShardedGroup("", None), fsdp_param))
+        return result
+
+    return then_tell
 
 
 def _groups_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

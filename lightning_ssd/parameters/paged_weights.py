@@ -23,7 +23,9 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd.common.dtensor import CutWatch, ShardedParameter
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
@@ -31,7 +33,7 @@ from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.pager import MappedPager, Memory, Pager, Place, Weight
 from lightning_ssd.parameters.residents import Residents
-from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, why_it_stays
+from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, weights_of, why_it_stays
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles
 from lightning_ssd.parameters.windows import Gathering, Window
 from lightning_ssd.telemetry.stats import WeightStats
@@ -235,14 +237,16 @@ class PagedWeights(ABC, Generic[Memory]):
         """Take over the weights of modules that this thread builds inside, as soon as each module is part of another.
         With residents, only while memory is short.
 
-        A module's weights are whole in memory only until then. Those that turn out to be trained come back to memory
-        when the model is registered.
+        A module's weights are whole in memory only until then, and shards until they have been cut. Those that turn out
+        to be trained come back to memory when the model is registered.
         """
-        before, hooks = self._building, []
+        hooks: list[RemovableHandle | CutWatch] = []
+        before = self._building
         try:
             self._building = threading.get_ident()
             hooks.append(register_module_module_registration_hook(self._module_is_registered))
             hooks.append(register_module_parameter_registration_hook(self._parameter_is_registered))
+            hooks.append(CutWatch(self._shard_is_cut))
             yield
         finally:
             self._building = before  # first: an interrupt would leave hooks behind, which do nothing then
@@ -263,6 +267,13 @@ class PagedWeights(ABC, Generic[Memory]):
             holder = nn.Module()
             holder._parameters[name] = parameter
             self._take_built(shared_weights(holder, self._min_nbytes, self._device), type(module).__name__)
+
+    def _shard_is_cut(self, shard: ShardedParameter) -> None:
+        if self._builds_here and (weights := weights_of(shard, self._min_nbytes, self._device)) is not None:
+            unit_name = weights.names[0]
+            built = [weights]
+            del weights  # or it would count as held
+            self._take_built(built, unit_name)
 
     def _take_built(self, built: list[SharedWeights], unit_name: str) -> None:
         while built:

@@ -18,7 +18,7 @@ from lightning_ssd.parameters.pager import Place
 from lightning_ssd.parameters.weight_files import is_mapped
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks
 
-__all__ = ["SharedWeights", "is_plain", "owners", "sharded_by_name", "shared_weights", "why_it_stays"]
+__all__ = ["SharedWeights", "is_plain", "owners", "sharded_by_name", "shared_weights", "weights_of", "why_it_stays"]
 
 
 @dataclass(slots=True)
@@ -68,6 +68,14 @@ def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> l
         if is_plain(buffer, device) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
             shared.has_buffers = True
     return list(found.values())
+
+
+def weights_of(shard: ShardedParameter, min_nbytes: int, device: str) -> SharedWeights | None:
+    """A shard that FSDP2 has just cut; ``None``: it cannot wait."""
+    tensors, (_, name) = shard.holders(), shard.names[0]
+    if not is_plain(tensors[0], device) or tensors[0].untyped_storage().nbytes() < max(min_nbytes, 1):
+        return None
+    return SharedWeights(tensors[0].untyped_storage(), [name], [shard.parameter], tensors)
 
 
 def sharded_by_name(module: nn.Module) -> dict[str, ShardedParameter]:

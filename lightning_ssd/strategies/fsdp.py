@@ -143,6 +143,12 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         super()._configure_launcher()
 
     @override
+    def setup_environment(self) -> None:
+        import torch.distributed.fsdp  # noqa: F401  # so that shards are seen as they are cut, whoever imports it later
+
+        super().setup_environment()
+
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         # Where there are no states yet, the base class writes what a step with gradients of zero makes.

@@ -90,7 +90,8 @@ class OffloadMixin(WithModule):
         # Opened first, so that a directory that cannot serve is refused before the model is moved and optimizers are
         # built. Registered last: moving to the device and converting the precision make new parameter storages.
         offloader.open()
-        super().setup(trainer)
+        with offloader.streamed_init() if self.is_sharded else nullcontext():  # what gets memory here, from meta
+            super().setup(trainer)
         offloader.register_module(self.module)
         if not is_fitting:
             return  # no pass has a backward

@@ -133,7 +133,7 @@ class Tied(Away):
 
 
 class Meta(Away):
-    """Has no memory before it is sharded."""
+    """Has no memory before it is sharded, and leaves it as it gets some."""
 
     def __init__(self) -> None:
         with torch.device("meta"):
@@ -143,6 +143,11 @@ class Meta(Away):
         if not isinstance(self, FSDPModule):
             L.seed_everything(11, verbose=False)
         super().configure_model()
+
+    def configure_optimizers(self) -> Any:
+        weights = [local_of(block.up.weight).untyped_storage() for block in self.blocks]
+        assert all(map(is_mapped, weights)) is isinstance(self.trainer.strategy, SSDOffloadFSDPStrategy)
+        return super().configure_optimizers()
 
 
 class Built(Tuned):
@@ -156,6 +161,13 @@ class Built(Tuned):
         if not hasattr(self, "blocks"):
             self.blocks = nn.ModuleList(Adapted(WIDTH) for _ in range(4))
         super().configure_model()
+        self.cut_in_files = [is_mapped(local_of(block.block.up.weight).untyped_storage()) for block in self.blocks]
+
+
+class TrainedAndBuilt(Built):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.requires_grad_(True)
 
 
 class Both(TwoDimensional):
@@ -195,9 +207,10 @@ def frozen(directory: Path) -> None:
     """Adapters are trained. What FSDP2 gathers of frozen weights is read from files, and no step writes them."""
     for make in (Tuned, TunedGathered, TunedHalf, Built):
         for activations in ("keep", "offload") if make is Tuned else ("offload",):
-            strategy, _ = compare(make, directory, {**FROZEN, "activations": activations})
+            strategy, module = compare(make, directory, {**FROZEN, "activations": activations})
             assert strategy.stats.weights_bytes == 4 * BLOCK_BYTES
             assert strategy.stats.weights_resident_peak_bytes <= 2 * BLOCK_BYTES
+            assert make is not Built or module.cut_in_files == [True] * 4
     compare(Tuned, directory, STATES, gradient_clip_val=0.1, accumulate_grad_batches=2, max_epochs=2)
 
 
@@ -207,6 +220,7 @@ def trained(directory: Path) -> None:
     for make in (Away, Gathered, Half, Checkpointed):
         compare(make, directory, EVERYTHING, **clipped)
     compare(Away, directory, STATES)
+    compare(TrainedAndBuilt, directory, EVERYTHING)
     compare(Tuned, directory, EVERYTHING, gradient_clip_val=0.05, gradient_clip_algorithm="value")
     compare(Away, directory, EVERYTHING, precision="bf16-true")
     compare(Away, directory, {**EVERYTHING, "activations": "recompute_offload"})
