@@ -210,6 +210,7 @@ def _with_parameters(
             files,
             min_nbytes=policy.min_tensor_nbytes,
             trained=policy.optimizer_states == "offload",
+            is_replicated=environment.is_replicated,
             residents=Residents(_needs(policy, environment)) if policy.parameters == "auto" else None,
         )
         stack.callback(weights.close)
@@ -250,7 +251,7 @@ def _needs(policy: OffloadPolicy, environment: Environment) -> Needs:
         memory_budget=memory,
         activation_budget=activations,
         gradients=policy.gradients,
-        num_gradients=1 if environment.agree is None else 2,
+        num_gradients=2 if environment.is_replicated else 1,
         keeps_states=policy.optimizer_states == "keep",
         state_bytes=environment.host_budget.total_bytes,
         num_processes=environment.num_local_processes,
@@ -268,10 +269,11 @@ def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
             f"{setting} got HardwareProfile.encrypt=True: they are used from the file itself, "
             f"which has them unencrypted; allowed: encrypt=False, or {name}='keep'"
         )
-    if policy.gradients != "keep" and environment.agree is not None:
+    if policy.gradients != "keep" and environment.is_replicated:
         raise ConfigError(
             f"OffloadPolicy.gradients={policy.gradients!r} got several processes, which keep all gradients in the "
-            "buckets of DistributedDataParallel; allowed: one process, or gradients='keep'"
+            "buckets of DistributedDataParallel; allowed: shards (strategy='ssd_offload_fsdp', or "
+            "Offloader(is_sharded=True)), one process, or gradients='keep'"
         )
 
 

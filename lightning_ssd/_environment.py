@@ -68,12 +68,19 @@ class Environment:
     """Of this process, in each of the user's directories; may be empty."""
     agree: AllReduceMin | None
     """With the other processes of the run; ``None``: there are none."""
+    is_sharded: bool
+    """Whether processes have shards of the model (FSDP2), or each has all of it (``DistributedDataParallel``)."""
     num_local_processes: int
     """Of this run on this machine."""
     local_rank: int
     """Of this process among them."""
     host_memory: HostMemory
     wrap_backend: Callable[[Backend], Backend] | None
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether other processes have the same model, and meet for its gradients."""
+        return self.agree is not None and not self.is_sharded
 
     @property
     def paths(self) -> list[Path]:

@@ -76,6 +76,8 @@ class Offloader:
         subdirectory: appended to each directory, so that processes do not meet.
         agree: under several processes that train together: gives the smallest of each number over all of them, so
             that their plans agree. Called after the 1st, 2nd, 4th ... backward, and by :meth:`offload_optimizer`.
+        is_sharded: processes have shards of the model (FSDP2). Else those that ``agree`` are taken to have all of it
+            each, with ``DistributedDataParallel``, which holds what is trained.
         num_local_processes: of this run on this machine, which share its memory, its drives and their wear; default:
             ``$LOCAL_WORLD_SIZE``, which torchrun sets, else 1.
         local_rank: this process's number among them, so that each begins with another directory; default:
@@ -91,6 +93,7 @@ class Offloader:
         default_directory: str | os.PathLike[str] | None = None,
         subdirectory: str = "",
         agree: AllReduceMin | None = None,
+        is_sharded: bool = False,
         num_local_processes: int | None = None,
         local_rank: int | None = None,
         _wrap_backend: Callable[[Backend], Backend] | None = None,
@@ -102,6 +105,7 @@ class Offloader:
         self._default_directory = default_directory
         self._subdirectory = subdirectory
         self._agree = agree
+        self._is_sharded = is_sharded
         self._num_local = num_local_processes or max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
         self._wrap_backend = _wrap_backend
@@ -194,6 +198,7 @@ class Offloader:
             default_directory=self._default_directory,
             subdirectory=self._subdirectory,
             agree=self._agree,
+            is_sharded=self._is_sharded,
             num_local_processes=self._num_local,
             local_rank=self._local_rank,
             host_memory=self._host_memory,

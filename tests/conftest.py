@@ -56,6 +56,7 @@ _IMPORTED_FOR_FORKS = (
     *("recipes.benchmarks.workers.step", "recipes.benchmarks.workers.optimizer", "recipes.train"),
     *(
         "tests.support.ddp_script",
+        "tests.support.fsdp_away_script",
         "tests.support.fsdp_script",
         "tests.support.interrupt_script",
         "tests.support.pretended_backend_script",

@@ -11,9 +11,10 @@ Note: FSDP2's unsharded parameters
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,10 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 __all__ = [
+    "CutWatch",
     "Gathered",
+    "ShardedGroup",
+    "ShardedParameter",
     "address_of",
     "as_piece",
     "even_numel",
@@ -29,6 +33,7 @@ __all__ = [
     "has_shape",
     "is_shard",
     "local_of",
+    "sharded_of",
     "spec_of",
     "wrap",
 ]
@@ -135,12 +140,123 @@ class Gathered:
 
 def gathered_of(module: torch.nn.Module) -> Iterator[Gathered]:
     """Of all parameters that FSDP2 manages in ``module`` and below; nothing where it does not."""
+    for _, group in _groups_of(module):
+        yield from map(Gathered, group.fsdp_params)
+
+
+class ShardedGroup:
+    """Parameters that FSDP2 gathers together, of one module or several.
+
+    Args:
+        name: of the first module.
+        group: FSDP2's ``FSDPParamGroup``; ``None``: it is not made yet.
+    """
+
+    def __init__(self, name: str, group: Any) -> None:
+        self.name = name
+        self.group = group
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process has shards of it: then nothing is gathered, and shards are copied."""
+        return getattr(self.group.mesh_info, "shard_mesh_size", 1) == 1
+
+
+class ShardedParameter:
+    """A parameter of which FSDP2 has cut a shard for each process.
+
+    Args:
+        group: that it is gathered with.
+        fsdp_param: FSDP2's ``FSDPParam``.
+    """
+
+    def __init__(self, group: ShardedGroup, fsdp_param: Any) -> None:
+        self.group = group
+        self._fsdp_param = fsdp_param
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The DTensor that optimizers get, whatever the module shows just now."""
+        parameter: torch.Tensor = self._fsdp_param.sharded_param
+        return parameter
+
+    @property
+    def names(self) -> list[tuple[torch.nn.Module, str]]:
+        """Modules that have it, and as what."""
+        info = self._fsdp_param._module_info
+        return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+    def holders(self) -> list[torch.Tensor]:
+        """The shard as the DTensor has it, and all other tensors of FSDP2's over the same memory.
+
+        ``_sharded_param_data`` is what is gathered: the shard with zeros behind it where parts are uneven.
+        """
+        local = local_of(self.parameter)
+        if local.is_meta:
+            return [local]
+        if self._fsdp_param._sharded_param_data.is_meta:
+            # Parameters were made on the meta device, and their modules have got memory one by one. FSDP2 would look
+            # for it in the first forward.
+            self._fsdp_param.reset_sharded_param()
+            local = local_of(self.parameter)
+        flat = self._fsdp_param._sharded_param_data
+        found = {id(t): t for tensor in (local, flat) for t in (tensor, tensor._base) if t is not None}
+        return [
+            tensor for tensor in found.values() if tensor.untyped_storage()._cdata == local.untyped_storage()._cdata
+        ]
+
+
+def sharded_of(module: torch.nn.Module) -> Iterator[ShardedParameter]:
+    """All parameters that FSDP2 manages in ``module`` and below."""
+    for name, group in _groups_of(module):
+        own = ShardedGroup(name, group)
+        for fsdp_param in group.fsdp_params:
+            yield ShardedParameter(own, fsdp_param)
+
+
+class CutWatch:
+    """Tells of each shard as soon as FSDP2 has cut it, or has found other memory for it, until it is removed.
+
+    Args:
+        told: called with the shard.
+    """
+
+    _METHODS = ("_init_sharded_param", "reset_sharded_param")
+
+    def __init__(self, told: Callable[[ShardedParameter], None]) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+        self._class: Any = None if fsdp is None else fsdp.FSDPParam
+        self._earlier = [] if fsdp is None else [getattr(self._class, name) for name in self._METHODS]
+        for name, earlier in zip(self._METHODS, self._earlier, strict=False):
+            setattr(self._class, name, _telling(earlier, told))
+
+    def remove(self) -> None:
+        """Nothing is told any more."""
+        for name, earlier in zip(self._METHODS, self._earlier, strict=False):
+            setattr(self._class, name, earlier)
+
+
+def _telling(method: Callable[..., Any], told: Callable[[ShardedParameter], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def then_tell(fsdp_param: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(fsdp_param, *args, **kwargs)
+        told(ShardedParameter(ShardedGroup("", None), fsdp_param))
+        return result
+
+    return then_tell
+
+
+def _groups_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """FSDP2's groups in ``module`` and below, each once, with the name of the first module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if not hasattr(fsdp, "FSDPModule"):
         return
-    for child in module.modules():
+    seen: set[int] = set()
+    for name, child in module.named_modules():
         if isinstance(child, fsdp.FSDPModule):  # type: ignore[union-attr]
             state: Any = child._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if groups is None else groups:
-                yield from map(Gathered, () if group is None else group.fsdp_params)
+                if group is not None and id(group) not in seen:
+                    seen.add(id(group))
+                    yield name, group

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from copy import copy, deepcopy
 from typing import Any
 
-from torch import nn
-
 __all__ = ["MethodPatch"]
 
 
@@ -25,12 +23,12 @@ class MethodPatch:
     The module is held weakly: a module that holds itself is only freed by the garbage collector, with all its memory.
 
     Args:
-        module: the module.
+        module: the module, or another object with attributes of its own.
         name: of the method.
         label: what to call the module in an error.
     """
 
-    def __init__(self, module: nn.Module, name: str = "forward", *, label: str = "the module") -> None:
+    def __init__(self, module: Any, name: str = "forward", *, label: str = "the module") -> None:
         self._module = weakref.ref(module)
         self._name = name
         self._label = label
@@ -41,7 +39,7 @@ class MethodPatch:
             _StateWithoutUs(module, "__getstate__", label=label)
 
     @property
-    def module(self) -> nn.Module | None:
+    def module(self) -> Any | None:
         """Whose method it is; ``None``: the module is gone."""
         return self._module()
 
@@ -103,7 +101,7 @@ class _StateWithoutUs(MethodPatch):
         return state
 
     @staticmethod
-    def remove_last(module: nn.Module) -> None:
+    def remove_last(module: Any) -> None:
         """Remove the module's one if nothing of ours stands in there any more."""
         # By type: an attribute may be the proxy of something dead, which answers no question.
         ours = [v for v in module.__dict__.values() if issubclass(type(v), MethodPatch) and not v._is_removed]

@@ -21,7 +21,7 @@ from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.guard_patches import guard_patches, may_hold_weights
-from lightning_ssd.parameters.pager import Pager, Unit, Weight
+from lightning_ssd.parameters.pager import Pager, Place, Unit, Weight
 from lightning_ssd.parameters.use_order import Phase
 
 __all__ = ["DevicePager", "SavedDeviceWeight"]
@@ -301,7 +301,7 @@ class DevicePager(Pager[DeviceMemory]):
 
     # -- the beginning and the end ---------------------------------------------------------------------------------
 
-    def add(self, place: tuple[str, torch.nn.Module | None], weight: Weight[DeviceMemory]) -> None:
+    def add(self, place: Place, weight: Weight[DeviceMemory]) -> None:
         is_new = weight.memory.key.cdata not in self.by_storage
         super().add(place, weight)
         if is_new:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
 from lightning_ssd.parameters.guard_patches import guard_patches
 from lightning_ssd.parameters.paged_weights import PagedWeights
-from lightning_ssd.parameters.pager import Weight
+from lightning_ssd.parameters.pager import Place, Weight
 from lightning_ssd.parameters.units import SharedWeights, shared_weights, why_it_stays
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
@@ -55,12 +56,12 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         self._tiers = tiers
         guard_patches.add_user(self.pager)
 
-    def _why_it_stays(self, weights: SharedWeights, place: tuple[str, nn.Module | None]) -> str | None:
+    def _why_it_stays(self, weights: SharedWeights, place: Place) -> str | None:
         if place[1] is None and self._building is None:
             return "its forward is compiled as a whole; compile each block instead (block.compile())"
         return _why_it_cannot_wait(weights)
 
-    def _must_return(self, place: tuple[str, nn.Module | None]) -> bool:
+    def _must_return(self, place: Place) -> bool:
         return place[1] is None
 
     def host_copies(self) -> AbstractContextManager[None]:
@@ -80,7 +81,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
                 continue
             here = torch.empty(weights.storage.nbytes(), dtype=torch.uint8, device=self._tiers.device)
             here.copy_(torch.empty(0, dtype=torch.uint8).set_(weights.storage))
-            moved = SharedWeights(here.untyped_storage(), weights.names, weights.tensors)
+            moved = replace(weights, storage=here.untyped_storage())
             for tensor in weights.tensors:
                 tensor.data = TensorSpec.of(tensor).view(moved.storage)
             del weights, here
@@ -91,9 +92,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     def _check_room(self, sizes: Sequence[int]) -> None:
         self._tiers.ssd.reserve(sum(sizes))
 
-    def _take_over(
-        self, new: list[SharedWeights], places: Sequence[tuple[str, nn.Module | None]], trained: list[SharedWeights]
-    ) -> None:
+    def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         nbytes = sum(weights.storage.nbytes() for weights in new)
         with StatusLine(f"Writing {format_sizes(nbytes)[0]} of weights") as line:
             for place in places:

@@ -13,17 +13,19 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd.common.dtensor import ShardedParameter, local_of
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import TensorSpec, holders
 from lightning_ssd.errors import StorageError
-from lightning_ssd.parameters.units import is_plain
+from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
+from lightning_ssd.parameters.units import is_plain, sharded_by_name
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles, is_mapped
 
 __all__ = ["PagedGradients"]
@@ -58,6 +60,7 @@ class PagedGradients:
         self._min_nbytes = max(min_nbytes, 1)
         # By the number of the parameter. No reference to it: torch.utils.swap_tensors refuses even a weak one.
         self._hooks: dict[int, RemovableHandle] = {}
+        self._reductions: list[Reduction] = []
         self._memory: dict[int, MappedStorage] = {}
         self._retired: list[MappedStorage] = []
         """Memory that somebody else still had when its parameter needed some."""
@@ -74,17 +77,21 @@ class PagedGradients:
         """
         _counts_of_one()  # learnt now, because it needs a backward of its own
         self._forget()
-        trained = [p for p in module.parameters() if p.requires_grad and self._takes(p)]
-        if self._waits is not None:
-            trained = [parameter for parameter in trained if self._waits(parameter)]
-        if trained:
+        sharded = sharded_by_name(module)
+        whole = [p for name, p in module.named_parameters() if name not in sharded and self._takes(p)]
+        shards = list({id(s.parameter): s for s in sharded.values() if self._takes(local_of(s.parameter))}.values())
+        whole = [p for p in whole if p.requires_grad and (self._waits is None or self._waits(p))]
+        shards = [s for s in shards if s.parameter.requires_grad and (self._waits is None or self._waits(s.parameter))]
+        if whole or shards:
             self._before_first()
-        new = [p for p in trained if not self._has_hook(p)]
-        self._files.check_room([parameter.nbytes for parameter in new])
+        new, new_shards = [p for p in whole if not self._has_hook(p)], [s for s in shards if not self._is_told(s)]
+        self._files.check_room([local_of(p).nbytes for p in (*new, *(s.parameter for s in new_shards))])
         for parameter in new:
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
             self._hooks[id(parameter)] = register(self._accumulated)
-        if nbytes := sum(parameter.nbytes for parameter in trained):
+        for group in {id(s.group.group): s.group.group for s in new_shards}.values():
+            self._reductions.append(Reduction(group, self._reduced))
+        if nbytes := sum(local_of(p).nbytes for p in (*whole, *(s.parameter for s in shards))):
             _log.info(
                 "each backward changes %s of gradients, which the system writes to the drive where memory is short",
                 format_sizes(nbytes)[0],
@@ -94,6 +101,9 @@ class PagedGradients:
         handle = self._hooks.get(id(parameter))
         hooks = None if handle is None else handle.hooks_dict_ref()
         return hooks is not None and hooks is parameter._post_accumulate_grad_hooks
+
+    def _is_told(self, shard: ShardedParameter) -> bool:
+        return any(reduction.module is shard.group.group for reduction in self._reductions)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         return is_plain(tensor) and tensor.nbytes >= self._min_nbytes
@@ -119,6 +129,42 @@ class PagedGradients:
     def _exchange(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
+        waiting = self._moved(parameter, gradient)
+        if waiting is not None:
+            parameter.grad = waiting
+            self._memory[id(parameter)].send_out()
+
+    def _reduced(self, group: Any) -> None:
+        """FSDP2 has spread the gradients of a group: each process has its part of the sum."""
+        if os.getpid() != self._pid:
+            return
+        gradients = gradients_of(group)
+        for parameter, gradient in gradients:
+            mapped = self._memory.get(id(parameter))
+            if mapped is not None and mapped.key.cdata == local_of(gradient).untyped_storage()._cdata:
+                mapped.send_out()  # it was added to in place
+        for members in owned_together(gradients):
+            with self._lock:
+                if not self._is_closed:
+                    self._exchange_shards(members)
+
+    def _exchange_shards(self, members: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        """All that lie in one memory, or it would stay."""
+        moved = [
+            self._moved(parameter, gradient._local_tensor)
+            if self._takes(gradient._local_tensor)
+            else gradient._local_tensor.clone()
+            for parameter, gradient in members
+        ]
+        if any(local is None for local in moved):
+            return
+        for (parameter, gradient), local in zip(members, moved, strict=True):
+            gradient._local_tensor = local
+            if (mapped := self._memory.get(id(parameter))) is not None:
+                mapped.send_out()
+
+    def _moved(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The same values in memory that shows a file; ``None``: there is no room."""
         mapped = self._memory.get(id(parameter))
         try:
             if mapped is None or mapped.nbytes != gradient.nbytes or mapped.key.alive():
@@ -128,12 +174,10 @@ class PagedGradients:
                 mapped = self._files.map_new(gradient.nbytes)
         except (StorageError, MemoryError) as error:
             self._warn(error)
-            return
-        waiting = TensorSpec.of(gradient).view(mapped.show())
+            return None
+        waiting = TensorSpec.of(gradient)._replace(offset=0).view(mapped.show())
         self._memory[id(parameter)] = mapped
-        waiting.copy_(gradient)
-        parameter.grad = waiting
-        mapped.send_out()
+        return waiting.copy_(gradient)
 
     def _warn(self, error: BaseException) -> None:
         if not self._has_warned:
@@ -152,6 +196,10 @@ class PagedGradients:
                     del self._hooks[key]
                     if key in self._memory:
                         self._retired.append(self._memory.pop(key))
+            self._reductions = [reduction for reduction in self._reductions if reduction.module is not None]
+            sharded = {id(p) for reduction in self._reductions for p in parameters_of(reduction.module)}
+            for key in [key for key in self._memory if key not in self._hooks and key not in sharded]:
+                self._retired.append(self._memory.pop(key))
             for mapped in [mapped for mapped in self._retired if not mapped.key.alive()]:
                 self._retired.remove(mapped)
                 mapped.forget()
@@ -176,6 +224,9 @@ class PagedGradients:
         for handle in list(self._hooks.values()):
             handle.remove()
         self._hooks.clear()
+        for reduction in self._reductions:
+            reduction.remove()
+        self._reductions.clear()
         for mapped in (*self._memory.values(), *self._retired):
             mapped.make_private()
         self._memory.clear()

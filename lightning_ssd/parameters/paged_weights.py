@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Generic
+from typing import Generic
 
 import torch
 from torch import nn
@@ -23,24 +23,24 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd.common.dtensor import CutWatch, ShardedParameter
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.malloc import trim
-from lightning_ssd.parameters.pager import MappedPager, Memory, Pager, Unit, Weight
+from lightning_ssd.parameters.pager import MappedPager, Memory, Pager, Place, Weight
 from lightning_ssd.parameters.residents import Residents
-from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, why_it_stays
+from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, weights_of, why_it_stays
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles
+from lightning_ssd.parameters.windows import Gathering, Window
 from lightning_ssd.telemetry.stats import WeightStats
 
 __all__ = ["MappedWeights", "PagedWeights"]
 
 _log = logging.getLogger(__name__)
-_Place = tuple[str, nn.Module | None]
-"""Name and module of a unit; ``None``: not known (yet), or not to be watched."""
 _TRIM_BYTES = 64 << 20
 """After so many bytes malloc is told to give back what the weights had: it would keep it for tensors to come."""
 
@@ -52,6 +52,8 @@ class PagedWeights(ABC, Generic[Memory]):
         pager: brings them in and sends them out.
         min_nbytes: smaller ones stay.
         trained: those that are trained wait, too.
+        is_replicated: other processes have the same model: ``DistributedDataParallel`` holds what is trained, which
+            stays.
         device: of the weights that may wait.
         residents: says which stay all the same; ``None``: none.
     """
@@ -65,15 +67,17 @@ class PagedWeights(ABC, Generic[Memory]):
         *,
         min_nbytes: int,
         trained: bool = False,
+        is_replicated: bool = False,
         device: str = "cpu",
         residents: Residents | None = None,
     ) -> None:
         self.pager = pager
         self._trained = trained
+        self._is_replicated = is_replicated
         self._residents = residents
         self._min_nbytes = min_nbytes
         self._device = device
-        self._windows: list[_Window] = []
+        self._windows: list[Window | Gathering] = []
         self._building: int | None = None
         self._held: dict[str, str] = {}
 
@@ -88,7 +92,7 @@ class PagedWeights(ABC, Generic[Memory]):
         """
 
     @abstractmethod
-    def _take_over(self, new: list[SharedWeights], places: Sequence[_Place], trained: list[SharedWeights]) -> None:
+    def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         """Have new ones wait, one by one, and give back those that turn out to be trained. Both lists are emptied."""
 
     @abstractmethod
@@ -111,7 +115,7 @@ class PagedWeights(ABC, Generic[Memory]):
         self.pager.border()  # what is gone leaves its place to the new ones
         self._windows = [window for window in self._windows if window.module is not None]
         found = shared_weights(module, self._min_nbytes, self._device)
-        places = owners(module, [weights.names[0] for weights in found], watches_compiled=self._watches_compiled)
+        places = owners(module, found, watches_compiled=self._watches_compiled)
         new, trained = self._sorted_out(found, places, self._staying(module, found, places))
         self._check_room([weights.storage.nbytes() for weights in new])
         del found
@@ -125,22 +129,22 @@ class PagedWeights(ABC, Generic[Memory]):
         self._name_units(module, places)
         self._stand_in(places)
 
-    def _why_it_stays(self, weights: SharedWeights, place: _Place) -> str | None:
+    def _why_it_stays(self, weights: SharedWeights, place: Place) -> str | None:
         """Why a weight that would wait has to stay in memory; ``None``: it can wait."""
         return why_it_stays(weights)
 
-    def _must_return(self, place: _Place) -> bool:
+    def _must_return(self, place: Place) -> bool:
         """Whether what was taken over while the model was built cannot wait in this place."""
         return False
 
     def move_in(self, module: nn.Module) -> None:
-        """Move weights that will wait to where they are used; whoever moves all of a module does so before."""
+        """Before all of a module is moved to where it is used, and before anybody else holds what of it is trained."""
 
     def host_copies(self) -> AbstractContextManager[None]:
         """While it is entered, ``weight.detach()`` may give a copy in memory of the host: for a checkpoint."""
         return nullcontext()
 
-    def _staying(self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, _Place]) -> frozenset[str]:
+    def _staying(self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, Place]) -> frozenset[str]:
         """First names of those that could wait and stay."""
         if self._residents is None:
             return frozenset()
@@ -153,10 +157,10 @@ class PagedWeights(ABC, Generic[Memory]):
         return self._residents.choose(module, movable, places)
 
     def _may_wait(self, weights: SharedWeights) -> bool:
-        return self._trained or weights.is_frozen
+        return weights.is_frozen or (self._trained and not self._is_replicated)
 
     def _sorted_out(
-        self, found: list[SharedWeights], places: Mapping[str, _Place], staying: frozenset[str]
+        self, found: list[SharedWeights], places: Mapping[str, Place], staying: frozenset[str]
     ) -> tuple[list[SharedWeights], list[SharedWeights]]:
         """Those to take over, and those to give back because they are trained or stay."""
         new, trained = [], []
@@ -172,9 +176,11 @@ class PagedWeights(ABC, Generic[Memory]):
                     new.append(weights)
                 else:
                     self._held[weights.names[0]] = reason
+            elif self._trained and not self._may_wait(weights):
+                self._held[weights.names[0]] = "it is trained, and DistributedDataParallel holds it and its gradient"
         return new, trained
 
-    def _name_units(self, module: nn.Module, places: Mapping[str, _Place]) -> None:
+    def _name_units(self, module: nn.Module, places: Mapping[str, Place]) -> None:
         """Weights that were taken over while the model was built get the units and names that they have in it."""
         for weights in shared_weights(module, self._min_nbytes, self._device):
             weight = self.pager.find(weights.storage)
@@ -182,17 +188,18 @@ class PagedWeights(ABC, Generic[Memory]):
                 weight.names = weights.names
                 self.pager.add(places[weights.names[0]], weight)
 
-    def _stand_in(self, places: Mapping[str, _Place]) -> None:
-        standing = {window.module: window for window in self._windows}
+    def _stand_in(self, places: Mapping[str, Place]) -> None:
+        standing = {id(window.module): window for window in self._windows}
         for place in places.values():
-            unit, module = self.pager.find_unit(place), place[1]
-            if unit is None or module is None:
+            unit, user = self.pager.find_unit(place), place[1]
+            if unit is None or user is None:
                 continue
-            if module in standing:
-                standing[module].unit = unit
-            else:
-                standing[module] = _Window(module, unit, self.pager)
-                self._windows.append(standing[module])
+            if id(user) in standing:
+                standing[id(user)].unit = unit
+                continue
+            make = Window if isinstance(user, nn.Module) else Gathering
+            standing[id(user)] = make(user, unit, self.pager)
+            self._windows.append(standing[id(user)])
 
     def tell(self) -> None:
         """Log how much waits, and warn of what the user may not expect, of the last module that was registered."""
@@ -214,8 +221,12 @@ class PagedWeights(ABC, Generic[Memory]):
         elif not nbytes:
             warnings.warn(
                 "OffloadPolicy.parameters='offload' moves nothing: no weight of at least min_tensor_bytes is frozen; "
-                "set requires_grad=False on those that are not trained, or min_tensor_bytes lower, or let the trained "
-                "ones wait, too, with optimizer_states='offload'",
+                "set requires_grad=False on those that are not trained, or min_tensor_bytes lower"
+                + (
+                    ""
+                    if self._is_replicated
+                    else ", or let the trained ones wait, too, with optimizer_states='offload'"
+                ),
                 stacklevel=4,
             )
 
@@ -226,14 +237,16 @@ class PagedWeights(ABC, Generic[Memory]):
         """Take over the weights of modules that this thread builds inside, as soon as each module is part of another.
         With residents, only while memory is short.
 
-        A module's weights are whole in memory only until then. Those that turn out to be trained come back to memory
-        when the model is registered.
+        A module's weights are whole in memory only until then, and shards until they have been cut. Those that turn out
+        to be trained come back to memory when the model is registered.
         """
-        before, hooks = self._building, []
+        hooks: list[RemovableHandle | CutWatch] = []
+        before = self._building
         try:
             self._building = threading.get_ident()
             hooks.append(register_module_module_registration_hook(self._module_is_registered))
             hooks.append(register_module_parameter_registration_hook(self._parameter_is_registered))
+            hooks.append(CutWatch(self._shard_is_cut))
             yield
         finally:
             self._building = before  # first: an interrupt would leave hooks behind, which do nothing then
@@ -254,6 +267,13 @@ class PagedWeights(ABC, Generic[Memory]):
             holder = nn.Module()
             holder._parameters[name] = parameter
             self._take_built(shared_weights(holder, self._min_nbytes, self._device), type(module).__name__)
+
+    def _shard_is_cut(self, shard: ShardedParameter) -> None:
+        if self._builds_here and (weights := weights_of(shard, self._min_nbytes, self._device)) is not None:
+            unit_name = weights.names[0]
+            built = [weights]
+            del weights  # or it would count as held
+            self._take_built(built, unit_name)
 
     def _take_built(self, built: list[SharedWeights], unit_name: str) -> None:
         while built:
@@ -314,13 +334,22 @@ class MappedWeights(PagedWeights[MappedStorage]):
         files: where they wait.
         min_nbytes: smaller ones stay.
         trained: those that are trained wait, too.
+        is_replicated: other processes have the same model, so that those that are trained stay.
         residents: says which stay all the same; ``None``: none.
     """
 
     def __init__(
-        self, files: WeightFiles, *, min_nbytes: int, trained: bool = False, residents: Residents | None = None
+        self,
+        files: WeightFiles,
+        *,
+        min_nbytes: int,
+        trained: bool = False,
+        is_replicated: bool = False,
+        residents: Residents | None = None,
     ) -> None:
-        super().__init__(MappedPager(), min_nbytes=min_nbytes, trained=trained, residents=residents)
+        super().__init__(
+            MappedPager(), min_nbytes=min_nbytes, trained=trained, is_replicated=is_replicated, residents=residents
+        )
         self._files = files
         self._taken_bytes = 0
         # Guards the exchange of memory against an interrupted caller who goes on. A leaf lock.
@@ -329,9 +358,19 @@ class MappedWeights(PagedWeights[MappedStorage]):
     def _check_room(self, sizes: Sequence[int]) -> None:
         self._files.check_room(sizes)
 
-    def _take_over(self, new: list[SharedWeights], places: Sequence[_Place], trained: list[SharedWeights]) -> None:
+    def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         doing = f"Writing {format_sizes(sum(weights.storage.nbytes() for weights in new))[0]} of weights"
         self._uninterrupted(partial(self._take_all, new, places, trained), doing)
+
+    def move_in(self, module: nn.Module) -> None:
+        """What was taken over while the model was built, and is trained, comes back before
+        ``DistributedDataParallel`` holds it, since its memory could not be exchanged then.
+        """
+        found = shared_weights(module, self._min_nbytes, self._device)
+        trained = [w for w in found if self.pager.find(w.storage) is not None and not self._may_wait(w)]
+        del found
+        if trained:
+            self._take_over([], [], trained)
 
     def _put_away(self, weight: Weight[MappedStorage]) -> None:
         weight.memory.send_out()
@@ -351,7 +390,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
             raise
 
     def _take_all(
-        self, new: list[SharedWeights], places: Sequence[_Place], trained: list[SharedWeights], stop: _Stop
+        self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights], stop: _Stop
     ) -> None:
         """Their old memory goes one by one, as each has its new one."""
         for place in places:
@@ -360,7 +399,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
             self._release(trained.pop(0), stop)
         self._files.sync()
 
-    def _take(self, place: _Place, weights: SharedWeights, stop: _Stop) -> None:
+    def _take(self, place: Place, weights: SharedWeights, stop: _Stop) -> None:
         """Write one storage to a file, and give its weights memory that shows it."""
         if stop.has_come():
             return
@@ -433,25 +472,3 @@ class _Stop:
         self._come = True  # already for what has not begun
         with self._exchange:
             pass
-
-
-class _Window(MethodPatch):
-    """Tells when the forward of a unit's module runs."""
-
-    def __init__(self, module: nn.Module, unit: Unit[Any], pager: Pager[Any]) -> None:
-        self.unit = unit
-        self._pager = pager
-        # In front of compiled code, not within.
-        name = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
-        super().__init__(module, name, label=f"unit {unit.name!r}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = self.unit
-        if torch.compiler.is_compiling() or not unit.weights:
-            self._pager.is_traced(unit)
-            return self.__wrapped__(*args, **kwargs)
-        try:
-            self._pager.enter(unit)
-            return self.__wrapped__(*args, **kwargs)
-        finally:  # also after an interrupt on the way in
-            self._pager.leave(unit)

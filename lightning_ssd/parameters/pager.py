@@ -19,15 +19,19 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import nn
 
+from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
 from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
-__all__ = ["MappedPager", "Pager", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
+__all__ = ["MappedPager", "Pager", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
+
+Place = tuple[str, object | None]
+"""Name of a unit, and the module whose forward uses it, or FSDP2's group that gathers it; ``None``: not known (yet), or
+not to be watched."""
 
 
 class WeightMemory(Protocol):
@@ -63,18 +67,19 @@ class Weight(Generic[Memory]):
 
 
 class Unit(Generic[Memory]):
-    """What is brought in together: the weights of a block, or of a module outside of all blocks.
+    """What is brought in together: the weights of a block, of a module outside of all blocks, or shards that are
+    gathered together.
 
     Args:
         number: of the unit.
         name: for messages.
-        module: whose forward uses it, if that is known. Held weakly.
+        user: module or group of FSDP2's that uses it, if that is known. Held weakly.
     """
 
-    def __init__(self, number: int, name: str, module: nn.Module | None) -> None:
+    def __init__(self, number: int, name: str, user: object | None) -> None:
         self.number = number
         self.name = name
-        self.module: Callable[[], nn.Module | None] = _nobody if module is None else weakref.ref(module)
+        self.user: Callable[[], object | None] = _nobody if user is None else weakref.ref(user)
         self.weights: list[Weight[Memory]] = []
         self.num_windows = 0
         """Calls of its forward under way. Its pages stay as long."""
@@ -86,12 +91,12 @@ class Unit(Generic[Memory]):
 
 
 def _nobody() -> None:
-    """The module of a unit that has none."""
+    """The user of a unit that has none."""
 
 
-def _key(place: tuple[str, nn.Module | None]) -> object:
-    name, module = place
-    return name if module is None else id(module)
+def _key(place: Place) -> object:
+    name, user = place
+    return name if user is None else id(user)
 
 
 class Pager(ABC, Generic[Memory]):
@@ -121,8 +126,8 @@ class Pager(ABC, Generic[Memory]):
 
     # -- units ---------------------------------------------------------------------------------------------------
 
-    def add(self, place: tuple[str, nn.Module | None], weight: Weight[Memory]) -> None:
-        """A weight belongs to the unit of this module (without one: of this name) from now on, and to no other."""
+    def add(self, place: Place, weight: Weight[Memory]) -> None:
+        """A weight belongs to the unit of this user (without one: of this name) from now on, and to no other."""
         key = weight.memory.key.cdata
         with self._lock:
             unit = self.find_unit(place)
@@ -138,10 +143,10 @@ class Pager(ABC, Generic[Memory]):
             if before is not None:
                 before.weights.remove(weight)
 
-    def find_unit(self, place: tuple[str, nn.Module | None]) -> Unit[Memory] | None:
-        """The unit of a module."""
+    def find_unit(self, place: Place) -> Unit[Memory] | None:
+        """The unit of a place."""
         found = self._by_place.get(_key(place))
-        return found if found is not None and found.module() is place[1] else None
+        return found if found is not None and found.user() is place[1] else None
 
     def save(self, tensor: torch.Tensor, unit: Unit[Memory]) -> SavedElsewhere | None:
         """What autograd is to hold of a saved weight, or of a view of one, in place of it; ``None``: it may be held
@@ -373,7 +378,8 @@ class MappedPager(Pager[MappedStorage]):
 
 
 def _cdata(parameter: torch.Tensor) -> int:
-    return 0 if parameter.layout is not torch.strided else storage_of(parameter)._cdata
+    part = local_of(parameter)
+    return 0 if part.layout is not torch.strided else storage_of(part)._cdata
 
 
 _pagers: list[weakref.ref[Pager[Any]]] = []

@@ -10,9 +10,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import anonymous_bytes, host_available_bytes, level_bytes
+from lightning_ssd.parameters.pager import Place
 from lightning_ssd.parameters.units import SharedWeights, is_plain
 from lightning_ssd.parameters.weight_files import is_mapped
 from lightning_ssd.planning.residency import MemoryOutlook, ResidencyUnit, choose_residents
@@ -107,7 +109,7 @@ class Residents:
         return self._outlook().is_short
 
     def choose(
-        self, module: nn.Module, movable: Sequence[SharedWeights], places: Mapping[str, tuple[str, nn.Module | None]]
+        self, module: nn.Module, movable: Sequence[SharedWeights], places: Mapping[str, Place]
     ) -> frozenset[str]:
         """Decide on one module.
 
@@ -119,7 +121,7 @@ class Residents:
         Returns:
             The first names of those that stay.
         """
-        members: dict[tuple[str, nn.Module | None, bool], list[SharedWeights]] = {}
+        members: dict[tuple[str, object | None, bool], list[SharedWeights]] = {}
         for weights in movable:
             # What is frozen in a unit waits before what is trained in it.
             members.setdefault((*places[weights.names[0]], not weights.is_frozen), []).append(weights)
@@ -142,7 +144,7 @@ class Residents:
     def _unit(self, held: Sequence[SharedWeights]) -> ResidencyUnit:
         nbytes = sum(weights.storage.nbytes() for weights in held)
         is_trained = not held[0].is_frozen
-        gradients = _trained_bytes(tensor for weights in held for tensor in weights.tensors)
+        gradients = sum(weights.trained_bytes for weights in held)
         return ResidencyUnit(
             weight_bytes=nbytes,
             gradient_bytes=gradients if self._needs.gradients == "auto" else 0,
@@ -152,12 +154,13 @@ class Residents:
     def _room_bytes(self, module: nn.Module, movable: Sequence[SharedWeights]) -> int | None:
         self._decisions.pop(id(module), None)
         modules = [module, *(other for other, _ in self._alive())]  # others that wait for their gradients and states
-        parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(p)}
-        gradients = [p.grad for p in parameters.values() if p.grad is not None and is_plain(p.grad)]
+        parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(local_of(p))}
+        found = [local_of(p.grad) for p in parameters.values() if p.grad is not None]
+        gradients = {g.untyped_storage()._cdata: g.untyped_storage() for g in found if is_plain(g)}
         coming = self._needs.coming_bytes(
             _trained_bytes(parameters.values()),
-            _trained_bytes(tensor for weights in movable for tensor in weights.tensors),
-            sum(gradient.nbytes for gradient in gradients if not is_mapped(gradient.untyped_storage())),
+            sum(weights.trained_bytes for weights in movable),
+            sum(storage.nbytes() for storage in gradients.values() if not is_mapped(storage)),
         )
         trim()  # what malloc keeps of the model's building would count as needed
         here = sum(weights.storage.nbytes() for weights in movable if not is_mapped(weights.storage))
@@ -178,13 +181,12 @@ class Residents:
 
 
 def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    """As far as they are in this process."""
+    return sum(local_of(parameter).nbytes for parameter in parameters if parameter.requires_grad)
 
 
-def _sizes_by_place(
-    movable: Sequence[SharedWeights], places: Mapping[str, tuple[str, nn.Module | None]]
-) -> Iterable[int]:
-    sizes: dict[tuple[str, nn.Module | None], int] = {}
+def _sizes_by_place(movable: Sequence[SharedWeights], places: Mapping[str, Place]) -> Iterable[int]:
+    sizes: dict[Place, int] = {}
     for weights in movable:
         place = places[weights.names[0]]
         sizes[place] = sizes.get(place, 0) + weights.storage.nbytes()

@@ -6,51 +6,90 @@ import functools
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import torch
 from torch import nn
 
+from lightning_ssd.common.dtensor import ShardedGroup, ShardedParameter, local_of, sharded_of
 from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, storage_of
 from lightning_ssd.parameters.guard import is_guarded
+from lightning_ssd.parameters.pager import Place
 from lightning_ssd.parameters.weight_files import is_mapped
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks
 
-__all__ = ["SharedWeights", "is_plain", "owners", "shared_weights", "why_it_stays"]
+__all__ = ["SharedWeights", "is_plain", "owners", "sharded_by_name", "shared_weights", "weights_of", "why_it_stays"]
 
 
 @dataclass(slots=True)
 class SharedWeights:
-    """All weights of a model that lie in one storage: tied ones, or parts of one larger tensor."""
+    """All weights of a model that lie in one storage: tied ones, parts of one larger tensor, or a shard of FSDP2's."""
 
     storage: torch.UntypedStorage
     names: list[str] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    """Whatever of the model shows the memory: the parameters, or what FSDP2 has of a shard."""
     has_buffers: bool = False
+    group: ShardedGroup | None = None
+    """That a shard is gathered with."""
 
     @property
     def is_frozen(self) -> bool:
         """Whether none of them is trained."""
-        return not any(tensor.requires_grad for tensor in self.tensors)
+        return not any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of those that are trained, as far as they are in this process."""
+        return sum(local_of(parameter).nbytes for parameter in self.parameters if parameter.requires_grad)
 
 
 def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> list[SharedWeights]:
     """The storages under the parameters of ``module`` that are at least so large, in the order of ``parameters()``.
 
-    Only dense tensors on a device of that type, of PyTorch's own classes. Buffers are looked at for those they share
-    with parameters.
+    Only dense tensors on a device of that type, of PyTorch's own classes. Of a parameter that FSDP2 manages, the shard;
+    what it has gathered for a while is left to it. Buffers are looked at for those they share with parameters.
     """
     found: dict[int, SharedWeights] = {}
+    sharded = sharded_by_name(module)
     for name, tensor in module.named_parameters(remove_duplicate=True):
-        if is_plain(tensor, device):
-            storage = storage_of(tensor)
-            if storage.nbytes() >= max(min_nbytes, 1):
-                weights = found.setdefault(storage._cdata, SharedWeights(storage))
-                weights.names.append(name)
-                weights.tensors.append(tensor)
+        shard = sharded.get(name)
+        tensors = [tensor] if shard is None else shard.holders()
+        if not is_plain(tensors[0], device) or storage_of(tensors[0]).nbytes() < max(min_nbytes, 1):
+            continue
+        storage = storage_of(tensors[0])
+        weights = found.setdefault(storage._cdata, SharedWeights(storage))
+        weights.names.append(name)
+        weights.parameters.append(tensor if shard is None else shard.parameter)
+        weights.tensors += tensors
+        weights.group = None if shard is None else shard.group
     for buffer in module.buffers() if found else ():
         if is_plain(buffer, device) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
             shared.has_buffers = True
     return list(found.values())
+
+
+def weights_of(shard: ShardedParameter, min_nbytes: int, device: str) -> SharedWeights | None:
+    """A shard that FSDP2 has just cut; ``None``: it cannot wait."""
+    tensors, (_, name) = shard.holders(), shard.names[0]
+    if not is_plain(tensors[0], device) or tensors[0].untyped_storage().nbytes() < max(min_nbytes, 1):
+        return None
+    return SharedWeights(tensors[0].untyped_storage(), [name], [shard.parameter], tensors)
+
+
+def sharded_by_name(module: nn.Module) -> dict[str, ShardedParameter]:
+    """Parameters that FSDP2 manages, by each of their names in ``module``."""
+    shards = {(id(owner), name): shard for shard in sharded_of(module) for owner, name in shard.names}
+    if not shards:
+        return {}
+    modules = list(module.named_modules(remove_duplicate=False))
+    return {
+        f"{prefix}.{name}" if prefix else name: shard
+        for prefix, owner in modules
+        for name in owner._parameters
+        if (shard := shards.get((id(owner), name))) is not None
+    }
 
 
 def is_plain(tensor: torch.Tensor, device: str = "cpu") -> bool:
@@ -83,11 +122,17 @@ def why_it_stays(weights: SharedWeights) -> str | None:
     others = holders(weights.storage) - len(weights.tensors)
     if others:
         return f"something else holds its memory ({others} {'tensor' if others == 1 else 'tensors'})"
-    if any(tensor._use_count() > 1 for tensor in weights.tensors):  # type: ignore[attr-defined]  # in no stub
+    if any(map(_is_held_in_c, weights.tensors, repeat(weights.tensors))):
         return "something outside of Python holds it (an array by DLPack, or a graph that has not been used yet)"
     if sys.getrefcount(weights.storage) > _references_of_one():
         return "something else holds its storage object"
     return None
+
+
+def _is_held_in_c(tensor: torch.Tensor, known: Iterable[torch.Tensor]) -> bool:
+    """Whether code that is not Python holds a tensor, besides known ones that are views of it."""
+    num_views = sum(other._base is tensor for other in known)
+    return tensor._use_count() > 1 + num_views  # type: ignore[attr-defined,no-any-return]  # in no stub
 
 
 @functools.cache
@@ -98,20 +143,22 @@ def _references_of_one() -> int:
     return sys.getrefcount(weights.storage)
 
 
-def owners(
-    module: nn.Module, names: Iterable[str], *, watches_compiled: bool = False
-) -> dict[str, tuple[str, nn.Module | None]]:
-    """For each weight, the name and the module of the unit that it is brought in with: its block, else its own module.
+def owners(module: nn.Module, found: Iterable[SharedWeights], *, watches_compiled: bool = False) -> dict[str, Place]:
+    """For weights, by their first names, the unit that they are brought in with: their block, else their own module; of
+    a shard, what FSDP2 gathers with it.
 
     The module is ``None`` where its forward belongs to the compiler: nobody tells then when it runs.
     """
     blocks, modules = find_blocks(module), dict(module.named_modules(remove_duplicate=False))
-    return {name: _owner_of(name, modules, blocks, watches_compiled) for name in names}
+    return {
+        weights.names[0]: _owner_of(weights.names[0], modules, blocks, watches_compiled)
+        if weights.group is None
+        else (f"the shards of {weights.group.name or 'the model'}", weights.group.group)
+        for weights in found
+    }
 
 
-def _owner_of(
-    name: str, modules: dict[str, nn.Module], blocks: dict[str, nn.Module], watches_compiled: bool
-) -> tuple[str, nn.Module | None]:
+def _owner_of(name: str, modules: dict[str, nn.Module], blocks: dict[str, nn.Module], watches_compiled: bool) -> Place:
     """See :func:`owners`."""
     own = name.rpartition(".")[0]
     for path in _paths(own):

@@ -42,6 +42,7 @@ from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.ddp_options import StartMethod, check_start_method, ddp_arguments
 from lightning_ssd.strategies.forward_context import ForwardContextPatch
 from lightning_ssd.strategies.mixin import register_name
+from lightning_ssd.strategies.replicas import check_model, check_policy
 from lightning_ssd.strategies.session import OffloadSession, check_options
 from lightning_ssd.telemetry.stats import OffloadStats
 
@@ -87,6 +88,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     """
 
     strategy_name = "ssd_offload"
+    is_sharded = False
 
     def __init__(
         self,
@@ -232,11 +234,14 @@ class SSDOffloadFabricStrategy(DDPStrategy):
                 f"{name} got {self.num_processes} devices in an interactive session with "
                 f"start_method={self._start_method!r}; allowed there: devices=1, or {name}(start_method='fork')"
             )
+        check_policy(name, self.num_nodes * self.num_processes, self.policy)
         super()._configure_launcher()
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # one device needs no wrapper
         self._is_closed = False
+        if self.is_distributed:
+            check_model(type(self).__name__, self.num_nodes * self.num_processes, self.policy, module)
         wrapped = self._wrapped(module) if self.is_distributed else module
         self._stand_ins = [stood for stood in self._stand_ins if stood.module is not None]
         if all(stood.module is not wrapped for stood in self._stand_ins):

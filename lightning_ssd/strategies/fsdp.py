@@ -32,12 +32,12 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 @names_mistakes
 class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
-    """Lightning's ``ModelParallelStrategy`` with saved activations and optimizer states on SSD, bit for bit the same.
+    """Lightning's ``ModelParallelStrategy`` with what the policy says on SSD, bit for bit the same.
 
     The module's ``configure_model`` shards it over ``self.device_mesh`` (dimensions ``"data_parallel"`` and
     ``"tensor_parallel"``), with ``fully_shard``, ``parallelize_module`` or both. Each process moves what it has itself:
-    the activations of its batch, and its shards of the optimizer's states. Parameters that FSDP2 has gathered for a
-    while are recognised and left to it.
+    the activations of its batch, and its shards of the optimizer's states; on a CPU also its shards of weights and
+    gradients. Parameters that FSDP2 has gathered for a while are recognised and left to it.
 
     Example::
 
@@ -75,6 +75,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
 
     strategy_name = "ssd_offload_fsdp"
     description = "saved activations of a sharded model wait on SSD"
+    is_sharded = True
     compares_stalls = True
 
     def __init__(
@@ -115,12 +116,6 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         if precision_plugin is not None:
             self.precision_plugin = precision_plugin
         self._wanted_sizes = data_parallel_size, tensor_parallel_size
-        if self.policy.parameters != "keep":
-            raise ConfigError(
-                f"{type(self).__name__} got OffloadPolicy.parameters={self.policy.parameters!r}; allowed: 'keep', "
-                "since the shards of FSDP2 cannot wait on drives so far. With frozen weights on a CPU: "
-                "SSDOffloadStrategy"
-            )
         if self.policy.master_weights:
             raise ConfigError(
                 f"{type(self).__name__} got OffloadPolicy.master_weights=True; allowed: False. Parameters in float32 "
@@ -138,7 +133,20 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
                 f"{type(self).__name__} got precision={self.precision_plugin.precision!r}; allowed: "
                 f"{', '.join(map(repr, _PRECISIONS))}. Pass one of these to the Trainer"
             )
+        device = self.root_device
+        if device.type != "cpu" and self.policy.parameters != "keep":
+            raise ConfigError(
+                f"{type(self).__name__} got OffloadPolicy.parameters={self.policy.parameters!r} on {str(device)!r}; "
+                "allowed there: 'keep', since so far shards can wait on drives for models on a CPU only. Frozen "
+                "weights of one device: SSDOffloadStrategy"
+            )
         super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        import torch.distributed.fsdp  # noqa: F401  # so that shards are seen as they are cut, whoever imports it later
+
+        super().setup_environment()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class OffloadMixin(WithModule):
     aliases: tuple[str, ...] = ()
     description: str
     """Of the name, in Lightning's registry."""
+    is_sharded = False
+    """Whether processes have shards of the model, or each has all of it."""
     compares_stalls = False
     """Whether processes tell each other how long they waited: only where every backward makes them meet anyway."""
 
@@ -88,7 +90,8 @@ class OffloadMixin(WithModule):
         # Opened first, so that a directory that cannot serve is refused before the model is moved and optimizers are
         # built. Registered last: moving to the device and converting the precision make new parameter storages.
         offloader.open()
-        super().setup(trainer)
+        with offloader.streamed_init() if self.is_sharded else nullcontext():  # what gets memory here, from meta
+            super().setup(trainer)
         offloader.register_module(self.module)
         if not is_fitting:
             return  # no pass has a backward

@@ -47,6 +47,8 @@ class Owner(Protocol):
     def num_processes(self) -> int: ...
     @property
     def is_distributed(self) -> bool: ...
+    @property
+    def is_sharded(self) -> bool: ...
 
 
 class OffloadSession:
@@ -71,6 +73,7 @@ class OffloadSession:
             default_directory=default_directory,
             subdirectory=rank_directory(owner.global_rank),
             agree=self._smallest if owner.is_distributed else None,
+            is_sharded=owner.is_sharded,
             num_local_processes=owner.num_processes or None,
             local_rank=owner.local_rank,
         )

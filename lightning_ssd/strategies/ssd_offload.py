@@ -7,11 +7,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
@@ -19,6 +21,7 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies.ddp_options import StartMethod, ddp_arguments
 from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
 from lightning_ssd.strategies.mixin import OffloadMixin, register_name
+from lightning_ssd.strategies.replicas import check_model, check_policy
 from lightning_ssd.strategies.single_or_ddp import GroupOptions, HookOptions, SingleOrDDPStrategy
 
 __all__ = ["SSDOffloadStrategy", "register"]
@@ -112,6 +115,18 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
             hook,
             ddp,
         )
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.is_distributed:
+            check_policy(type(self).__name__, self.num_nodes * self.num_processes, self.policy)
+        super()._configure_launcher()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.is_distributed and trainer.state.fn == TrainerFn.FITTING:
+            check_model(type(self).__name__, self.num_nodes * self.num_processes, self.policy, self.module)
+        super().setup(trainer)
 
     @override
     def model_to_device(self) -> None:

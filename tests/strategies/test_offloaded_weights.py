@@ -13,8 +13,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import nn
 
-from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadFSDPStrategy, SSDOffloadStrategy
-from lightning_ssd.errors import ConfigError
+from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadStrategy
 from lightning_ssd.parameters import residents
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.fabric_runs import assert_nothing_left
@@ -186,12 +185,6 @@ def test_building_that_fails_leaves_nothing(tmp_path: Path) -> None:
         fit(Failing, strategy(tmp_path), tmp_path)
     assert_nothing_left(tmp_path)
     nn.Sequential(nn.Linear(WIDTH, WIDTH))  # nobody listens any more
-
-
-@pytest.mark.parametrize("parameters", ["offload", "auto"])
-def test_sharded_models_are_refused(parameters: Any) -> None:
-    with pytest.raises(ConfigError, match=f"FSDPStrategy got OffloadPolicy.parameters='{parameters}'; allowed: 'keep'"):
-        SSDOffloadFSDPStrategy(policy=OffloadPolicy(parameters=parameters))
 
 
 def fabric_training(make: Callable[[], Fabric]) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
-from lightning_ssd.errors import BudgetError
+from lightning_ssd.errors import BudgetError, ConfigError
 from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.support.helpers import assert_identical
-from tests.support.trainers import ManualNet, Net, fit, make_trainer, offload_strategy, result
+from tests.support.trainers import WIDTH, Block, ManualNet, Net, fit, make_trainer, offload_strategy, result
 
 
 class RowLogger(Logger):
@@ -258,25 +258,75 @@ def states(directory: Path) -> None:
 
 
 class FrozenBlocks(Net):
-    """Only what comes behind the blocks is trained."""
+    """Only what comes behind the blocks is trained, and one weight in the middle. Ranks begin with other weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks.requires_grad_(False)
+        self._make_blocks()
+
+    def _make_blocks(self) -> None:
+        torch.manual_seed(100 + int(os.environ.get("LOCAL_RANK", "0")))
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3)).requires_grad_(False)
+        self.blocks[1].up.weight.requires_grad_(True)
+        torch.manual_seed(1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class BuiltBlocks(FrozenBlocks):
+    """They are made when Lightning asks for them, and so wait before rank zero's values come."""
+
+    def _make_blocks(self) -> None:
+        del self.blocks
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            super()._make_blocks()
+
+
+class UnusedBlocks(FrozenBlocks):
+    """The trained weight has no part in every second loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = self.blocks if self.trainer.global_step % 2 == 0 else self.blocks[::2]
+        for block in blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+BLOCKS_BYTES = (3 * 2 - 1) * 2 * WIDTH * WIDTH * 4
+"""Frozen weights of three blocks."""
 
 
 def weights(directory: Path) -> None:
     """Each process has the frozen weights on a drive of its own; rank zero's values reach both."""
-    policy = OffloadPolicy(parameters="offload", min_tensor_bytes=4096)
     hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
-    ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
-    found = []
-    for strategy in (DDPStrategy(start_method="popen"), ours):
-        trainer, module = fit(FrozenBlocks, strategy, directory, devices=2)
-        found.append(result(module))
-    assert_identical(found[1], found[0])
-    assert ours.stats.weights_bytes > 0
+    for make, states in ((FrozenBlocks, "keep"), (BuiltBlocks, "offload"), (UnusedBlocks, "offload")):
+        policy = OffloadPolicy(parameters="offload", optimizer_states=states, min_tensor_bytes=4096)
+        options: dict[str, Any] = {"start_method": "popen", "find_unused_parameters": make is UnusedBlocks}
+        ours = SSDOffloadStrategy(policy=policy, hardware=hardware, **options)
+        found = []
+        for strategy in (DDPStrategy(**options), ours):
+            trainer, module = fit(make, strategy, directory, devices=2)
+            found.append(result(module))
+        assert_identical(found[1], found[0])
+        assert ours.stats.weights_bytes == BLOCKS_BYTES, (make, ours.stats)
+        # Rank zero's weights are in both, and what is trained has gone its way in both.
+        for name, value in module.state_dict().items():
+            first, second = module.all_gather(value)
+            assert torch.equal(first, second), name
+    _refused(directory, hardware)
     print(f"rank {trainer.global_rank}: weights ok", flush=True)
+
+
+def _refused(directory: Path, hardware: HardwareProfile) -> None:
+    """What DistributedDataParallel holds: in both processes before anything has moved."""
+    policy = OffloadPolicy(parameters="offload", optimizer_states="offload", min_tensor_bytes=4096)
+    ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
+    with pytest.raises(ConfigError, match=r"with 2 processes got OffloadPolicy.parameters='offload' and no frozen"):
+        fit(Net, ours, directory, devices=2)
+    assert ours.offloader is None
 
 
 OTHERS = {"weights": weights, "forgotten": forgotten, "agreed": agreed, "impossible": impossible, "states": states}

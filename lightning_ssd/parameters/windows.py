@@ -1,0 +1,61 @@
+"""Who tells that the weights of a unit are about to be used, and that they have been."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_ssd.common.dtensor import ShardedGroup
+from lightning_ssd.common.method_patch import MethodPatch
+from lightning_ssd.parameters.pager import Pager, Unit
+
+__all__ = ["Gathering", "Window"]
+
+
+class Window(MethodPatch):
+    """Tells when the forward of a unit's module runs."""
+
+    def __init__(self, module: Any, unit: Unit[Any], pager: Pager[Any]) -> None:
+        self.unit = unit
+        self._pager = pager
+        # In front of compiled code, not within.
+        name = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+        super().__init__(module, name, label=f"unit {unit.name!r}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self.unit
+        if torch.compiler.is_compiling() or not unit.weights:
+            self._pager.is_traced(unit)
+            return self.__wrapped__(*args, **kwargs)
+        try:
+            self._pager.enter(unit)
+            return self.__wrapped__(*args, **kwargs)
+        finally:  # also after an interrupt on the way in
+            self._pager.leave(unit)
+
+
+class Gathering(MethodPatch):
+    """Tells when FSDP2 reads the shards of a group.
+
+    Before a forward or backward, often one group ahead, ``unshard`` copies them to where they are gathered. Nobody
+    reads them after that until they are updated. In one process ``unshard`` does nothing, and ``wait_for_unshard``
+    copies.
+    """
+
+    def __init__(self, group: Any, unit: Unit[Any], pager: Pager[Any]) -> None:
+        self.unit = unit
+        self._pager = pager
+        self._is_alone = ShardedGroup(unit.name, group).is_alone
+        super().__init__(group, "wait_for_unshard" if self._is_alone else "unshard", label=unit.name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        group, unit = self.module, self.unit
+        is_read = group is not None and group.is_sharded and (group._all_gather_result is None) is not self._is_alone
+        if not is_read or not unit.weights:
+            return self.__wrapped__(*args, **kwargs)
+        try:
+            self._pager.enter(unit)
+            return self.__wrapped__(*args, **kwargs)
+        finally:  # also after an interrupt on the way in
+            self._pager.leave(unit)

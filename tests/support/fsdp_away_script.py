@@ -1,0 +1,392 @@
+"""Trains sharded models on two CPU processes with what they consist of in files, and with Lightning's strategy.
+
+    python -m tests.support.fsdp_away_script <directory> <scenario> ...
+
+Run by test_fsdp_away.py. Each scenario compares bits: losses, gradients before clipping, weights and optimizer states.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_ssd import SSDOffloadFSDPStrategy
+from lightning_ssd.common.dtensor import local_of
+from lightning_ssd.parameters.weight_files import is_mapped
+from tests.support.fsdp_script import NUM_STEPS, RANK, TwoDimensional, ours, outcome, plain, small_subgroups
+from tests.support.helpers import assert_identical
+from tests.support.process_memory import dirtied_bytes, shown_bytes
+from tests.support.trainers import WIDTH, Block, Net, fit, make_trainer
+
+FROZEN = {"parameters": "offload", "optimizer_states": "keep"}
+STATES = {"parameters": "offload", "optimizer_states": "offload"}
+EVERYTHING = {**STATES, "gradients": "offload"}
+BLOCK_BYTES = 2 * 2 * WIDTH * WIDTH * 4 // 2
+"""Of one block's weights, in each process."""
+
+
+class Adapted(nn.Module):
+    """A frozen block with two small trained matrices beside it, and a bias that is trained in the frozen part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = Block(width).requires_grad_(False)
+        self.block.up.bias.requires_grad_(True)
+        self.down, self.up = nn.Linear(width, 32, bias=False), nn.Linear(32, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) + self.up(self.down(x))
+
+
+class Away(Net):
+    """FSDP2 with one group for each block; remembers gradients, and which of them were in files."""
+
+    reshard = True
+    sharding: ClassVar[dict[str, Any]] = {}
+    make_block: Callable[[int], nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(type(self).make_block(WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)  # unlike that of a batch, it takes what is cast for it
+        self.gradients: list[dict[str, torch.Tensor | None]] = []
+        self.num_in_files = 0
+
+    def configure_model(self) -> None:
+        if isinstance(self, FSDPModule):
+            return
+        options = {"mesh": self.device_mesh["data_parallel"], "reshard_after_forward": self.reshard, **self.sharding}
+        for block in self.blocks:
+            fully_shard(block, **options)
+        fully_shard(self, **options)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        found = {name: None if p.grad is None else local_of(p.grad) for name, p in self.named_parameters()}
+        self.num_in_files += sum(g is not None and is_mapped(g.untyped_storage()) for g in found.values())
+        self.gradients.append({name: None if g is None else g.clone() for name, g in found.items()})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Tuned(Away):
+    make_block = Adapted
+
+
+class Gathered(Away):
+    reshard = False
+
+
+class TunedGathered(Tuned):
+    reshard = False
+
+
+class Half(Away):
+    sharding: ClassVar[dict[str, Any]] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    }
+
+
+class TunedHalf(Tuned):
+    sharding = Half.sharding
+
+
+class OnHost(Away):
+    sharding: ClassVar[dict[str, Any]] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
+class Checkpointed(Away):
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpointed = True
+
+
+class Uneven(Away):
+    """Odd sizes: zeros lie behind the last process' shards. One weight is too small to be cut at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.back, self.one = nn.Linear(WIDTH, 129), nn.Linear(129, WIDTH), nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.back(self.odd(x)) + self.one(x))
+
+
+class Tied(Away):
+    """One parameter under two names, in one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.second(self.first(x)))
+
+
+class Meta(Away):
+    """Has no memory before it is sharded, and leaves it as it gets some."""
+
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            super().__init__()
+
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule):
+            L.seed_everything(11, verbose=False)
+        super().configure_model()
+
+    def configure_optimizers(self) -> Any:
+        weights = [local_of(block.up.weight).untyped_storage() for block in self.blocks]
+        assert all(map(is_mapped, weights)) is isinstance(self.trainer.strategy, SSDOffloadFSDPStrategy)
+        return super().configure_optimizers()
+
+
+class Built(Tuned):
+    """Is made when Lightning asks for it: whole weights leave as they are made, shards when all are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            self.blocks = nn.ModuleList(Adapted(WIDTH) for _ in range(4))
+        super().configure_model()
+        self.cut_in_files = [is_mapped(local_of(block.block.up.weight).untyped_storage()) for block in self.blocks]
+
+
+class TrainedAndBuilt(Built):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.requires_grad_(True)
+
+
+class Both(TwoDimensional):
+    """Tensor parallelism under FSDP2. What is remembered of gradients is a matter of FSDP2 alone."""
+
+    gradients: tuple[()] = ()
+    num_in_files = 0
+
+
+def found_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
+    return {**outcome(trainer, module), "gradients": module.gradients}
+
+
+def compare(
+    make: type[Any],
+    directory: Path,
+    policy: dict[str, Any],
+    sizes: tuple[int, int] = (2, 1),
+    prepare: Callable[[], dict[str, Any]] = dict,
+    **settings: Any,
+) -> tuple[SSDOffloadFSDPStrategy, Any]:
+    """Train with Lightning's strategy and with ours. ``prepare``: more settings, made for each training."""
+    expected = found_of(*fit(make, plain(sizes), directory, devices=2, **settings, **prepare()))
+    assert expected["losses"]
+    strategy = ours(directory, sizes, **policy)
+    trainer, module = fit(make, strategy, directory, devices=2, **settings, **prepare())
+    assert_identical(found_of(trainer, module), expected)
+    stats = strategy.stats
+    assert 0 < stats.weights_resident_peak_bytes < stats.weights_bytes, (make, stats)
+    assert stats.failures == 0
+    assert not strategy.offloader.is_open
+    assert (module.num_in_files > 0) is (policy.get("gradients") == "offload" and make is not Both), make
+    return strategy, module
+
+
+def frozen(directory: Path) -> None:
+    """Adapters are trained. What FSDP2 gathers of frozen weights is read from files, and no step writes them."""
+    for make in (Tuned, TunedGathered, TunedHalf, Built):
+        for activations in ("keep", "offload") if make is Tuned else ("offload",):
+            strategy, module = compare(make, directory, {**FROZEN, "activations": activations})
+            assert strategy.stats.weights_bytes == 4 * BLOCK_BYTES
+            assert strategy.stats.weights_resident_peak_bytes <= 2 * BLOCK_BYTES
+            assert make is not Built or module.cut_in_files == [True] * 4
+    compare(Tuned, directory, STATES, gradient_clip_val=0.1, accumulate_grad_batches=2, max_epochs=2)
+
+
+def trained(directory: Path) -> None:
+    """All of it is trained, and all of it waits."""
+    clipped = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "max_epochs": 2}
+    for make in (Away, Gathered, Half, Checkpointed):
+        compare(make, directory, EVERYTHING, **clipped)
+    compare(Away, directory, STATES)
+    compare(TrainedAndBuilt, directory, EVERYTHING)
+    compare(Tuned, directory, EVERYTHING, gradient_clip_val=0.05, gradient_clip_algorithm="value")
+    compare(Away, directory, EVERYTHING, precision="bf16-true")
+    compare(Away, directory, {**EVERYTHING, "activations": "recompute_offload"})
+
+
+def shapes(directory: Path) -> None:
+    """Memory that FSDP2 pads, shares between names, or gets late."""
+    for make in (Uneven, Tied, OnHost, Meta):
+        compare(make, directory, EVERYTHING, gradient_clip_val=0.1)
+    compare(Both, directory, STATES, sizes=(1, 2))
+
+
+class Counts(L.Callback):
+    """What of files is in memory, and what a step changes in them, from the second step on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.shown, self.dirtied = directory, 0, [0, 0]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for block in pl_module.blocks:
+            block.register_forward_hook(lambda *_: self.look())
+            block.register_full_backward_hook(lambda *_: self.look())
+
+    def look(self) -> None:
+        self.shown = max(self.shown, shown_bytes(self.directory))
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        if batch_idx >= 1:
+            strategy.offloader._parts.parameters.files.sync()
+            self.dirtied[0] = dirtied_bytes()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.look()
+        if batch_idx >= 1:
+            self.dirtied[1] = max(self.dirtied[1], dirtied_bytes() - self.dirtied[0])
+            self.dirtied[0] = dirtied_bytes()
+
+
+def counted(directory: Path) -> None:
+    """Two units of shards are in memory at a time, and frozen ones are not written by any step."""
+    for make, policy in ((Tuned, FROZEN), (Away, EVERYTHING)):
+        own = directory / make.__name__  # models of other trainings go on to show their files
+        counts = Counts(own / "ssd")
+        strategy = ours(own, **{**policy, "activations": "keep"})
+        fit(make, strategy, directory, devices=2, callbacks=[counts])
+        assert strategy.stats.weights_resident_peak_bytes <= 2 * BLOCK_BYTES, strategy.stats
+        assert 0 < counts.shown <= 2 * BLOCK_BYTES * 1.1, (make, counts.shown)
+        if policy is FROZEN:
+            assert counts.dirtied[1] == 0, counts.dirtied
+        print(f"rank {RANK}: {make.__name__} shown {counts.shown} of {4 * BLOCK_BYTES}", flush=True)
+
+
+class Edits(L.Callback):
+    """What callbacks do to weights between steps: load, average, clamp, look, and hold."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+        self.held: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        state = {name: value for name, value in pl_module.state_dict().items() if isinstance(value, DTensor)}
+        for name, value in state.items():
+            local = local_of(value).float()
+            self.average[name] = 0.5 * self.average.get(name, local) + 0.5 * local
+        weight = pl_module.blocks[1].down.weight
+        if batch_idx == 0:
+            pl_module.load_state_dict({name: value * 1.01 for name, value in pl_module.state_dict().items()})
+            self.held.append(weight.to_local())
+        elif batch_idx == 1:
+            with torch.no_grad():
+                weight.clamp_(-0.05, 0.05)
+                weight.to_local().mul_(0.9)
+                self.held[0].add_(0.001)
+
+
+class Holds(L.Callback):
+    """Somebody has gradients, their local parts, or a shard, while they would be exchanged."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.kept.append(pl_module.blocks[0].up.weight.to_local())
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.kept += [p.grad for p in pl_module.blocks[2].parameters()]
+        self.kept += [p.grad.to_local() for p in pl_module.blocks[3].parameters()]
+
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        for kept in self.kept[1:]:
+            kept.mul_(2)  # of no consequence to the weights, nor to what comes next
+
+
+def edits(directory: Path) -> None:
+    """Whatever is done to shards and gradients past the forward is done to what is trained."""
+    found: list[list[Any]] = []
+
+    def callbacks() -> dict[str, Any]:
+        found.append([Edits(), Holds()])
+        return {"callbacks": list(found[-1])}
+
+    compare(Away, directory, EVERYTHING, prepare=callbacks, max_epochs=2)
+    (plain_edits, plain_holds), (our_edits, our_holds) = found
+    assert_identical(our_edits.average, plain_edits.average)
+    for kept, expected in zip(our_holds.kept, plain_holds.kept, strict=True):
+        assert torch.equal(local_of(kept), local_of(expected))
+
+
+def evaluated(directory: Path) -> None:
+    """Validation between epochs, a second fit, then test and predict, with shards away."""
+    found = []
+    for own in (plain, partial(ours, directory, **EVERYTHING)):
+        _, module = fit(Away, own(), directory, devices=2, max_epochs=2, num_sanity_val_steps=1, limit_val_batches=2)
+        make_trainer(own(), directory, devices=2).fit(module)
+        trainer = make_trainer(own(), directory, devices=2)
+        trainer.validate(module, verbose=False)
+        predicted = make_trainer(own(), directory, devices=2).predict(module)
+        found.append({"losses": module.losses, "gradients": module.gradients, "predicted": predicted})
+        if own is not plain:
+            assert trainer.strategy.stats.weights_bytes == 4 * BLOCK_BYTES
+    assert_identical(found[1], found[0])
+
+
+class Saves(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def checkpoints(directory: Path) -> None:
+    """Sharded and full ones, written and read by either strategy."""
+    for distributed in (True, False):
+        found = []
+        makers = {"plain": plain, "ours": partial(ours, directory, **EVERYTHING)}
+        for name, own in makers.items():
+            path = directory / f"{name}-{distributed}.ckpt"
+            fit(Away, own(distributed=distributed), directory, devices=2, callbacks=[Saves(path)])
+            for other in makers.values():
+                L.seed_everything(8, verbose=False)
+                module = Away()
+                trainer = make_trainer(other(distributed=distributed), directory, devices=2, max_epochs=2)
+                trainer.fit(module, ckpt_path=path, weights_only=False)
+                found.append(found_of(trainer, module))
+                assert (module.num_in_files > 0) is (other is not plain)
+        for one in found:
+            assert len(one["losses"]) == 2 * NUM_STEPS  # half of them of validation
+            assert_identical(one, found[0])
+
+
+SCENARIOS = {
+    scenario.__name__: scenario for scenario in (frozen, trained, shapes, counted, edits, evaluated, checkpoints)
+}
+
+
+def main(directory: Path, *names: str) -> None:
+    """Run the scenarios in order."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with small_subgroups():
+        for name in names:
+            SCENARIOS[name](directory)
+            print(f"rank {RANK}: {name} ok", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
