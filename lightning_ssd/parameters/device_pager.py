@@ -1,13 +1,13 @@
-"""Brings frozen weights of a device back before anybody gets to them.
+"""Brings weights of a device back before anybody gets to them.
 
-They come by four doors: the forward of their unit, the saved tensor that backward asks for, any other use
-(``guard.py``), and the end, when all come back.
+They come by five doors: the forward of their unit, the saved tensor that backward asks for, the update by an offloaded
+optimizer, any other use (``guard.py``), and the end, when all come back.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -32,10 +32,19 @@ class DevicePager(Pager[DeviceMemory]):
 
     Note [who keeps a weight]: a unit in use has users, a saved weight that backward has asked for is held by the tensor
     that it got, what is touched outside of its unit stays until something else needs the room or a backward is over.
+
+    Note [who has to write]: what was changed leaves when it has been written. One unit may be on its way while the next
+    is changed; before a second one goes, the first has gone.
+
+    Args:
+        takes_trained: weights that are trained wait, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_trained: bool = False) -> None:
         super().__init__()
+        self._takes_trained = takes_trained
+        self._going: list[Unit[DeviceMemory]] = []
+        """Units that are being written."""
         self._touched: list[Unit[DeviceMemory]] = []
         self._lingering: set[Unit[DeviceMemory]] = set()
         """Units of which something could not leave when it should have."""
@@ -107,6 +116,61 @@ class DevicePager(Pager[DeviceMemory]):
                 for unit, weight in used:
                     weight.memory.end_use()
                     self._was_touched(unit)
+        self._await_written()
+
+    def will_be_updated(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if (found := self._weight_of(parameter)) is not None:
+                found[1].memory.is_updated_here = True
+
+    @contextmanager
+    def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
+        used: list[tuple[Unit[DeviceMemory], Weight[DeviceMemory]]] = []
+        try:
+            for parameter in parameters:
+                if (found := self._weight_of(parameter)) is not None:
+                    self._hold(*found)
+                    used.append(found)
+            self._prepare(following)
+            yield
+        finally:
+            with self._lock:
+                for _, weight in used:
+                    weight.memory.is_updated_here = True
+                    weight.memory.has_changed()
+                    weight.memory.end_use()
+        self._let_go([unit for unit in self._units_of(parameters) if unit not in self._units_of(following)])
+
+    def _prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Have the weights brought in that are updated next."""
+        with self._lock:
+            for unit in self._units_of(parameters):
+                self._request_ahead(unit)
+
+    def _let_go(self, units: Sequence[Unit[DeviceMemory]]) -> None:
+        with self._lock:
+            for unit in units:
+                self._send_out(unit, strays=True)
+            self._going += [unit for unit in units if unit in self._lingering and unit not in self._going]
+        self._await_written()
+
+    def _await_written(self) -> None:
+        """Until no more than one unit is being written. The caller holds no lock."""
+        while len(self._going) > 1:
+            unit = self._going.pop(0)
+            for weight in list(unit.weights):
+                if (ended := weight.memory.writing) is not None:
+                    ended.wait()
+            if unit is not self._ahead and unit is not self._in_backward:
+                with self._lock:
+                    self._send_out(unit, strays=True)
+
+    def _await_all_written(self) -> bool:
+        """Until nothing is being written; whether anything was. The caller holds no lock."""
+        under_way = [ended for weight in self.weights if (ended := weight.memory.writing) is not None]
+        for ended in under_way:
+            ended.wait()
+        return bool(under_way)
 
     def exposed(self, tensor: torch.Tensor, *, replaces: bool) -> None:
         if (found := self._weight_of(tensor)) is not None:
@@ -115,7 +179,7 @@ class DevicePager(Pager[DeviceMemory]):
                 found[1].memory.keep_storage()
 
     def will_train(self, tensor: torch.Tensor) -> None:
-        if (found := self._weight_of(tensor)) is not None:
+        if not self._takes_trained and (found := self._weight_of(tensor)) is not None:
             self.release(*found)
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -177,8 +241,14 @@ class DevicePager(Pager[DeviceMemory]):
         Raises:
             StorageError: the drive refuses.
         """
-        with self._lock:
-            latch = self._request(unit)
+        try:
+            with self._lock:
+                latch = self._request(unit)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or not self._await_all_written():
+                raise
+            with self._lock:
+                latch = self._request(unit)
         self._wait(unit, latch)
 
     def _was_touched(self, unit: Unit[DeviceMemory]) -> None:
@@ -190,6 +260,8 @@ class DevicePager(Pager[DeviceMemory]):
             oldest = self._touched.pop(0)
             if oldest is not self._ahead and oldest is not self._in_backward:
                 self._send_out(oldest, strays=True)
+                if oldest in self._lingering and oldest not in self._going:
+                    self._going.append(oldest)
 
     # -- up and down -----------------------------------------------------------------------------------------------
 
@@ -198,7 +270,12 @@ class DevicePager(Pager[DeviceMemory]):
             for other in list(self._lingering):
                 if other not in (unit, self._ahead, self._in_backward):
                     self._send_out(other, strays=True)
-        super()._use(unit, phase)
+        try:
+            super()._use(unit, phase)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or not self._await_all_written():
+                raise
+            self._await(unit)
         with self._lock:
             for weight in list(unit.weights):
                 if weight.memory.is_here:
@@ -220,16 +297,22 @@ class DevicePager(Pager[DeviceMemory]):
                     weight.memory.release()
                     self._drop(unit, weight)
         for unit, weight in places:
-            if weight.memory.is_trained:
+            if weight.memory.is_trained and not self._takes_trained:
                 self.release(unit, weight)
-            elif weight.memory.error is not None and not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"weight {', '.join(weight.names)} was changed and cannot be written ({weight.memory.error}); it "
-                    "stays in memory, as do others like it, and results are not affected",
-                    stacklevel=4,
-                )
+            elif weight.memory.error is not None:
+                self._warn(weight, f"was changed and cannot be written ({weight.memory.error})")
+            elif weight.memory.is_trained and weight.memory.may_change_unseen:
+                self._warn(weight, "has a gradient, and is in no optimizer that offload_optimizer() has returned")
         super().border()
+
+    def _warn(self, weight: Weight[DeviceMemory], reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"weight {', '.join(weight.names)} {reason}; it stays in memory, as do others like it, and results are "
+                "not affected",
+                stacklevel=5,
+            )
 
     def _request(self, unit: Unit[DeviceMemory]) -> Latch | None:
         if not self._finds_memory(unit):

@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim import Optimizer
 
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.method_patch import MethodPatch
@@ -135,6 +136,9 @@ class PagedWeights(ABC, Generic[Memory]):
 
     def move_in(self, module: nn.Module) -> None:
         """Move weights that will wait to where they are used; whoever moves all of a module does so before."""
+
+    def will_be_updated(self, optimizer: Optimizer) -> None:
+        """An optimizer enters the pager's ``updating`` for each update of its parameters."""
 
     def host_copies(self) -> AbstractContextManager[None]:
         """While it is entered, ``weight.detach()`` may give a copy in memory of the host: for a checkpoint."""
