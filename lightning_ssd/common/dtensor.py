@@ -63,7 +63,7 @@ def has_shape(tensor: torch.Tensor) -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where the storage of what this process has begins (see :func:`place_of`); 0: it has no memory that can be told."""
+    """Where the storage of what this process has begins, as :func:`place_of`; 0: it has no memory that can be told."""
     if not has_shape(tensor):
         return 0
     local = local_of(tensor)

@@ -77,7 +77,7 @@ class DeviceMemory:
         self._arrived: StreamEvent | None = None
         self._room: StreamEvent | None = None
         self._exposed: torch.Tensor | None = None
-        self._is_exposed = self._is_released = False
+        self._is_exposed = self._is_released = self._has_trained = False
         self._kept: torch.UntypedStorage | None = None
 
     @property
@@ -95,8 +95,10 @@ class DeviceMemory:
     @property
     def may_change_unseen(self) -> bool:
         """Whether an optimizer may update it that nobody knows, and that may write past its version."""
+        if self.is_updated_here:
+            return False
         with torch._C.DisableTorchFunctionSubclass():
-            return not self.is_updated_here and any(tensor.grad is not None for tensor in self.tensors)
+            return self._has_trained or any(tensor.grad is not None for tensor in self.tensors)
 
     def _stamp(self) -> _Stamp:
         with torch._C.DisableTorchFunctionSubclass():
@@ -153,10 +155,23 @@ class DeviceMemory:
             except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is the former
                 self._exposed = None
 
-    def has_changed(self) -> None:
-        """The bytes are others now, whatever their version says: an optimizer's kernel may not count it."""
+    def note_training(self) -> None:
+        """It is used by what may be differentiated: if it is trained, somebody is going to update it."""
+        self._has_trained = self._has_trained or self.is_trained
+
+    def will_change(self) -> None:
+        """In use by an optimizer, which may change the bytes without a sign in the version. From now on the memory has
+        the only copy, until it is written anew.
+        """
+        self.is_updated_here = True
+        self._forget_copy()
+
+    def _forget_copy(self) -> None:
+        """Nobody wants what a tier has, or what is being written."""
         self._writer = None
-        self._drop_copy()
+        former, self._copy = self._copy, None
+        if former is not None:
+            former[0].free(former[1])
 
     # -- down ------------------------------------------------------------------------------------------------------
 
@@ -209,13 +224,8 @@ class DeviceMemory:
             return
         before, self._exposed = self._exposed, None
         if before is None or not torch.equal(before, storage_bytes(storage, 0, self.nbytes)):
-            self.has_changed()
+            self._forget_copy()
         self._is_exposed = False
-
-    def _drop_copy(self) -> None:
-        former, self._copy = self._copy, None
-        if former is not None:
-            former[0].free(former[1])
 
     def begin_write(self) -> Latch | None:
         """Have the present bytes written; return what opens when that has ended. ``None``: there is nothing to do.
@@ -226,7 +236,7 @@ class DeviceMemory:
             return self._writer.ended
         if self.is_stored or self.error is not None or self.key.resolve() is None:
             return None
-        self.has_changed()
+        self._forget_copy()
         self._exposed = None  # what there is to compare with is of earlier, too
         after = self._copies.mark()
         for tier in self._tiers:
@@ -317,14 +327,13 @@ class DeviceMemory:
         for tensor in self.tensors:
             own_class(tensor)
         forget_door(self.key.cdata)
-        self._exposed, self._writer = None, None
-        self._drop_copy()
+        self._exposed = None
+        self._forget_copy()
 
     def forget(self) -> None:
         """Nobody holds the storage any more."""
         forget_door(self.key.cdata)
-        self._writer = None
-        self._drop_copy()
+        self._forget_copy()
 
 
 class _Write:

@@ -78,7 +78,9 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
 
     def _know_optimizers(self) -> None:
         alive = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
-        self.pager.will_be_updated(p for optimizer in alive for group in optimizer.param_groups for p in group["params"])
+        for optimizer in alive:
+            for group in optimizer.param_groups:
+                self.pager.will_be_updated(group["params"])
 
     def host_copies(self) -> AbstractContextManager[None]:
         return self.pager.host_copies()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
+import importlib
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from tests.parameters.test_paged_weights import (
     same,
 )
 from tests.support.faults import FaultyBackend, eio
+from tests.support.interrupted_points import PointsIn
 from tests.support.late import late_copies
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_training import on, pretended_device
@@ -80,6 +85,11 @@ def written(offloader: Offloader) -> int:
     return number
 
 
+def have_left(offloader: Offloader, model: nn.Module) -> bool:
+    """Whether all weights leave in time, but for those of one unit, which may be on its way again."""
+    return eventually(offloader, lambda: len(away(model)) >= NUM_WEIGHTS - 3)
+
+
 # -- an update makes what waits old ------------------------------------------------------------------------------------
 
 
@@ -92,9 +102,9 @@ def test_each_update_is_written_before_a_weight_leaves(host_memory: Any, opened:
         before = written(offloader)
         loop.run(1)
         plain.run(1)
-        assert eventually(offloader, lambda: len(away(loop.model)) == NUM_WEIGHTS)
+        assert have_left(offloader, loop.model)
         if host_memory == 0:
-            assert written(offloader) - before == NUM_BYTES
+            assert eventually(offloader, lambda before=before: written(offloader) - before == NUM_BYTES)
         elif host_memory == "1GiB":
             assert written(offloader) == 0
         assert equal_weights(loop.model, plain.model)
@@ -141,23 +151,23 @@ def test_master_weights(opened: Opened, spill_dir: Path) -> None:
 def test_an_update_reads_and_writes_each_weight_once(opened: Opened) -> None:
     offloader = opened()
     loop = Loop(offloader).run(1)
-    assert eventually(offloader, lambda: len(away(loop.model)) == NUM_WEIGHTS)
+    assert have_left(offloader, loop.model)
     tier = offloader._parts.parameters.weights._tiers.ssd
     with offloader.saved_tensors():
         loss = loop._loss(next(batches(1)))
     loss.backward()
     offloader.end_backward()
-    assert eventually(offloader, lambda: len(away(loop.model)) >= NUM_WEIGHTS - 1)
+    assert have_left(offloader, loop.model)
     before = tier.progress()
     loop.optimizer.step()
-    assert eventually(offloader, lambda: len(away(loop.model)) == NUM_WEIGHTS)
-    now = tier.progress()
-    assert now.written_bytes - before.written_bytes == NUM_BYTES
-    assert now.read_bytes - before.read_bytes <= NUM_BYTES
+    assert eventually(offloader, lambda: tier.progress().written_bytes - before.written_bytes == NUM_BYTES)
+    assert tier.progress().read_bytes - before.read_bytes <= NUM_BYTES
 
 
 def test_no_more_than_some_blocks_are_in_memory(opened: Opened) -> None:
-    """Two in forward and backward; in the update one more, which is written while the next is updated."""
+    """In the update one is written, a subgroup ends in one and begins in the next, and one is on its way. A copy that
+    has ended may hold its memory for a moment.
+    """
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block() for _ in range(12)))
     block_bytes = 4 * 9 * WIDTH * WIDTH
@@ -173,7 +183,7 @@ def test_no_more_than_some_blocks_are_in_memory(opened: Opened) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert offloader.stats.weights_bytes == 12 * block_bytes
-    assert offloader.stats.weights_resident_peak_bytes <= 4 * block_bytes
+    assert offloader.stats.weights_resident_peak_bytes <= 4.5 * block_bytes
 
 
 # -- who may update ----------------------------------------------------------------------------------------------------
@@ -192,8 +202,10 @@ def test_an_optimizer_that_is_not_offloaded_keeps_its_weights(make: Any, opened:
     """It might write to them in a way that nobody sees."""
     offloader = opened()
     offloader.expect_no_optimizer()
-    loop = Loop(offloader, make=make)
-    loop.optimizer = make(loop.model.parameters(), lr=1e-2)
+    loop = Loop(make=make)
+    offloader.register_module(loop.model)
+    assert len(away(loop.model)) == NUM_WEIGHTS
+    loop.offloader = offloader
     with pytest.warns(UserWarning, match="is in no optimizer that offload_optimizer"):
         loop.run()
     assert away(loop.model) == []
@@ -201,10 +213,7 @@ def test_an_optimizer_that_is_not_offloaded_keeps_its_weights(make: Any, opened:
 
 
 def test_optimizers_choose_their_implementation_as_in_plain_pytorch(opened: Opened) -> None:
-    supported = torch.optim.adamw.AdamW.__init__.__globals__["Adam"].__init__.__globals__[
-        "_default_to_fused_or_foreach"
-    ]
-    types = supported.__globals__["_foreach_supported_types"]
+    types = importlib.import_module("torch.optim.optimizer")._foreach_supported_types
     offloader = opened()
     assert GUARDED in types
     offloader.close()
@@ -273,7 +282,7 @@ def test_an_optimizer_that_touches_others_is_found_out_while_they_are_away(opene
     offloader = opened()
     loop = Loop(offloader, make=Meddling)
     ALL[id(loop.optimizer.inner)] = list(loop.optimizer.param_groups)
-    with pytest.raises(ConfigError, match="touches parameters or gradients that its step was not given"):
+    with pytest.raises(ConfigError, match="touched by aten"):
         loop.run(1)
     ALL.clear()
 
@@ -329,11 +338,15 @@ def _norm_of_all(model: nn.Module, optimizer: Any, step: int) -> None:
         parameter.data.div_(norm).mul_(3.0)
 
 
+def _decay(weight: torch.Tensor) -> None:
+    weight.grad.add_(weight.detach(), alpha=1e-3)  # type: ignore[union-attr]
+
+
 def _hooked(model: nn.Module, optimizer: Any, step: int) -> None:
     if step == 0:
         for block in model.blocks:
             block.up.weight.register_hook(lambda gradient, w=block.up.weight: gradient + 1e-3 * w.detach())
-            block.down.weight.register_post_accumulate_grad_hook(lambda w: w.grad.add_(w.detach(), alpha=1e-3))
+            block.down.weight.register_post_accumulate_grad_hook(_decay)
 
 
 def _states_read(model: nn.Module, optimizer: Any, step: int) -> None:
@@ -409,7 +422,7 @@ def test_graphs_that_outlive_their_step(holds: str, opened: Opened) -> None:
                 kept += [torch.autograd.graph.get_gradient_edge(p) for p in loop.model.parameters()]
         gc.collect()
         if offloader is not None and holds == "accumulators":
-            assert eventually(offloader, lambda loop=loop: len(away(loop.model)) == NUM_WEIGHTS)
+            assert have_left(offloader, loop.model)
         results.append(loop.result())
         if holds != "accumulators":
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -458,32 +471,25 @@ def test_compiled_blocks(opened: Opened) -> None:
     assert same(*results)
 
 
-def test_scaled_gradients(opened: Opened) -> None:
-    def unscaled(model: nn.Module, optimizer: Any, step: int) -> None:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+def scaled(offloader: Offloader | None) -> list[torch.Tensor]:
+    """Training with scaled losses; one step is skipped, since its gradients are not finite."""
+    scaler, loop = torch.amp.GradScaler("cpu", init_scale=256.0), Loop(offloader)
+    for step, ids in enumerate(batches(4)):
+        with nullcontext() if offloader is None else offloader.saved_tensors():
+            loss = scaler.scale(loop._loss(ids)) * (torch.inf if step == 1 else 1.0)
+        loss.backward()
+        if offloader is not None:
+            offloader.end_backward()
+        scaler.unscale_(loop.optimizer)
+        loop.found.append(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01))
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+    return [norm.nan_to_num() for norm in loop.found] + loop.result()[len(loop.found) :]
 
-    results = []
-    for offloader in (None, opened()):
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        loop = Loop(offloader, before_step=unscaled)
-        loss_of, step = loop._loss, loop.optimizer.step
-        loop._loss = lambda ids, loss_of=loss_of: scaler.scale(loss_of(ids))  # type: ignore[method-assign]
-        results.append([])
-        for number in range(3):
-            loop.optimizer.zero_grad()
-            for ids in batches(1):
-                with offloader.saved_tensors() if offloader is not None else torch.enable_grad():
-                    loss = loop._loss(ids)
-                loss.backward()
-                if offloader is not None:
-                    offloader.end_backward()
-            unscaled(loop.model, loop.optimizer, number)
-            scaler.step(loop.optimizer)
-            scaler.update()
-        del step
-        results[-1] = loop.result()
-    assert same(*results)
+
+def test_scaled_gradients(opened: Opened) -> None:
+    assert same(scaled(opened()), scaled(None))
 
 
 # -- building, moving, saving ------------------------------------------------------------------------------------------
@@ -506,7 +512,7 @@ def test_a_checkpoint_in_the_middle_is_made_of_host_copies(opened: Opened) -> No
     loop, plain = Loop(offloader).run(2), Loop().run(2)
     offloader.reset_peaks()
     with offloader.host_copies():
-        state = loop.model.state_dict()
+        state = {name: value + 0 for name, value in loop.model.state_dict().items()}  # of small ones, which are here
     assert same(list(state.values()), list(plain.model.state_dict().values()))
     assert offloader.stats.weights_resident_peak_bytes < NUM_BYTES / 2
     assert same(loop.run(2).result(), plain.run(2).result())
@@ -523,10 +529,14 @@ def test_updated_weights_that_cannot_be_written_stay(failure: Any, opened: Opene
     offloader = opened(_wrap_backend=backend)
     loop, plain = Loop(offloader), Loop()
     failing[0] = True
-    with pytest.warns(UserWarning, match=r"was changed and cannot be written .* stays in memory") as told:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         loop.run()
-    assert sum("was changed" in str(one.message) for one in told) == 1
+    texts = sorted(str(one.message) for one in told)
+    assert [text.split()[0] for text in texts] == ["optimizer", "weight"]  # each once
+    assert "was changed and cannot be written" in texts[1]
     assert away(loop.model) == []
+    failing[0] = False
     assert same(loop.result(), plain.run().result())
 
 
@@ -536,7 +546,7 @@ def test_a_read_that_fails_in_the_update_names_the_weight_and_leaves_the_step_in
     offloader = opened(_wrap_backend=backend)
 
     def fail(model: nn.Module, optimizer: Any, step: int) -> None:
-        assert eventually(offloader, lambda: len(away(model)) >= NUM_WEIGHTS - 1)
+        assert have_left(offloader, model)
         failing[0] = True
 
     loop = Loop(offloader, before_step=fail)
@@ -556,6 +566,35 @@ def _one_step(loop: Loop, offloader: Offloader, before_step: Any) -> None:
     offloader.end_backward()
     before_step(loop.model, loop.optimizer, 0)
     loop.optimizer.step()
+
+
+def test_an_interrupt_at_each_point_costs_no_bit(spill_dir: Path) -> None:
+    """Of a whole step: after it the last checkpoint is loaded, and the step repeated."""
+    hardware = HardwareProfile(paths=[spill_dir])
+    points, num = PointsIn(*(f"parameters/{name}.py" for name in ("device_memory", "device_pager", "pager"))), 0
+    with (
+        late_copies(max_delay_s=0) as copies,
+        Offloader(policy=policy(), hardware=hardware, _copies=copies) as offloader,
+    ):
+        loop = Loop(offloader).run(1)
+        weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        states = copy.deepcopy(loop.optimizer.state_dict())
+
+        def load(one: Loop) -> None:
+            one.optimizer.zero_grad()
+            one.model.load_state_dict(weights)
+            one.optimizer.load_state_dict(copy.deepcopy(states))
+            one.found.clear()
+
+        plain = Loop()
+        load(plain)
+        expected = plain.run(1).result()
+        while (where := points.interrupt(lambda: loop.run(1))) is not None:
+            num += 1
+            load(loop)
+            assert same(loop.run(1).result(), expected), where
+            load(loop)
+    assert num > 100
 
 
 # -- the order of copies -----------------------------------------------------------------------------------------------
