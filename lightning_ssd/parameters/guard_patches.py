@@ -162,9 +162,9 @@ def _has_torch_function(args: Any) -> bool:
 
 
 def _enter_hooks(hooks: Any) -> Any:
-    if not _may_hold(hooks.pack_hook):
+    if _is_of("lightning_ssd.", hooks.pack_hook):
         return _plain_enter(hooks)
-    guard_patches.num_hooks += 1
+    guard_patches.num_hooks += _may_hold(hooks.pack_hook)
     return _push_hooks(hooks.pack_hook, _bringing_back(hooks.unpack_hook))
 
 
@@ -195,9 +195,15 @@ def may_hold_weights() -> bool:
 
 
 def _may_hold(pack: Any) -> bool:
-    """Ours hold none, nor do those of PyTorch: checkpointing holds no saved tensor, ``save_on_cpu`` holds copies."""
-    module = getattr(getattr(pack, "func", pack), "__module__", None) or ""
-    return not module.startswith(("lightning_ssd.", "torch."))
+    """Ours hold none. Those of PyTorch hold none through the forward: ``save_on_cpu`` has copies, and checkpointing has
+    the weights that a repetition has saved, which come back when they are asked for.
+    """
+    return not _is_of(("lightning_ssd.", "torch."), pack)
+
+
+def _is_of(packages: str | tuple[str, ...], pack: Any) -> bool:
+    module: str = getattr(getattr(pack, "func", pack), "__module__", None) or ""
+    return module.startswith(packages)
 
 
 guard_patches = _GuardPatches()
