@@ -109,7 +109,7 @@ class DevicePager(DeviceMoves):
         self._await_written()
 
     def will_be_updated(self, parameters: Iterable[torch.Tensor]) -> None:
-        for parameter in parameters:
+        for parameter in filter(self.waits, parameters):
             if (found := self._weight_of(parameter)) is not None:
                 found[1].memory.is_updated_here = True
 
@@ -117,7 +117,7 @@ class DevicePager(DeviceMoves):
     def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
         used: list[tuple[Unit[DeviceMemory], Weight[DeviceMemory]]] = []
         try:
-            for parameter in parameters:
+            for parameter in filter(self.waits, parameters):
                 if (found := self._weight_of(parameter)) is not None:
                     self._hold(*found)
                     used.append(found)

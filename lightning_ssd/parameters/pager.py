@@ -383,7 +383,10 @@ class MappedPager(Pager[MappedStorage]):
 
 
 def _cdata(parameter: torch.Tensor) -> int:
-    return 0 if parameter.layout is not torch.strided else storage_of(parameter)._cdata
+    try:
+        return 0 if parameter.layout is not torch.strided else storage_of(parameter)._cdata
+    except (NotImplementedError, RuntimeError):  # it has no storage
+        return 0
 
 
 _pagers: list[weakref.ref[Pager[Any]]] = []
