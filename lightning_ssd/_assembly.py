@@ -236,11 +236,12 @@ def _is_device(environment: Environment) -> bool:
 
 
 def _open_device_weights(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> DeviceWeights:
-    """Tiers of their own for the frozen weights of a device."""
+    """Tiers of their own for the weights of a device."""
     backend, directories, _ = _open_directories(stack, environment)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload=None)
     tiers = WeightTiers(environment.device, ssd, _open_host(stack, environment), environment.copies)
-    weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes)
+    trained = policy.optimizer_states == "offload"
+    weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes, trained=trained)
     stack.callback(weights.close)
     return weights
 
@@ -282,7 +283,7 @@ def _refuse_on_device(policy: OffloadPolicy, environment: Environment) -> None:
     if policy.parameters == "auto":
         raise ConfigError(
             f"OffloadPolicy.parameters='auto' got device {device!r}: so far it counts the memory of a CPU only; "
-            "allowed: parameters='offload' (frozen weights wait), or 'keep'"
+            "allowed: parameters='offload', or 'keep'"
         )
     if policy.gradients != "keep":
         raise ConfigError(

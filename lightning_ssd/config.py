@@ -98,7 +98,7 @@ class OffloadPolicy:
     """Weights: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
     SSD between its uses: those that are not trained (``requires_grad=False``), and with ``optimizer_states="offload"``
     the trained ones, too. "auto" lets only as many of these wait as memory lacks when the model is registered; so far
-    on a CPU. On a GPU, "offload" is for weights that are not trained."""
+    on a CPU."""
 
     gradients: Literal["keep", "offload", "auto"] = "keep"
     """Gradients: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on

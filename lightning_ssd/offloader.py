@@ -368,13 +368,14 @@ class Offloader:
                 files,
                 master_weights=self.policy.master_weights,
                 events=self._events,
-                after_update=self._parts.parameters.updated,
+                updating=self._parts.parameters.updating,
             )
             resources.callback(offloaded.close)
         except BaseException:
             undisturbed(files.close, "lightning_ssd-close")
             raise
         self._optimizers.append(offloaded)
+        self._parts.parameters.will_be_updated(offloaded)
         if self._wear is None:
             self._wear = open_wear_meter(environment)
         return offloaded

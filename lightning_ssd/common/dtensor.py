@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lightning_ssd.common.tensors import place_of
+
 __all__ = [
     "CutWatch",
     "Gathered",
@@ -66,12 +68,12 @@ def has_shape(tensor: torch.Tensor) -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where the storage of what this process has begins; 0: it has no memory that can be told."""
+    """Where the storage of what this process has begins, as :func:`place_of`; 0: it has no memory that can be told."""
     if not has_shape(tensor):
         return 0
     local = local_of(tensor)
     try:
-        return local.untyped_storage().data_ptr() if local.layout == torch.strided and local.numel() > 0 else 0
+        return place_of(local) if local.layout == torch.strided and local.numel() > 0 else 0
     except (RuntimeError, NotImplementedError):
         return 0  # a subclass without a storage
 

@@ -23,8 +23,10 @@ __all__ = [
     "StorageKey",
     "TensorSpec",
     "can_count_holders",
+    "class_of",
     "holders",
     "is_released",
+    "place_of",
     "storage_of",
 ]
 
@@ -36,6 +38,7 @@ _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_memory.restype = ctypes.py_object
 _WRITABLE = 0x200
+_ADDRESS_BITS = 64
 
 
 class Region(NamedTuple):
@@ -55,10 +58,24 @@ class Region(NamedTuple):
         return view
 
 
+def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """Its class; of a weight that waits away from its device, the class that it has wherever it is used."""
+    kind = type(tensor)
+    return getattr(kind, "own_class_when_used", kind)
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Its storage. A subclass of tensors is not asked, which might bring bytes there that nobody wants."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.untyped_storage()
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Where the memory of its storage begins: an address; of a storage whose memory is gone for now (a weight that
+    waits, or what FSDP2 has resharded) a number that is no address, and that no other storage has.
+    """
+    storage = storage_of(tensor)
+    return storage.data_ptr() if storage.nbytes() else storage._cdata << _ADDRESS_BITS
 
 
 class StorageKey:

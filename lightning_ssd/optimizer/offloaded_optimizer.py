@@ -22,7 +22,7 @@ from lightning_ssd.optimizer.checkpoint.gather import full_nbytes, full_states
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
 from lightning_ssd.optimizer.checkpoint.state_dict import saved_states
 from lightning_ssd.optimizer.live_states import LiveStates
-from lightning_ssd.optimizer.paged_states import PagedStates, Visit
+from lightning_ssd.optimizer.paged_states import PagedStates, Updating, Visit
 from lightning_ssd.optimizer.step.coupling import refuse_coupling, refuse_differentiable, refuse_own_step
 from lightning_ssd.optimizer.step.step_effects import StepEffects
 from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
@@ -52,7 +52,7 @@ class OffloadedOptimizer(Optimizer):
         files: where to; closed by :meth:`close`.
         master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
         events: where waiting is noted.
-        after_update: called with parameters that have been updated, a subgroup at a time.
+        updating: entered around the update of some parameters, with these and those that are next.
 
     Raises:
         ConfigError: the optimizer couples its parameters.
@@ -66,7 +66,7 @@ class OffloadedOptimizer(Optimizer):
         *,
         master_weights: bool = False,
         events: EventLog | None = None,
-        after_update: Callable[[Sequence[torch.Tensor]], None] | None = None,
+        updating: Updating | None = None,
     ) -> None:
         # Not Optimizer.__init__: groups, defaults and hooks are the inner one's.
         refuse_coupling(optimizer)
@@ -82,7 +82,7 @@ class OffloadedOptimizer(Optimizer):
             files,
             master_weights=master_weights,
             events=events,
-            after_update=after_update,
+            **({} if updating is None else {"updating": updating}),
         )
         self._live = LiveStates(self._states)
         self._num_steps = 0

@@ -35,7 +35,7 @@ from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.telemetry.events import EventLog, StallEvent
 from lightning_ssd.telemetry.stats import OptimizerStats
 
-__all__ = ["PagedStates", "Visit", "subgroup_bytes"]
+__all__ = ["PagedStates", "Updating", "Visit", "subgroup_bytes"]
 
 _NUM_SLOTS = 4
 """Subgroups in memory at a time, per directory: one is updated while others come and go. They are updated in order, so
@@ -48,6 +48,12 @@ _MAX_SLOTS_BYTES = 2 << 30
 _MAX_MOVES = 4
 
 Groups = Sequence[Mapping[str, Any]]
+Updating = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], contextlib.AbstractContextManager[None]]
+
+
+def _nothing(now: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """All parameters are in memory."""
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class PagedStates:
         files: where states wait.
         master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
         events: where waiting is noted.
-        after_update: called with the parameters of a subgroup when all of it has been updated.
+        updating: entered around the update of a subgroup, with its parameters and those of the next one.
     """
 
     def __init__(
@@ -81,9 +87,9 @@ class PagedStates:
         *,
         master_weights: bool,
         events: EventLog | None,
-        after_update: Callable[[Sequence[torch.Tensor]], None] | None = None,
+        updating: Updating = _nothing,
     ) -> None:
-        self._after_update = after_update
+        self._updating = updating
         self._inner_step = inner_step
         self._optimizer = optimizer
         self._events = events
@@ -239,13 +245,14 @@ class PagedStates:
         self._store.prefetch(index for index in order if index not in here)
         watch = None if self.is_elementwise else Watch(self._partition.parameters)
         doing = None if self._has_updated else "Laying out optimizer states, in the first step"
+        given = [[self._partition.parameters[part.parameter] for _, part in visit.active] for visit in visits]
         with StatusLine(doing) as line:
             for position, visit in enumerate(line.over(visits, lambda visit: self._expected_bytes(visit.index))):
-                self._update(visit, changes, keep=position >= len(visits) - self._store.num_slots)
-                if watch is not None:
-                    watch.check(self._partition.parameters[part.parameter] for _, part in visit.active)
-                if self._after_update is not None:
-                    self._after_update([self._partition.parameters[part.parameter] for _, part in visit.active])
+                following = given[position + 1] if position + 1 < len(given) else ()
+                with self._updating(given[position], following):
+                    self._update(visit, changes, keep=position >= len(visits) - self._store.num_slots)
+                    if watch is not None:
+                        watch.check(given[position])
         self._has_updated = True
 
     def _expected_bytes(self, index: int) -> int:
@@ -260,8 +267,9 @@ class PagedStates:
                 for (_, part), group in zip(visit.active, visit.groups, strict=True)
             ]
             piece, group = min(pairs, key=lambda pair: even_numel(pair[0]) or math.inf)  # some are empty
-            lifted = to_master(piece, {})[0] if self._trials.has_master(piece) else piece
-            self._rehearsal.play(lifted, group, changes.closure, num_calls=len(visits))
+            with self._updating([piece], [piece]):
+                lifted = to_master(piece, {})[0] if self._trials.has_master(piece) else piece
+                self._rehearsal.play(lifted, group, changes.closure, num_calls=len(visits))
 
     def _update(self, visit: Visit, changes: GroupChanges, *, keep: bool) -> None:
         """One subgroup. Parameters whose states are lent are updated as wholes, with these."""

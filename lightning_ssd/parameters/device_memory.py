@@ -33,7 +33,7 @@ _Stamp = tuple[int, ...]
 
 
 class DeviceMemory:
-    """One storage of frozen weights on a device.
+    """One storage of weights on a device.
 
     The pager's lock guards all of it. ``resize_``, marks and changes of class are the training thread's: they belong to
     its stream.
@@ -67,6 +67,8 @@ class DeviceMemory:
         self.is_here = True
         self.error: str | None = None
         """Why it could not be written: it stays in memory."""
+        self.is_updated_here = False
+        """Whether an optimizer that tells us of its updates has it."""
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._tiers, self._copies, self._lock, self._door = tiers, copies, lock, door
         self._copy: tuple[Tier, StoredBytes] | None = None
@@ -75,7 +77,7 @@ class DeviceMemory:
         self._arrived: StreamEvent | None = None
         self._room: StreamEvent | None = None
         self._exposed: torch.Tensor | None = None
-        self._is_exposed = self._is_released = False
+        self._is_exposed = self._is_released = self._has_trained = False
         self._kept: torch.UntypedStorage | None = None
 
     @property
@@ -89,6 +91,14 @@ class DeviceMemory:
         """Whether one of them is."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(tensor.requires_grad for tensor in self.tensors)
+
+    @property
+    def may_change_unseen(self) -> bool:
+        """Whether an optimizer may update it that nobody knows, and that may write past its version."""
+        if self.is_updated_here:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._has_trained or any(tensor.grad is not None for tensor in self.tensors)
 
     def _stamp(self) -> _Stamp:
         with torch._C.DisableTorchFunctionSubclass():
@@ -145,6 +155,24 @@ class DeviceMemory:
             except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is the former
                 self._exposed = None
 
+    def note_training(self) -> None:
+        """It is used by what may be differentiated: if it is trained, somebody is going to update it."""
+        self._has_trained = self._has_trained or self.is_trained
+
+    def will_change(self) -> None:
+        """In use by an optimizer, which may change the bytes without a sign in the version. From now on the memory has
+        the only copy, until it is written anew.
+        """
+        self.is_updated_here = True
+        self._forget_copy()
+
+    def _forget_copy(self) -> None:
+        """Nobody wants what a tier has, or what is being written."""
+        self._writer = None
+        former, self._copy = self._copy, None
+        if former is not None:
+            former[0].free(former[1])
+
     # -- down ------------------------------------------------------------------------------------------------------
 
     def send_out(self) -> bool:
@@ -154,6 +182,8 @@ class DeviceMemory:
         """
         storage = self.key.resolve()
         if storage is None or self.num_users or self._is_released or not self._is_alone(storage):
+            return False
+        if self.may_change_unseen and self.is_here:
             return False
         if not self.is_here:
             storage.resize_(0)  # an interrupt, or the drive, has kept the bytes from coming
@@ -184,7 +214,7 @@ class DeviceMemory:
             and storage.nbytes() in (0, self.nbytes)
             and storage.resizable()  # else NumPy has seen it
             and holders(storage) == len(tensors)
-            and all(tensor._use_count() == 1 for tensor in tensors)  # type: ignore[attr-defined]  # in no stub
+            and all(map(_is_held_by_python_alone, tensors))
             and _references(storage) <= _references_of_one()
         )
 
@@ -194,29 +224,37 @@ class DeviceMemory:
             return
         before, self._exposed = self._exposed, None
         if before is None or not torch.equal(before, storage_bytes(storage, 0, self.nbytes)):
-            self._drop_copy()
+            self._forget_copy()
         self._is_exposed = False
 
-    def _drop_copy(self) -> None:
-        former, self._copy = self._copy, None
-        if former is not None:
-            former[0].free(former[1])
-
     def begin_write(self) -> Latch | None:
-        """Have the present bytes written; return what opens when that has ended. ``None``: there is nothing to do."""
-        if self._writer is not None:
+        """Have the present bytes written; return what opens when that has ended. ``None``: there is nothing to do.
+
+        What a tier has of earlier is given back before: nobody will ever want it, and its place may be needed.
+        """
+        if self._writer is not None and self._writer.stamp == self._stamp():
             return self._writer.ended
         if self.is_stored or self.error is not None or self.key.resolve() is None:
             return None
-        self._drop_copy()
+        self._forget_copy()
+        self._exposed = None  # what there is to compare with is of earlier, too
         after = self._copies.mark()
         for tier in self._tiers:
-            # Before it is submitted: if an interrupt comes in between, another write follows and this one is dropped.
-            self._writer = writer = _Write(self, tier, self._stamp())
-            if tier.write(writer, self.nbytes, after, label=self.label):
-                return writer.ended
+            writer = _Write(self, tier, self._stamp())
+            self._writer = writer  # before it is submitted: it may end at once
+            try:
+                if tier.write(writer, self.nbytes, after, label=self.label):
+                    return writer.ended
+            except BaseException:  # an interrupt: nobody may wait for what was not submitted
+                self._writer = None
+                raise
             self._writer = None
         return None
+
+    @property
+    def writing(self) -> Latch | None:
+        """Opens when the write under way has ended."""
+        return None if self._writer is None else self._writer.ended
 
     def written(self, writer: _Write, stored: StoredBytes | None, error: BaseException | None) -> None:
         """In a worker: a write has ended."""
@@ -279,7 +317,9 @@ class DeviceMemory:
         tensors = self.tensors
         self.release()
         for tensor in tensors:
+            gradient, tensor.grad = tensor.grad, None
             tensor.data = TensorSpec.of(tensor).view(host)
+            tensor.grad = None if gradient is None else gradient.to(host.device)
 
     def release(self) -> None:
         """It stays in memory for good: the bytes are here, and the current stream has waited for them."""
@@ -287,14 +327,13 @@ class DeviceMemory:
         for tensor in self.tensors:
             own_class(tensor)
         forget_door(self.key.cdata)
-        self._exposed, self._writer = None, None
-        self._drop_copy()
+        self._exposed = None
+        self._forget_copy()
 
     def forget(self) -> None:
         """Nobody holds the storage any more."""
         forget_door(self.key.cdata)
-        self._writer = None
-        self._drop_copy()
+        self._forget_copy()
 
 
 class _Write:
@@ -351,6 +390,25 @@ def _read(
     if read.error is not None:
         raise read.error
     return read.mark
+
+
+def _is_held_by_python_alone(tensor: torch.Tensor) -> bool:
+    """Whether no graph and no code in C holds a parameter itself, but for the node that gathers its gradient.
+
+    That node holds the parameter as long as a graph does, and needs none of its bytes. There is one at most, which is
+    made here if there is none, so that it counts in any case.
+    """
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        node = tensor.view_as(tensor).grad_fn if tensor.requires_grad else None
+        gathers = None if node is None else node.next_functions[0][0]
+        del node
+        count: int = tensor._use_count()  # type: ignore[attr-defined]  # in no stub
+    return count == (1 if gathers is None else 2)
 
 
 def _references(storage: torch.UntypedStorage) -> int:

@@ -1,46 +1,43 @@
-"""Brings frozen weights of a device back before anybody gets to them.
+"""Brings weights of a device back before anybody gets to them.
 
-They come by four doors: the forward of their unit, the saved tensor that backward asks for, any other use
-(``guard.py``), and the end, when all come back.
+They come by five doors: the forward of their unit, the saved tensor that backward asks for, the update by an offloaded
+optimizer, any other use (``guard.py``), and the end, when all come back.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from lightning_ssd.common.accelerators import accelerator_of, is_capturing
+from lightning_ssd.common.accelerators import is_capturing
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
 from lightning_ssd.common.tensors import TensorSpec, storage_of
-from lightning_ssd.common.waiting import Latch
-from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
+from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.parameters.device_memory import DeviceMemory
+from lightning_ssd.parameters.device_moves import DeviceMoves
 from lightning_ssd.parameters.guard_patches import guard_patches, may_hold_weights
-from lightning_ssd.parameters.pager import Pager, Place, Unit, Weight
-from lightning_ssd.parameters.use_order import Phase
+from lightning_ssd.parameters.pager import Place, Unit, Weight
 
 __all__ = ["DevicePager", "SavedDeviceWeight"]
 
 
-class DevicePager(Pager[DeviceMemory]):
+class DevicePager(DeviceMoves):
     """On a device.
 
-    Note [who keeps a weight]: a unit in use has users, a saved weight that backward has asked for is held by the tensor
-    that it got, what is touched outside of its unit stays until something else needs the room or a backward is over.
+    Args:
+        takes_trained: weights that are trained wait, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_trained: bool = False) -> None:
         super().__init__()
-        self._touched: list[Unit[DeviceMemory]] = []
-        self._lingering: set[Unit[DeviceMemory]] = set()
-        """Units of which something could not leave when it should have."""
-        self._staying: set[int] = set()
-        """Units that hooks of somebody else may hold until the backward is over."""
+        self._takes_trained = takes_trained
+        self._updated: list[Unit[DeviceMemory]] = []
+        """Units that an optimizer may go on with."""
         self._hooks_before: dict[int, int] = {}
         self._shows_host_copies = self._has_warned = False
 
@@ -61,6 +58,8 @@ class DevicePager(Pager[DeviceMemory]):
                 self._staying.add(unit.number)
         for weight in list(unit.weights):
             self._hold(unit, weight)
+            if self._takes_trained and torch.is_grad_enabled():
+                weight.memory.note_training()
 
     def is_traced(self, unit: Unit[DeviceMemory]) -> None:
         if unit.weights and not self.is_closed:
@@ -107,6 +106,41 @@ class DevicePager(Pager[DeviceMemory]):
                 for unit, weight in used:
                     weight.memory.end_use()
                     self._was_touched(unit)
+        self._await_written()
+
+    def will_be_updated(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in filter(self.waits, parameters):
+            if (found := self._weight_of(parameter)) is not None:
+                found[1].memory.is_updated_here = True
+
+    @contextmanager
+    def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
+        used: list[tuple[Unit[DeviceMemory], Weight[DeviceMemory]]] = []
+        try:
+            for parameter in filter(self.waits, parameters):
+                if (found := self._weight_of(parameter)) is not None:
+                    self._hold(*found)
+                    used.append(found)
+                    with self._lock:
+                        found[1].memory.will_change()
+            self._prepare(following)
+            yield
+        finally:
+            with self._lock:
+                for _, weight in used:
+                    weight.memory.end_use()
+        self._updated = [*dict.fromkeys([*self._updated, *self._units_of(parameters)])]
+        wanted = self._units_of(following)
+        if wanted or not following:  # else small ones follow, and then perhaps more of the same unit
+            done = [unit for unit in self._updated if unit not in wanted]
+            self._updated = [unit for unit in self._updated if unit in wanted]
+            self._let_go(done, except_for=wanted)
+
+    def _prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Have the weights brought in that are updated next."""
+        with self._lock:
+            for unit in self._units_of(parameters):
+                self._request_ahead(unit)
 
     def exposed(self, tensor: torch.Tensor, *, replaces: bool) -> None:
         if (found := self._weight_of(tensor)) is not None:
@@ -115,7 +149,7 @@ class DevicePager(Pager[DeviceMemory]):
                 found[1].memory.keep_storage()
 
     def will_train(self, tensor: torch.Tensor) -> None:
-        if (found := self._weight_of(tensor)) is not None:
+        if not self._takes_trained and (found := self._weight_of(tensor)) is not None:
             self.release(*found)
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -140,7 +174,11 @@ class DevicePager(Pager[DeviceMemory]):
 
     def save(self, tensor: torch.Tensor, unit: Unit[DeviceMemory]) -> SavedDeviceWeight | None:
         weight = self.find(storage_of(tensor))
-        return None if weight is None else SavedDeviceWeight(self, unit, weight, tensor)
+        if weight is None:
+            return None
+        if self._takes_trained:
+            weight.memory.note_training()
+        return SavedDeviceWeight(self, unit, weight, tensor)
 
     def follow_stream(self) -> None:
         with self._lock:
@@ -154,55 +192,7 @@ class DevicePager(Pager[DeviceMemory]):
         unit, weight = self.by_storage.get(storage._cdata), self.find(storage)
         return None if unit is None or weight is None else (unit, weight)
 
-    def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
-        """Bring a weight back if it is away, and begin to use it.
-
-        Raises:
-            StorageError: the drive refuses.
-            OffloaderClosedError: it was closed, and could not bring the weight back.
-        """
-        while True:
-            with self._lock:
-                if weight.memory.is_here:
-                    weight.memory.begin_use()
-                    return
-                if self.is_closed:
-                    raise _lost(weight)
-                unit.resident_bytes = None
-            self._await(unit)
-
-    def _await(self, unit: Unit[DeviceMemory]) -> None:
-        """Block until a unit is here.
-
-        Raises:
-            StorageError: the drive refuses.
-        """
-        with self._lock:
-            latch = self._request(unit)
-        self._wait(unit, latch)
-
-    def _was_touched(self, unit: Unit[DeviceMemory]) -> None:
-        """It stays while there are few like it: it may be used again at once."""
-        if unit in self._touched:
-            self._touched.remove(unit)
-        self._touched.append(unit)
-        while len(self._touched) > 2:
-            oldest = self._touched.pop(0)
-            if oldest is not self._ahead and oldest is not self._in_backward:
-                self._send_out(oldest, strays=True)
-
-    # -- up and down -----------------------------------------------------------------------------------------------
-
-    def _use(self, unit: Unit[DeviceMemory], phase: Phase) -> None:
-        with self._lock:
-            for other in list(self._lingering):
-                if other not in (unit, self._ahead, self._in_backward):
-                    self._send_out(other, strays=True)
-        super()._use(unit, phase)
-        with self._lock:
-            for weight in list(unit.weights):
-                if weight.memory.is_here:
-                    weight.memory.wait_for_copy()
+    # -- the beginning and the end ---------------------------------------------------------------------------------
 
     def border(self) -> None:
         if self.is_closed:
@@ -220,86 +210,22 @@ class DevicePager(Pager[DeviceMemory]):
                     weight.memory.release()
                     self._drop(unit, weight)
         for unit, weight in places:
-            if weight.memory.is_trained:
+            if weight.memory.is_trained and not self._takes_trained:
                 self.release(unit, weight)
-            elif weight.memory.error is not None and not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"weight {', '.join(weight.names)} was changed and cannot be written ({weight.memory.error}); it "
-                    "stays in memory, as do others like it, and results are not affected",
-                    stacklevel=4,
-                )
+            elif weight.memory.error is not None:
+                self._warn(weight, f"was changed and cannot be written ({weight.memory.error})")
+            elif weight.memory.is_trained and weight.memory.may_change_unseen:
+                self._warn(weight, "has a gradient, and is in no optimizer that offload_optimizer() has returned")
         super().border()
 
-    def _request(self, unit: Unit[DeviceMemory]) -> Latch | None:
-        if not self._finds_memory(unit):
-            self._make_room(except_for=unit)
-            self._take_memory(unit)
-        return super()._request(unit)
-
-    def _request_ahead(self, unit: Unit[DeviceMemory]) -> None:
-        if self._finds_memory(unit):
-            super()._request(unit)
-        else:
-            self._send_out(unit, strays=True)  # what it has taken so far
-
-    def _finds_memory(self, unit: Unit[DeviceMemory]) -> bool:
-        """Take memory for a unit; whether there was enough."""
-        try:
-            self._take_memory(unit)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-        return True
-
-    def _take_memory(self, unit: Unit[DeviceMemory]) -> None:
-        is_coming = unit.coming is not None and not unit.coming.is_open
-        if unit.resident_bytes is None and not is_coming and not self.is_closed:
-            for weight in list(unit.weights):
-                weight.memory.make_room()
-
-    def _make_room(self, *, except_for: Unit[DeviceMemory] | None) -> None:
-        """Send out what nobody uses now."""
-        with self._lock:
-            for unit in list(self.units):
-                if unit is not except_for:
-                    self._send_out(unit, strays=True)
-            device = next((t.device for u in self.units for w in u.weights for t in w.memory.tensors), None)
-        accelerator = None if device is None else accelerator_of(device)
-        if accelerator is not None:
-            accelerator.empty_cache()
-
-    def _send_out(self, unit: Unit[DeviceMemory], *, strays: bool = False) -> None:
-        if not self._is_idle(unit) or unit.number in self._staying or (unit.resident_bytes is None and not strays):
-            return
-        for weight in list(unit.weights):
-            if weight.memory.send_out():
-                self._count(-weight.memory.nbytes)
-        unit.resident_bytes = unit.coming = None
-        if any(weight.memory.is_here for weight in unit.weights):
-            self._lingering.add(unit)
-        else:
-            self._lingering.discard(unit)
-
-    def _bring_in(self, unit: Unit[DeviceMemory]) -> None:
-        for weight in list(unit.weights):
-            try:
-                has_come = weight.memory.bring_in()
-            except StorageError as refusal:
-                refusal.add_note(
-                    f"This was weight {', '.join(weight.names)} ({weight.memory.nbytes:,} bytes), without which "
-                    "training cannot go on. Go on from a checkpoint, with another drive."
-                )
-                raise
-            if has_come:
-                with self._lock:
-                    self._count(weight.memory.nbytes)
-
-    def _has_come(self, unit: Unit[DeviceMemory]) -> None:
-        unit.resident_bytes = sum(weight.memory.nbytes for weight in list(unit.weights) if weight.memory.is_here)
-
-    # -- the beginning and the end ---------------------------------------------------------------------------------
+    def _warn(self, weight: Weight[DeviceMemory], reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"weight {', '.join(weight.names)} {reason}; it stays in memory, as do others like it, and results are "
+                "not affected",
+                stacklevel=5,
+            )
 
     def add(self, place: Place, weight: Weight[DeviceMemory]) -> None:
         is_new = weight.memory.key.cdata not in self.by_storage
@@ -396,12 +322,6 @@ class DevicePager(Pager[DeviceMemory]):
 
 _guarding_lost_weights: list[DevicePager] = []
 """Closed without some weights: who uses these is refused as long as the process lives."""
-
-
-def _lost(weight: Weight[DeviceMemory]) -> OffloaderClosedError:
-    return OffloaderClosedError(
-        f"weight {', '.join(weight.names)} did not come back when the offloader was closed; go on from a checkpoint"
-    )
 
 
 class SavedDeviceWeight:

@@ -1,12 +1,13 @@
-"""Frozen weights of a device that wait in host memory and on drives between their uses.
+"""Weights of a device that wait in host memory and on drives between their uses.
 
 What moves where: the bytes of a weight go to the host tier as long as that has room, then to the SSD tier, once; each
-use brings them back into the weight's own storage (see ``device_memory.py``). Nothing is written again unless somebody
-has changed a weight.
+use brings them back into the weight's own storage (see ``device_memory.py``). They are written again when somebody has
+changed them: those that are trained, after each update.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.status_line import StatusLine
@@ -41,19 +43,22 @@ class WeightTiers(NamedTuple):
 
 
 class DeviceWeights(PagedWeights[DeviceMemory]):
-    """On a device. Trained weights stay.
+    """On a device.
 
     Args:
         tiers: where they wait.
         min_nbytes: smaller ones stay.
+        trained: those that are trained wait, too.
     """
 
     pager: DevicePager
     _watches_compiled = True
 
-    def __init__(self, tiers: WeightTiers, *, min_nbytes: int) -> None:
-        super().__init__(DevicePager(), min_nbytes=min_nbytes, device=tiers.device.type)
+    def __init__(self, tiers: WeightTiers, *, min_nbytes: int, trained: bool = False) -> None:
+        pager = DevicePager(takes_trained=trained)
+        super().__init__(pager, min_nbytes=min_nbytes, trained=trained, device=tiers.device.type)
         self._tiers = tiers
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         guard_patches.add_user(self.pager)
 
     def _why_it_stays(self, weights: SharedWeights, place: Place) -> str | None:
@@ -64,17 +69,31 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     def _must_return(self, place: Place) -> bool:
         return place[1] is None
 
+    def will_be_updated(self, optimizer: Optimizer) -> None:
+        self._optimizers.append(weakref.ref(optimizer))
+        self._know_optimizers()
+
+    def register_module(self, module: nn.Module) -> None:
+        super().register_module(module)
+        self._know_optimizers()
+
+    def _know_optimizers(self) -> None:
+        alive = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        for optimizer in alive:
+            for group in optimizer.param_groups:
+                self.pager.will_be_updated(group["params"])
+
     def host_copies(self) -> AbstractContextManager[None]:
         return self.pager.host_copies()
 
     def move_in(self, module: nn.Module) -> None:
-        """Move frozen weights from the host to the device one by one, and each of them out again: so a model that is
-        larger than the device's memory gets there.
+        """Move weights that may wait from the host to the device one by one, and each of them out again: so a model
+        that is larger than the device's memory gets there.
 
         Raises:
             StorageError: a drive refuses.
         """
-        moving = [weights for weights in shared_weights(module, self._min_nbytes) if weights.is_frozen]
+        moving = [weights for weights in shared_weights(module, self._min_nbytes) if self._may_move_in(weights)]
         while moving:
             weights = moving.pop(0)
             if _why_it_cannot_wait(weights) is not None:
@@ -88,6 +107,10 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
             one = [moved]
             del moved
             self._take_over(one, [("", None)], [])
+
+    def _may_move_in(self, weights: SharedWeights) -> bool:
+        """A gradient has to be on the device of its weight: whoever moves the module moves both."""
+        return self._may_wait(weights) and all(tensor.grad is None for tensor in weights.tensors)
 
     def _check_room(self, sizes: Sequence[int]) -> None:
         self._tiers.ssd.reserve(sum(sizes))

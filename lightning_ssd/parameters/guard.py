@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_ssd.common.tensors import storage_of
 
-__all__ = ["Door", "door_of", "forget_door", "guard", "is_guarded", "own_class", "using"]
+__all__ = ["GUARDED", "Door", "door_of", "forget_door", "guard", "is_guarded", "own_class", "using"]
 
 _NAMES_OF_METADATA = (
     "shape size dim ndim numel nelement element_size itemsize nbytes dtype device layout names name stride "
@@ -48,6 +48,9 @@ _Torch: Any = torch
 _METADATA = frozenset(function for name in _NAMES_OF_METADATA.split() for function in _functions(name)) | {
     _Tensor.requires_grad.__get__,
     torch._has_compatible_shallow_copy_type,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
 }
 """What needs none of the bytes. ``shape`` and ``grad`` are asked for all over PyTorch."""
 _NAMES_OF_EXPOSING = (
@@ -87,7 +90,7 @@ class Door(Protocol):
         """
 
     def will_train(self, tensor: torch.Tensor) -> None:
-        """A weight is trained from now on: it is needed at all times."""
+        """A weight is trained from now on. Where trained ones do not wait it comes back for good."""
 
     def exposed(self, tensor: torch.Tensor, *, replaces: bool) -> None:
         """Somebody who uses the weight is about to get hold of its bytes, or to give it another storage."""
@@ -178,12 +181,18 @@ def using(tensors: Sequence[torch.Tensor], **how: bool) -> Iterator[None]:
 class _Guarded(nn.Parameter):
     """A parameter whose bytes may be away."""
 
+    own_class_when_used = nn.Parameter
+
     @classmethod
     # The compiler's graph would have a weight that is away for an input.
     @_Torch._disable_dynamo  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA or (func in _TRAINING and not _trains(*args, **kwargs)):
+        if func in _TRAINING and _trains(*args, **kwargs):
+            for tensor in _guarded_in((args, kwargs)):
+                if (door := door_of(tensor)) is not None:
+                    door.will_train(tensor)
+        if func in _METADATA or func in _TRAINING:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is _Tensor.to and _is_there(*args, **kwargs):
@@ -195,10 +204,6 @@ class _Guarded(nn.Parameter):
             found = door.shown(guarded[0])
             if found is not None:
                 return found
-        if func in _TRAINING:
-            for tensor in guarded:
-                if (door := door_of(tensor)) is not None:
-                    door.will_train(tensor)
         with using(guarded, exposes=func in _EXPOSING, replaces=func in _REPLACING, pins=func in _ADDRESSES):
             return func(*args, **kwargs)
 
@@ -210,3 +215,7 @@ class _Guarded(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with using([self], exposes=True):  # what is pickled is the storage
             return _Parameter.__reduce_ex__(self, protocol)
+
+
+GUARDED: type[nn.Parameter] = _Guarded
+"""For lists of classes that PyTorch goes by."""

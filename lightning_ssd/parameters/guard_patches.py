@@ -12,7 +12,9 @@ for telling:
 * setting another current stream in the forward of a unit: it has to wait for the copies of the weights, too, and their
   memory for it;
 * entering hooks for saved tensors that may hold a weight itself, where nobody can count it;
-* transforms of ``torch.func``, which wrap a tensor without asking its class.
+* transforms of ``torch.func``, which wrap a tensor without asking its class;
+* the list of classes for which optimizers take their ``foreach`` or ``fused`` implementation: an optimizer that is not
+  offloaded may see weights that are away.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from torch import nn
 
 from lightning_ssd.common.tensors import PLAIN_TYPES
-from lightning_ssd.parameters.guard import door_of, is_guarded, using
+from lightning_ssd.parameters.guard import GUARDED, door_of, is_guarded, using
 
 __all__ = ["guard_patches", "may_hold_weights"]
 
@@ -39,6 +41,7 @@ _plain_new = nn.Parameter.__new__
 _plain_subclass: Any = torch.Tensor._make_subclass
 _plain_swap: Any = torch.utils.swap_tensors
 _plain_has_torch_function: Any = torch.overrides.has_torch_function
+_foreach_types: Any = importlib.import_module("torch.optim.optimizer")._foreach_supported_types
 _WRAPPERS = {
     "torch._functorch.vmap": ("_add_batch_dim",),
     "torch._functorch.eager_transforms": ("_wrap_for_grad", "_wrap_functional_tensor"),
@@ -98,6 +101,8 @@ class _GuardPatches:
         self._stand_in(torch.utils, "swap_tensors", _swap_tensors)
         self._stand_in(torch.overrides, "has_torch_function", _has_torch_function)
         self._stand_in(_Hooks, "__enter__", _enter_hooks)
+        self._put_back.append(lambda: _foreach_types.remove(GUARDED))
+        _foreach_types.append(GUARDED)  # as DTensor does
         for module_name, names in _WRAPPERS.items():
             module = importlib.import_module(module_name)
             for name in names:
@@ -157,9 +162,9 @@ def _has_torch_function(args: Any) -> bool:
 
 
 def _enter_hooks(hooks: Any) -> Any:
-    if not _may_hold(hooks.pack_hook):
+    if _is_of("lightning_ssd.", hooks.pack_hook):
         return _plain_enter(hooks)
-    guard_patches.num_hooks += 1
+    guard_patches.num_hooks += _may_hold(hooks.pack_hook)
     return _push_hooks(hooks.pack_hook, _bringing_back(hooks.unpack_hook))
 
 
@@ -190,9 +195,15 @@ def may_hold_weights() -> bool:
 
 
 def _may_hold(pack: Any) -> bool:
-    """Ours hold none, nor do those of PyTorch: checkpointing holds no saved tensor, ``save_on_cpu`` holds copies."""
-    module = getattr(getattr(pack, "func", pack), "__module__", None) or ""
-    return not module.startswith(("lightning_ssd.", "torch."))
+    """Ours hold none. Those of PyTorch hold none through the forward: ``save_on_cpu`` has copies, and checkpointing has
+    the weights that a repetition has saved, which come back when they are asked for.
+    """
+    return not _is_of(("lightning_ssd.", "torch."), pack)
+
+
+def _is_of(packages: str | tuple[str, ...], pack: Any) -> bool:
+    module: str = getattr(getattr(pack, "func", pack), "__module__", None) or ""
+    return module.startswith(packages)
 
 
 guard_patches = _GuardPatches()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
@@ -62,10 +63,20 @@ class PagedParameters:
         if self.weights is not None:
             self.weights.tell()
 
-    def updated(self, parameters: Sequence[torch.Tensor]) -> None:
-        """An optimizer is done with these parameters for now."""
+    def will_be_updated(self, optimizer: Optimizer) -> None:
+        """An optimizer enters :meth:`updating` for each update of its parameters."""
         if self.weights is not None:
-            self.weights.pager.updated(parameters)
+            self.weights.will_be_updated(optimizer)
+
+    @contextmanager
+    def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While an optimizer updates these parameters, and then those that follow.
+
+        Raises:
+            StorageError: a drive refuses to read them.
+        """
+        with nullcontext() if self.weights is None else self.weights.pager.updating(parameters, following):
+            yield
         if self.gradients is not None:
             self.gradients.updated(parameters)
 

@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.dtensor import CutWatch, ShardedParameter
@@ -139,6 +140,9 @@ class PagedWeights(ABC, Generic[Memory]):
 
     def move_in(self, module: nn.Module) -> None:
         """Before all of a module is moved to where it is used, and before anybody else holds what of it is trained."""
+
+    def will_be_updated(self, optimizer: Optimizer) -> None:
+        """An optimizer enters the pager's ``updating`` for each update of its parameters."""
 
     def host_copies(self) -> AbstractContextManager[None]:
         """While it is entered, ``weight.detach()`` may give a copy in memory of the host: for a checkpoint."""

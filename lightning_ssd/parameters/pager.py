@@ -14,7 +14,8 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -229,14 +230,25 @@ class Pager(ABC, Generic[Memory]):
                 self._send_out(before)
         self._use(unit, Phase.BACKWARD)
 
-    def updated(self, parameters: Iterable[torch.Tensor]) -> None:
-        """An optimizer is done with these parameters for now."""
-        if self.is_closed:
-            return
-        found = {id(unit): unit for p in parameters if (unit := self.by_storage.get(_cdata(p))) is not None}
-        with self._lock:
-            for unit in found.values():
-                self._send_out(unit, strays=True)
+    def will_be_updated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """An optimizer has these parameters that enters :meth:`updating` for each update."""
+
+    @contextmanager
+    def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While an optimizer updates these parameters, and then those that follow.
+
+        Raises:
+            StorageError: the drive refuses to read them.
+        """
+        yield
+        if not self.is_closed:
+            with self._lock:
+                for unit in self._units_of(parameters):
+                    self._send_out(unit, strays=True)
+
+    def _units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit[Memory]]:
+        found = [unit for p in parameters if (unit := self.by_storage.get(_cdata(p))) is not None]
+        return list(dict.fromkeys(found))
 
     def border(self) -> None:
         """A backward is over: what was touched outside of all units leaves, too; what is gone is forgotten.
@@ -379,7 +391,10 @@ class MappedPager(Pager[MappedStorage]):
 
 def _cdata(parameter: torch.Tensor) -> int:
     part = local_of(parameter)
-    return 0 if part.layout is not torch.strided else storage_of(part)._cdata
+    try:
+        return 0 if part.layout is not torch.strided else storage_of(part)._cdata
+    except (NotImplementedError, RuntimeError):  # it has no storage
+        return 0
 
 
 _pagers: list[weakref.ref[Pager[Any]]] = []

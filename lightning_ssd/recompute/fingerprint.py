@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from lightning_ssd.common.dtensor import is_shard, local_of
+from lightning_ssd.common.tensors import storage_of
 
 __all__ = ["Fingerprint"]
 
@@ -52,7 +53,8 @@ class Fingerprint:
         self._wanted = frontier
         self._last: tuple[int, torch.Tensor, int] | None = None
         self._kinds: list[tuple[Any, ...]] = []
-        self._unread: deque[torch.Tensor] = deque()
+        self._unread: deque[tuple[torch.Tensor, object]] = deque()
+        """With what keeps a weight from leaving its device before it has been read."""
         self._prints: list[list[torch.Tensor]] = []
         self._integers: dict[int, torch.Tensor] = {}
         self._joined: dict[torch.device, torch.Tensor] = {}
@@ -68,9 +70,10 @@ class Fingerprint:
     def add(self, tensor: torch.Tensor) -> None:
         """One more."""
         self._kinds.append((type(tensor), tensor.dtype, tuple(tensor.shape), tensor.device))
-        self._unread.append(tensor)
+        is_weight = type(tensor) is torch.nn.Parameter and tensor.layout is torch.strided
+        self._unread.append((tensor, storage_of(tensor) if is_weight else None))
         if len(self._unread) > _NUM_UNREAD:
-            self._read(self._unread.popleft())
+            self._read(self._unread.popleft()[0])
 
     def _read(self, tensor: torch.Tensor) -> None:
         index = len(self._prints)
@@ -95,7 +98,7 @@ class Fingerprint:
     def close(self) -> None:
         """The call is over: hold little from now on."""
         while self._unread:
-            self._read(self._unread.popleft())
+            self._read(self._unread.popleft()[0])
         if self._last is not None:
             index, raw, version = self._last
             self._last = None

@@ -1,4 +1,4 @@
-"""Frozen weights of a CUDA card: the bits of plain training on it, and memory that is really free.
+"""Weights of a CUDA card, frozen and trained: the bits of plain training on it, and memory that is really free.
 
 Each block is late on purpose: a kernel sleeps in front of it, so that whoever does not wait for the right stream uses
 memory that is not there yet, or gives back memory that is still used.
@@ -6,6 +6,7 @@ memory that is not there yet, or gives back memory that is still used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,58 @@ def test_bits_and_memory(activations: Any, host_memory: Any, own_stream: bool, s
     frozen = [name for name, p in plain.named_parameters() if not p.requires_grad]
     state = {name: value.cpu() for name, value in model.state_dict().items()}
     assert all(torch.equal(state[name], plain.state_dict()[name]) for name in frozen)
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3),
+    "fused": lambda weights: torch.optim.AdamW(weights, lr=1e-3, fused=True),
+    "loop": lambda weights: torch.optim.AdamW(weights, lr=1e-3, foreach=False),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-2, momentum=0.9),
+    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=1e-2),
+}
+
+
+def train_all(offloader: Offloader | None, optimizer: str, *, steps: int = 4) -> list[torch.Tensor]:
+    """Two batches a step, gradients clipped. Losses, norms, gradients and weights, in memory of the host."""
+    model = built().requires_grad_(True)
+    if offloader is not None:
+        offloader.move_in(model)
+    model.to(DEVICE)
+    if offloader is not None:
+        offloader.register_module(model)
+    update = OPTIMIZERS[optimizer](list(model.parameters()))
+    if offloader is not None:
+        update = offloader.offload_optimizer(update)
+    found = []
+    for step in range(steps):
+        for part in range(2):
+            x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2 * step + part)).to(DEVICE)
+            with nullcontext() if offloader is None else offloader.saved_tensors():
+                loss = model(x).square().mean()
+            loss.backward()
+            if offloader is not None:
+                offloader.end_backward()
+            found.append(loss.detach().cpu())
+        found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).cpu())
+        found += [p.grad.cpu() for p in model.parameters()]
+        update.step()
+        update.zero_grad()
+    with nullcontext() if offloader is None else offloader.host_copies():
+        return found + [value.cpu() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("host_memory", [0, "1GiB"], ids=["drive", "host"])
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+def test_trained_weights(activations: Any, host_memory: Any, optimizer: str, spill_dir: Path) -> None:
+    make_deterministic(DEVICE)
+    expected = train_all(None, optimizer)
+    policy = OffloadPolicy(parameters="offload", optimizer_states="offload", activations=activations)
+    hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
+    with Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader:
+        found = train_all(offloader, optimizer)
+        weights = offloader.stats.weights_bytes
+        assert weights == NUM_BLOCKS * 9 * WIDTH * WIDTH * 4
+        # A block that was updated and is written, the one that is updated, and the next; half of all, with six.
+        assert offloader.stats.weights_resident_peak_bytes < 0.7 * weights
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_ssd.parameters.weight_files import is_mapped
 from tests.parity import models
 from tests.parity.test_models import TRAININGS
-from tests.support.everything_away import OPTIMIZERS, all_away, large, storage_bytes, train
+from tests.support.everything_away import OPTIMIZERS, all_away, away_from_device, large, storage_bytes, train
 from tests.support.helpers import Training, assert_identical
 
 
@@ -130,3 +130,37 @@ def test_training_is_exact(family: str, what: str, activations: str, optimizer: 
         assert offloader.stats.failures == 0
         if what == "all" and optimizer != "adafactor":  # whose states are too small to leave
             assert offloader.optimizer_stats[0].written_bytes > 0
+
+
+ON_DEVICE = {
+    ("gpt2", "all", "keep", "adamw"),
+    ("gpt2", "head", "recompute", "adamw"),
+    ("gpt2-960", "adapters", "recompute", "sgd"),
+    ("gpt2-eager-attention-dropout", "all", "offload", "sgd"),
+    ("bert", "all", "recompute", "adamw"),
+    ("t5", "all", "offload", "adafactor"),
+    ("llama-grouped-queries", "adapters", "keep", "adamw"),
+    ("convolutions-channels-last", "all", "keep", "sgd"),
+    ("lstm", "all", "offload", "adamw"),
+    ("perceptrons", "head", "recompute", "adamw"),
+}
+assert set(PRODUCT) >= ON_DEVICE
+
+
+@pytest.mark.parametrize(
+    ("family", "what", "activations", "optimizer"),
+    [case if case in ON_DEVICE else pytest.param(*case, marks=pytest.mark.exhaustive) for case in PRODUCT],
+)
+def test_training_away_from_a_device_is_exact(
+    family: str, what: str, activations: str, optimizer: str, tmp_path: Path
+) -> None:
+    """The same with weights and states alone, on a device whose copies end late."""
+    training = FAMILIES[family]()
+    steps = (lambda: PREPARE[what](training.make_model())), training.make_batch, training.loss
+    expected = train(*steps, optimizer=optimizer).result()
+    repeated = {"recompute_modules": REPEATED[family]} if activations == "recompute" and family in REPEATED else {}
+    with away_from_device(tmp_path, activations=activations, **repeated) as offloader:
+        trained = train(*steps, offloader, optimizer=optimizer)
+        assert_identical(trained.result(), expected)
+        assert offloader.stats.weights_bytes == storage_bytes(large(trained.model))
+        assert offloader.stats.failures == 0

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.parameters.weight_files import is_mapped
 from tests.support.helpers import Batch
+from tests.support.late import late_copies
 
 EVERYTHING: dict[str, Any] = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}
 MIN_TENSOR_BYTES = 4096
@@ -31,6 +32,18 @@ def all_away(directory: Path, **policy: Any) -> Iterator[Offloader]:
     chosen = EVERYTHING | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR_BYTES} | policy
     hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
     with Offloader(policy=OffloadPolicy(**chosen), hardware=hardware) as offloader:
+        yield offloader
+
+
+@contextmanager
+def away_from_device(directory: Path, **policy: Any) -> Iterator[Offloader]:
+    """An open offloader for a device whose copies end late, with weights and states away from it."""
+    chosen = {"parameters": "offload", "optimizer_states": "offload", "min_tensor_bytes": MIN_TENSOR_BYTES} | policy
+    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory="256KiB")
+    with (
+        late_copies(max_delay_s=0.0005) as copies,
+        Offloader(policy=OffloadPolicy(**chosen), hardware=hardware, _copies=copies) as offloader,
+    ):
         yield offloader
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.common.dtensor import local_of
+from lightning_ssd.common.tensors import place_of
 
 __all__ = ["Span", "are_apart", "have_elements_in_common", "is_held", "is_referred_to", "spans_of", "tensors_in"]
 
@@ -69,13 +70,16 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def spans_of(value: Any) -> list[Span]:
-    """Which memory the tensors in a value take; those without memory of their own take none."""
+    """Which memory the tensors in a value take; those without memory of their own take none.
+
+    Tensors over a storage whose bytes wait elsewhere are told apart, and together, by the storage: they stay there.
+    """
     spans = []
     for tensor in tensors_in(value):
         local = local_of(tensor)
         if local.layout == torch.strided and local.numel() > 0 and local.device.type != "meta":
             try:
-                first = local.data_ptr()
+                first = place_of(local) + int(local.storage_offset()) * local.element_size()
             except RuntimeError:  # a subclass that keeps its data elsewhere
                 continue
             last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))

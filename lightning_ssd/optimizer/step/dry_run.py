@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.common.dtensor import address_of, is_shard, local_of
-from lightning_ssd.common.tensors import PLAIN_TYPES
+from lightning_ssd.common.tensors import PLAIN_TYPES, storage_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import are_apart, spans_of, tensors_in
 from lightning_ssd.optimizer.step.coupling import refuse_own_parameters, refuse_owned
@@ -121,14 +121,20 @@ class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.place = ""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._addresses = {address_of(t) for p in parameters for t in (p, p.grad) if t is not None} - {0}
+        self._places = {place for p in parameters for t in (p, p.grad) if t is not None for place in _places(t)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and address_of(value) in self._addresses:
+            if isinstance(value, torch.Tensor) and not self._places.isdisjoint(_places(value)):
                 self.place = f"by {func}, a tensor of shape {tuple(value.shape)}"
                 raise ConfigError(f"touched {self.place}")
         return func(*args, **(kwargs or {}))
+
+
+def _places(tensor: torch.Tensor) -> set[object]:
+    """Where its memory is, and its storage, which stays what it is when the memory comes back to another address."""
+    address = address_of(tensor)
+    return {address, ("storage", storage_of(local_of(tensor))._cdata)} if address else set()
 
 
 class Watch:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.common.tensors import PLAIN_TYPES
+from lightning_ssd.common.tensors import PLAIN_TYPES, class_of
 from lightning_ssd.optimizer.step.types import State
 
 __all__ = ["MASTER", "from_master", "has_master", "to_master"]
@@ -24,7 +24,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def has_master(parameter: torch.Tensor) -> bool:
     """Whether the parameter is of a kind that gets a float32 copy: a plain dense one of half precision."""
-    return parameter.dtype in _HALF and type(parameter) in PLAIN_TYPES and parameter.layout == torch.strided
+    return parameter.dtype in _HALF and class_of(parameter) in PLAIN_TYPES and parameter.layout == torch.strided
 
 
 def to_master(piece: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:

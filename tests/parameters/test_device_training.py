@@ -1,0 +1,626 @@
+"""Trained weights of a device that wait with their optimizer's states: the bits of plain training."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
+from lightning_ssd.optimizer import paged_states
+from lightning_ssd.parameters.guard import GUARDED
+from tests.parameters.test_device_weights import away, eventually
+from tests.parameters.test_everything_away import (  # noqa: F401  # these are tests, here with our own offloaders
+    PROGRAMS,
+    Loop,
+    test_after_closing_training_goes_on_in_memory,
+    test_bits,
+    test_resuming_from_state_dicts,
+)
+from tests.parameters.test_paged_weights import (
+    MIN_TENSOR,
+    NUM_BLOCKS,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    batches,
+    equal_weights,
+    same,
+)
+from tests.support.faults import FaultyBackend, eio
+from tests.support.interrupted_points import PointsIn
+from tests.support.late import late_copies
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_training import on, pretended_device
+from tests.support.pretended_weights import weights_of
+
+TRAINED = {"parameters": "offload", "optimizer_states": "offload"}
+NUM_WEIGHTS = 1 + 3 * NUM_BLOCKS
+"""Three matrices a block, and the embedding, which the head shares."""
+NUM_BYTES = 4 * (NUM_BLOCKS * 9 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+Opened = Callable[..., Offloader]
+
+
+@pytest.fixture(autouse=True)
+def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of this model in many parts, of which some are slices of a weight."""
+    monkeypatch.setattr(paged_states, "_MIN_SUBGROUP_BYTES", 1 << 17)
+
+
+def policy(**options: Any) -> OffloadPolicy:
+    return OffloadPolicy(**TRAINED | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
+
+
+@pytest.fixture
+def opened(spill_dir: Path) -> Iterator[Opened]:
+    """Makes offloaders for a device whose copies end late; they are closed at the end."""
+    made = []
+    with late_copies(max_delay_s=0.001) as copies:
+
+        def make(**options: Any) -> Offloader:
+            hardware = HardwareProfile(paths=[spill_dir], host_memory=options.pop("host_memory", 0))
+            named = {name: options.pop(name) for name in ("_wrap_backend",) if name in options}
+            made.append(Offloader(policy=policy(**options), hardware=hardware, _copies=copies, **named))
+            return made[-1].open()
+
+        yield make
+        for offloader in made:
+            offloader.close()
+
+
+def written(offloader: Offloader) -> int:
+    """Bytes of weights that went to the drive."""
+    number: int = offloader._parts.parameters.weights.stats.written_bytes
+    return number
+
+
+def have_left(offloader: Offloader, model: nn.Module) -> bool:
+    """Whether all weights leave in time, but for those of one unit, which may be on its way again."""
+    return eventually(offloader, lambda: len(away(model)) >= NUM_WEIGHTS - 3)
+
+
+# -- an update makes what waits old ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_memory", [0, "1MiB", "1GiB"])
+def test_each_update_is_written_before_a_weight_leaves(host_memory: Any, opened: Opened) -> None:
+    offloader = opened(host_memory=host_memory)
+    loop, plain = Loop(offloader), Loop()
+    assert eventually(offloader, lambda: len(away(loop.model)) == NUM_WEIGHTS)
+    for _ in range(3):
+        before = written(offloader)
+        loop.run(1)
+        plain.run(1)
+        assert have_left(offloader, loop.model)
+        if host_memory == 0:
+            assert eventually(offloader, lambda before=before: written(offloader) - before == NUM_BYTES)
+        elif host_memory == "1GiB":
+            assert written(offloader) == 0
+        assert equal_weights(loop.model, plain.model)
+    assert same(loop.result(), plain.result())
+
+
+class Uncounted(torch.optim.Optimizer):
+    """As a kernel that gets an address: no version tells of what it does."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    new = (parameter.detach() - group["lr"] * parameter.grad).contiguous()
+                    ctypes.memmove(parameter.data_ptr(), new.data_ptr(), new.nbytes)
+
+
+def test_an_update_that_no_version_tells_of_is_not_lost(opened: Opened) -> None:
+    loop, plain = Loop(opened(), make=Uncounted), Loop(make=Uncounted)
+    versions = [parameter._version for parameter in plain.model.parameters()]
+    assert same(loop.run().result(), plain.run().result())
+    assert [parameter._version for parameter in plain.model.parameters()] == versions
+
+
+def test_versions_are_those_of_plain_training(opened: Opened) -> None:
+    loop, plain = Loop(opened()).run(2), Loop().run(2)
+    cut = {id(p) for p in loop.model.parameters() if loop.optimizer._states.num_parts(p) > 1}
+    for one, other in zip(loop.model.parameters(), plain.model.parameters(), strict=True):
+        assert one._version >= other._version if id(one) in cut else one._version == other._version
+
+
+def test_master_weights(opened: Opened, spill_dir: Path) -> None:
+    options = {"dtype": torch.bfloat16}
+    hardware = HardwareProfile(paths=[spill_dir])
+    states_alone = policy(parameters="keep", master_weights=True)
+    with Offloader(policy=states_alone, hardware=hardware) as offloader:
+        expected = Loop(offloader, **options).run().result()
+    assert same(Loop(opened(master_weights=True), **options).run().result(), expected)
+
+
+def test_an_update_reads_and_writes_each_weight_once(opened: Opened) -> None:
+    offloader = opened()
+    loop = Loop(offloader).run(1)
+    assert have_left(offloader, loop.model)
+    tier = offloader._parts.parameters.weights._tiers.ssd
+    with offloader.saved_tensors():
+        loss = loop._loss(next(batches(1)))
+    loss.backward()
+    offloader.end_backward()
+    assert have_left(offloader, loop.model)
+    before = tier.progress()
+    loop.optimizer.step()
+    assert eventually(offloader, lambda: tier.progress().written_bytes - before.written_bytes == NUM_BYTES)
+    assert tier.progress().read_bytes - before.read_bytes <= NUM_BYTES
+
+
+def test_no_more_than_some_blocks_are_in_memory(opened: Opened) -> None:
+    """In the update one is written, a subgroup ends in one and begins in the next, and one is on its way. A copy that
+    has ended may hold its memory for a moment.
+    """
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block() for _ in range(12)))
+    block_bytes = 4 * 9 * WIDTH * WIDTH
+    offloader = opened()
+    offloader.register_module(blocks)
+    optimizer = offloader.offload_optimizer(torch.optim.AdamW(blocks.parameters()))
+    for _ in range(3):
+        offloader.reset_peaks()
+        with offloader.saved_tensors():
+            loss = blocks(torch.randn(4, WIDTH)).square().mean()
+        loss.backward()
+        offloader.end_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert offloader.stats.weights_bytes == 12 * block_bytes
+    assert offloader.stats.weights_resident_peak_bytes <= 4.5 * block_bytes
+
+
+# -- who may update ----------------------------------------------------------------------------------------------------
+
+
+def test_without_offloaded_states_trained_weights_stay(opened: Opened) -> None:
+    offloader = opened(optimizer_states="keep")
+    with pytest.warns(UserWarning, match="moves nothing: no weight .* is frozen"):
+        loop = Loop(offloader)
+    assert away(loop.model) == []
+    assert same(loop.run().result(), Loop().run().result())
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, Uncounted])
+def test_an_optimizer_that_is_not_offloaded_keeps_its_weights(make: Any, opened: Opened) -> None:
+    """It might write to them in a way that nobody sees."""
+    offloader = opened()
+    offloader.expect_no_optimizer()
+    loop = Loop(make=make)
+    offloader.register_module(loop.model)
+    assert eventually(offloader, lambda: len(away(loop.model)) == NUM_WEIGHTS)
+    loop.offloader = offloader
+    with pytest.warns(UserWarning, match="is in no optimizer that offload_optimizer"):
+        loop.run()
+    assert away(loop.model) == []
+    assert same(loop.result(), Loop(make=make).run().result())
+
+
+def test_optimizers_choose_their_implementation_as_in_plain_pytorch(opened: Opened) -> None:
+    types = importlib.import_module("torch.optim.optimizer")._foreach_supported_types
+    offloader = opened()
+    assert GUARDED in types
+    offloader.close()
+    assert GUARDED not in types
+
+
+def test_parameters_that_come_to_the_optimizer_later(opened: Opened) -> None:
+    def trained(offloader: Offloader | None) -> list[torch.Tensor]:
+        loop = Loop(offloader)
+        first, later = [loop.model.blocks[0], loop.model.blocks[1]], [loop.model.blocks[2], loop.model.blocks[3]]
+        for module in (*later, loop.model.embedding):
+            module.requires_grad_(False)
+        loop.optimizer = torch.optim.AdamW([p for module in first for p in module.parameters()], lr=1e-2)
+        if offloader is not None:
+            loop.optimizer = offloader.offload_optimizer(loop.optimizer)
+        loop.run(2)
+        for module in later:
+            module.requires_grad_(True)
+        loop.optimizer.add_param_group({"params": [p for module in later for p in module.parameters()]})
+        loop.run(2)
+        return loop.result()
+
+    assert same(trained(opened()), trained(None))
+
+
+def overlapping() -> nn.Module:
+    """Two parameters that have rows in common, which a plain step updates twice."""
+    module = nn.Module()
+    both = torch.randn(96, 256)
+    module.one, module.other = nn.Parameter(both[:64]), nn.Parameter(both[32:])
+    module.large = nn.Linear(256, 512)
+    return module
+
+
+def test_parameters_that_share_elements_are_refused_while_they_are_away(opened: Opened) -> None:
+    module = overlapping()
+    offloader = opened()
+    offloader.register_module(module)
+    assert "one" in away(module)
+    optimizer = offloader.offload_optimizer(torch.optim.AdamW(module.parameters()))
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ConfigError, match="share memory"):
+        optimizer.step()
+
+
+class Meddling(torch.optim.SGD):
+    """Looks at all parameters in each call."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.all = None
+        super().__init__(parameters, lr=lr)
+        self.mine = lambda: [p for group in ALL.get(id(self), self.param_groups) for p in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.mine():
+            if parameter.grad is not None:
+                parameter.detach().mul_(0.99)
+        return super().step(closure)
+
+
+ALL: dict[int, Any] = {}
+
+
+def test_an_optimizer_that_touches_others_is_found_out_while_they_are_away(opened: Opened) -> None:
+    offloader = opened()
+    loop = Loop(offloader, make=Meddling)
+    ALL[id(loop.optimizer.inner)] = list(loop.optimizer.param_groups)
+    with pytest.raises(ConfigError, match="touched by aten"):
+        loop.run(1)
+    ALL.clear()
+
+
+# -- programs that are not kind to weights -----------------------------------------------------------------------------
+
+
+def _view_held(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.__dict__.setdefault("held", []).append(model.blocks[1].up.weight.detach()[3:7])
+
+
+def _rows_of_held_views(model: nn.Module, optimizer: Any, step: int) -> None:
+    _view_held(model, optimizer, step)
+    with torch.no_grad():
+        model.held[-1].mul_(0.5)
+
+
+def _data(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.blocks[0].down.weight.data.mul_(0.9)
+    model.blocks[2].up.weight.data = model.blocks[2].up.weight.data * 0.5
+    model.embedding.weight.detach().numpy()[3] += 0.5
+
+
+def _averaged(model: nn.Module, optimizer: Any, step: int) -> None:
+    average = model.__dict__.setdefault("average", [torch.zeros_like(p) for p in model.parameters()])
+    with torch.no_grad():
+        for held, parameter in zip(average, model.parameters(), strict=True):
+            held.lerp_(parameter, 0.1)
+        if step == 2:
+            for held, parameter in zip(average, model.parameters(), strict=True):
+                parameter.copy_(held)
+
+
+def _loaded(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+def _toggled(model: nn.Module, optimizer: Any, step: int) -> None:
+    for number, block in enumerate(model.blocks):
+        block.requires_grad_((number + step) % 2 == 0)
+    model.embedding.weight.requires_grad = step != 1
+
+
+def _given_another(model: nn.Module, optimizer: Any, step: int) -> None:
+    """A parameter that the optimizer does not know."""
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach() * 2)
+
+
+def _norm_of_all(model: nn.Module, optimizer: Any, step: int) -> None:
+    norm = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()])
+    model.__dict__.setdefault("norms", []).append(norm)
+    for parameter in model.parameters():
+        parameter.data.div_(norm).mul_(3.0)
+
+
+def _decay(weight: torch.Tensor) -> None:
+    weight.grad.add_(weight.detach(), alpha=1e-3)  # type: ignore[union-attr]
+
+
+def _hooked(model: nn.Module, optimizer: Any, step: int) -> None:
+    if step == 0:
+        for block in model.blocks:
+            block.up.weight.register_hook(lambda gradient, w=block.up.weight: gradient + 1e-3 * w.detach())
+            block.down.weight.register_post_accumulate_grad_hook(_decay)
+
+
+def _states_read(model: nn.Module, optimizer: Any, step: int) -> None:
+    for parameter in model.blocks[1].parameters():
+        optimizer.state[parameter]["exp_avg"].mul_(0.5)
+
+
+HOSTILE = [
+    *(_view_held, _rows_of_held_views, _data, _averaged, _loaded, _toggled, _given_another, _norm_of_all),
+    *(_hooked, _states_read),
+]
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("does", HOSTILE)
+def test_what_is_done_between_steps(does: Any, activations: str, opened: Opened) -> None:
+    plain = Loop(after_step=does).run(5)
+    loop = Loop(opened(activations=activations), after_step=does).run(5)
+    assert same(loop.result(), plain.result())
+    for name in ("held", "average", "norms"):
+        assert same(loop.model.__dict__.get(name, []), plain.model.__dict__.get(name, []))
+
+
+def losses_of_all_weights(offloader: Offloader | None, use: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Trains on a loss to which all weights contribute outside of their blocks, too."""
+    loop = Loop(offloader)
+    loss_of = loop._loss
+    loop._loss = lambda ids: loss_of(ids) + use(loop.model)  # type: ignore[method-assign]
+    return loop.run().result()
+
+
+def _penalty_of_gradients(model: nn.Module) -> torch.Tensor:
+    """Gradients of gradients."""
+    loss = model.blocks[1](torch.ones(2, WIDTH)).square().mean()
+    weights = [model.blocks[1].up.weight, model.blocks[1].down.weight]
+    return sum(g.square().sum() for g in torch.autograd.grad(loss, weights, create_graph=True))  # type: ignore[return-value]
+
+
+USES: dict[str, Callable[[nn.Module], torch.Tensor]] = {
+    "l2": lambda model: sum(p.square().sum() for p in model.parameters()) * 1e-3,  # type: ignore[return-value]
+    "norms": lambda model: torch.stack([p.norm() for p in model.parameters()]).sum() * 1e-3,
+    "product": lambda model: (model.blocks[0].up.weight @ model.blocks[1].down.weight).diagonal().sum() * 1e-3,
+    "distance": lambda model: (model.blocks[0].up.weight - model.blocks[1].up.weight.detach()).abs().mean(),
+    "penalty": _penalty_of_gradients,
+    "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()).abs().mean(),
+    "functional": lambda model: torch.func.functional_call(
+        model.blocks[0], {"up.weight": model.blocks[1].up.weight}, torch.ones(2, WIDTH)
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_weights_that_are_in_the_loss_themselves(name: str, opened: Opened) -> None:
+    expected = losses_of_all_weights(None, USES[name])
+    assert same(losses_of_all_weights(opened(), USES[name]), expected)
+
+
+@pytest.mark.parametrize("holds", ["loss", "graph", "accumulators"])
+def test_graphs_that_outlive_their_step(holds: str, opened: Opened) -> None:
+    """What holds the nodes that gather gradients holds no bytes; a graph without our hooks keeps the weights in it."""
+    results = []
+    for offloader in (None, opened()):
+        loop, kept = Loop(offloader), []
+        for _ in range(3):
+            loop.run(1)
+            if holds == "loss":
+                kept.append(loop.model(next(batches(1))).sum())
+            elif holds == "graph":
+                kept.append(torch.stack([p.square().sum() for p in loop.model.parameters()]).sum())
+            else:
+                kept += [torch.autograd.graph.get_gradient_edge(p) for p in loop.model.parameters()]
+        gc.collect()
+        if offloader is not None and holds == "accumulators":
+            assert have_left(offloader, loop.model)
+        results.append(loop.result())
+        if holds != "accumulators":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                kept[0].backward()
+            kept[-1].backward()
+            results[-1] += [p.grad.clone() for p in loop.model.parameters()]
+    assert same(*results)
+
+
+def test_two_backwards_through_one_graph_and_a_step_in_between(opened: Opened) -> None:
+    messages, results = [], []
+    for offloader in (None, opened()):
+        loop = Loop(offloader)
+        ids = next(batches(1))
+        if offloader is None:
+            loss = loop._loss(ids)
+        else:
+            with offloader.saved_tensors():
+                loss = loop._loss(ids)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        results.append([p.grad.clone() for p in loop.model.parameters()])
+        if offloader is not None:
+            offloader.end_backward()
+        loop.optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as refused:
+            loss.backward()
+        messages.append(str(refused.value).partition(" is at version")[0])
+        results[-1] += [value.clone() for value in loop.model.state_dict().values()]
+    assert same(*results)
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide
+def test_compiled_blocks(opened: Opened) -> None:
+    results = []
+    for offloader in (None, opened()):
+        loop = Loop(None)
+        for block in loop.model.blocks:
+            block.compile(backend="aot_eager")
+        if offloader is not None:
+            offloader.register_module(loop.model)
+            loop.offloader = offloader
+            loop.optimizer = offloader.offload_optimizer(torch.optim.AdamW(loop.model.parameters(), lr=1e-2))
+        results.append(loop.run().result())
+    assert same(*results)
+
+
+def scaled(offloader: Offloader | None) -> list[torch.Tensor]:
+    """Training with scaled losses; one step is skipped, since its gradients are not finite."""
+    scaler, loop = torch.amp.GradScaler("cpu", init_scale=256.0), Loop(offloader)
+    for step, ids in enumerate(batches(4)):
+        with nullcontext() if offloader is None else offloader.saved_tensors():
+            loss = scaler.scale(loop._loss(ids)) * (torch.inf if step == 1 else 1.0)
+        loss.backward()
+        if offloader is not None:
+            offloader.end_backward()
+        scaler.unscale_(loop.optimizer)
+        loop.found.append(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01))
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+    return [norm.nan_to_num() for norm in loop.found] + loop.result()[len(loop.found) :]
+
+
+def test_scaled_gradients(opened: Opened) -> None:
+    assert same(scaled(opened()), scaled(None))
+
+
+# -- building, moving, saving ------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_moves_in_weight_by_weight(opened: Opened) -> None:
+    plain, loop = Loop(), Loop()
+    offloader = opened()
+    offloader.move_in(loop.model)
+    assert eventually(offloader, lambda: len(away(loop.model)) == NUM_WEIGHTS)
+    loop.model.to("cpu")
+    offloader.register_module(loop.model)
+    loop.offloader = offloader
+    loop.optimizer = offloader.offload_optimizer(torch.optim.AdamW(loop.model.parameters(), lr=1e-2))
+    assert same(loop.run().result(), plain.run().result())
+
+
+def test_a_checkpoint_in_the_middle_is_made_of_host_copies(opened: Opened) -> None:
+    offloader = opened()
+    loop, plain = Loop(offloader).run(2), Loop().run(2)
+    offloader.reset_peaks()
+    with offloader.host_copies():
+        state = {name: value + 0 for name, value in loop.model.state_dict().items()}  # of small ones, which are here
+    assert same(list(state.values()), list(plain.model.state_dict().values()))
+    assert offloader.stats.weights_resident_peak_bytes < NUM_BYTES / 2
+    assert same(loop.run(2).result(), plain.run(2).result())
+    assert same(list(state.values()), list(Loop().run(2).model.state_dict().values()))
+
+
+# -- when a drive fails, is full, or somebody presses Ctrl-C -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", [eio, lambda: OutOfSpaceError(28, "No space left on device")], ids=["eio", "full"])
+def test_updated_weights_that_cannot_be_written_stay(failure: Any, opened: Opened) -> None:
+    failing = [False]
+    backend = lambda inner: FaultyBackend(inner, fail_write=lambda call: failure() if failing[0] else None)  # noqa: E731
+    offloader = opened(_wrap_backend=backend)
+    loop, plain = Loop(offloader), Loop()
+    failing[0] = True
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loop.run()
+    texts = sorted(str(one.message) for one in told)
+    assert [text.split()[0] for text in texts] == ["optimizer", "weight"]  # each once
+    assert "was changed and cannot be written" in texts[1]
+    assert away(loop.model) == []
+    failing[0] = False
+    assert same(loop.result(), plain.run().result())
+
+
+def test_a_read_that_fails_in_the_update_names_the_weight_and_leaves_the_step_incomplete(opened: Opened) -> None:
+    failing = [False]
+    backend = lambda inner: FaultyBackend(inner, fail_read=lambda call: eio() if failing[0] else None)  # noqa: E731
+    offloader = opened(_wrap_backend=backend)
+
+    def fail(model: nn.Module, optimizer: Any, step: int) -> None:
+        assert have_left(offloader, model)
+        failing[0] = True
+
+    loop = Loop(offloader, before_step=fail)
+    loop.optimizer.zero_grad()
+    with pytest.raises(StorageError) as refused:
+        _one_step(loop, offloader, fail)
+    assert "This was weight" in "".join(getattr(refused.value, "__notes__", ()))
+    with pytest.raises(RuntimeError, match="an earlier step of this optimizer is incomplete"):
+        loop.optimizer.step()
+    failing[0] = False
+
+
+def _one_step(loop: Loop, offloader: Offloader, before_step: Any) -> None:
+    with offloader.saved_tensors():
+        loss = loop._loss(next(batches(1)))
+    loss.backward()
+    offloader.end_backward()
+    before_step(loop.model, loop.optimizer, 0)
+    loop.optimizer.step()
+
+
+def test_an_interrupt_at_each_point_costs_no_bit(spill_dir: Path) -> None:
+    """Of a whole step: after it the last checkpoint is loaded, and the step repeated."""
+    hardware = HardwareProfile(paths=[spill_dir])
+    points, num = PointsIn(*(f"parameters/{name}.py" for name in ("device_memory", "device_pager", "pager"))), 0
+    with (
+        late_copies(max_delay_s=0) as copies,
+        Offloader(policy=policy(), hardware=hardware, _copies=copies) as offloader,
+    ):
+        loop = Loop(offloader).run(1)
+        weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        states = copy.deepcopy(loop.optimizer.state_dict())
+
+        def load(one: Loop) -> None:
+            one.optimizer.zero_grad()
+            one.model.load_state_dict(weights)
+            one.optimizer.load_state_dict(copy.deepcopy(states))
+            one.found.clear()
+
+        plain = Loop()
+        load(plain)
+        expected = plain.run(1).result()
+        while (where := points.interrupt(lambda: loop.run(1))) is not None:
+            num += 1
+            load(loop)
+            assert same(loop.run(1).result(), expected), where
+            load(loop)
+    assert num > 100
+
+
+# -- the order of copies -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("host_memory", [0, "1MiB", "1GiB"])
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+def test_no_race(activations: str, host_memory: Any, seed: int, spill_dir: Path) -> None:
+    """On a device whose streams run in any order, and whose races are faults."""
+
+    def trained(offloader: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
+        def aside(model: nn.Module, *_: object) -> None:
+            with torch.no_grad():
+                model.blocks[2].down.weight.data.mul_(0.9)
+                with device.stream("side"):
+                    device.wait_stream("main")
+                    seen.append(model(next(batches(1))))
+                device.wait_stream("side")
+
+        seen: list[torch.Tensor] = []
+        return Loop(offloader, after_step=aside, accumulate=2).run(3).result() + seen
+
+    with pretended_device(seed=seed, lag_s=0.001) as device, weights_of(device):
+        expected = trained(None, device)
+        hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True, host_memory=host_memory)
+        with Offloader(policy=policy(activations=activations), hardware=hardware, **on(device)).open() as offloader:
+            found = trained(offloader, device)
+        assert same(found, expected)
+    assert device.faults == []
+    assert device.num_copies > 0
