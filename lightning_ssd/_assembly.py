@@ -209,6 +209,7 @@ def _with_parameters(
             min_nbytes=policy.min_tensor_nbytes,
             trained=policy.optimizer_states == "offload",
             residents=Residents(_needs(policy, environment)) if policy.parameters == "auto" else None,
+            verify=policy.verify == "full",
         )
         stack.callback(weights.close)
     if policy.gradients != "keep":

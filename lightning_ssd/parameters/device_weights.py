@@ -58,6 +58,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     def _why_it_stays(self, weights: SharedWeights, place: tuple[str, nn.Module | None]) -> str | None:
         if place[1] is None and self._building is None:
             return "its forward is compiled as a whole; compile each block instead (block.compile())"
+        if weights.slices is not None:
+            return "its memory shows a file, and cannot be given back and taken again in place"
         return _why_it_cannot_wait(weights)
 
     def _must_return(self, place: tuple[str, nn.Module | None]) -> bool:
@@ -88,8 +90,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
             del moved
             self._take_over(one, [("", None)], [])
 
-    def _check_room(self, sizes: Sequence[int]) -> None:
-        self._tiers.ssd.reserve(sum(sizes))
+    def _check_room(self, new: Sequence[SharedWeights]) -> None:
+        self._tiers.ssd.reserve(sum(weights.storage.nbytes() for weights in new))
 
     def _take_over(
         self, new: list[SharedWeights], places: Sequence[tuple[str, nn.Module | None]], trained: list[SharedWeights]

@@ -80,7 +80,7 @@ class PagedGradients:
         if trained:
             self._before_first()
         new = [p for p in trained if not self._has_hook(p)]
-        self._files.check_room([parameter.nbytes for parameter in new])
+        self._files.check_room([parameter.nbytes for parameter in new], changes=True)
         for parameter in new:
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
             self._hooks[id(parameter)] = register(self._accumulated)

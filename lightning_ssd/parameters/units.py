@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, storage_of
+from lightning_ssd.parameters.file_slices import FileSlices, file_slices
 from lightning_ssd.parameters.guard import is_guarded
 from lightning_ssd.parameters.weight_files import is_mapped
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks
@@ -26,6 +27,8 @@ class SharedWeights:
     names: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     has_buffers: bool = False
+    slices: FileSlices | None = None
+    """Where the storage is a part of a file that PyTorch has mapped: all such parts of the module."""
 
     @property
     def is_frozen(self) -> bool:
@@ -50,6 +53,11 @@ def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> l
     for buffer in module.buffers() if found else ():
         if is_plain(buffer, device) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
             shared.has_buffers = True
+    if any(not weights.storage.resizable() for weights in found.values()):
+        tensors = (*module.parameters(), *module.buffers())
+        slices = file_slices(storage_of(tensor) for tensor in tensors if is_plain(tensor))
+        for weights in found.values():
+            weights.slices = slices.get(weights.storage._cdata)
     return list(found.values())
 
 
@@ -73,13 +81,15 @@ def why_it_stays(weights: SharedWeights) -> str | None:
         return "a buffer lies in the same memory"
     if weights.storage.is_shared():
         return "it is in memory that processes share"
-    if not (weights.storage.resizable() or is_mapped(weights.storage)):
+    if weights.slices is None and not (weights.storage.resizable() or is_mapped(weights.storage)):
         return (
-            "its memory was not made by PyTorch (it shows a file or an array of NumPy); give it memory of its own "
-            "before, by weight.data = weight.data.clone()"
+            "its memory was not made by PyTorch (it shows an array of NumPy, or a file in a way that cannot be "
+            "followed); give it memory of its own before, by weight.data = weight.data.clone()"
         )
     if not can_count_holders():
         return "this PyTorch does not tell who else holds its memory"
+    if weights.slices is not None and (reason := weights.slices.why_it_stays(weights.storage)) is not None:
+        return reason
     others = holders(weights.storage) - len(weights.tensors)
     if others:
         return f"something else holds its memory ({others} {'tensor' if others == 1 else 'tensors'})"
