@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -48,7 +49,7 @@ class SourceFile:
         self.error: StorageError | None = None
         """What has gone wrong with a weight in it."""
         self.has_told = False
-        self._state = _state(fd)
+        self._state = _State.of(fd)
 
     def look(self) -> None:
         """See whether it is what it was.
@@ -56,20 +57,33 @@ class SourceFile:
         Raises:
             StorageError: weights in it may have other values, so that training must not go on.
         """
-        if self.error is None and _state(self.fd) != self._state:
+        state = _State.of(self.fd)
+        if state.num_names != self._state.num_names and state.written == self._state.written:
+            self._state = state  # it got another name, or lost one, which changes the time, too
+        if self.error is None and state != self._state:
             self.error = StorageError(
                 errno.ESTALE,
-                f"{self.path} was changed while frozen weights wait in it (expected size, modification and change time "
-                f"{self._state}, got {_state(self.fd)}), so that they may have other values; go on from a checkpoint, "
-                "and leave the file alone, or give the weights memory of their own: weight.data = weight.data.clone()",
+                f"{self.path} was changed while frozen weights wait in it (expected {self._state}, got {state}), so "
+                "that they may have other values; go on from a checkpoint, and leave the file alone or give the "
+                "weights memory of their own: weight.data = weight.data.clone()",
             )
         if self.error is not None:
             raise self.error
 
 
-def _state(fd: int) -> tuple[int, int, int]:
-    found = os.fstat(fd)
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+class _State(NamedTuple):
+    """What tells whether somebody has changed a file."""
+
+    written: tuple[int, int]
+    """Size, and when it was written last."""
+    changed_ns: int
+    num_names: int
+
+    @classmethod
+    def of(cls, fd: int) -> _State:
+        """Of an open file."""
+        found = os.fstat(fd)
+        return cls((found.st_size, found.st_mtime_ns), found.st_ctime_ns, found.st_nlink)
 
 
 class SourceStorage(MappedStorage):

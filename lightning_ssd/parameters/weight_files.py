@@ -70,7 +70,7 @@ class MappedStorage(ABC):
         self.nbytes = nbytes
         self._view: FileView | None = view
         self._start = start
-        self._shown_bytes = start + round_up(nbytes, PAGE_BYTES)
+        self._shown_bytes = round_up(start + nbytes, PAGE_BYTES)
 
     def show(self) -> torch.UntypedStorage:
         """A storage over the memory, to which :attr:`key` refers weakly from then on.

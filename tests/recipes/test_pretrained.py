@@ -121,7 +121,7 @@ def in_memory() -> set[int]:
 
 @pytest.mark.parametrize(("dtype", "share"), [("auto", 1.0), ("bfloat16", 0.5)])
 def test_the_model_is_never_whole_in_memory(dtype: Any, share: float, folder: Path, spill_dir: Path) -> None:
-    """No weight is read before the one before it is on the drive."""
+    """No weight is converted before the one before it is on the drive."""
     policy = OffloadPolicy(parameters="offload", activations="keep", min_tensor_bytes=SMALLEST)
     module = PretrainedModel(path=str(folder), lora=LoRA(rank=1), dtype=dtype)
     before, counts = in_memory(), []
@@ -132,7 +132,7 @@ def test_the_model_is_never_whole_in_memory(dtype: Any, share: float, folder: Pa
                 module.configure_model()
         finally:
             hook.remove()
-        assert max(counts) == 1
+        assert max(counts) == (dtype != "auto"), "those that need no conversion stay in the files"
         assert not in_memory() - before
         offloader.register_module(module)
         assert offloader.stats.weights_bytes == share * base_bytes(folder)
