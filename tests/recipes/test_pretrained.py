@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.parameters.weight_files import is_mapped
+from lightning_ssd.parameters.weight_files import WeightFiles, is_mapped
 from recipes import fabric_loop, plain_loop
 from recipes.lora import LoRA, LoRALayer
 from recipes.pretrained import PretrainedModel
@@ -76,6 +76,54 @@ def test_adapters_are_trained_as_by_plain_lightning_while_the_base_waits(tune: T
     assert other.weights_bytes == base_bytes(folder)
     assert "weights wait on the SSD" in other.line()
     assert "frozen weights" not in plain.line()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard", ["60KB", "10GB"], ids=["sharded", "one_file"])
+@pytest.mark.parametrize("offload", ["weights", "everything"])
+def test_frozen_weights_wait_in_the_folder_s_own_files(
+    kind: str,
+    dtype: torch.dtype,
+    shard: str,
+    offload: str,
+    tune: Tune,
+    spill_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The head of "gpt2" is its embedding. Adapters are smaller than what waits, so nothing of ours is written."""
+    folder = spill_dir / "other"
+    save_tiny(kind, folder, dtype=dtype, max_shard_size=shard)
+    assert (folder / "model.safetensors.index.json").exists() is (shard == "60KB")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    written: list[int] = []
+    close = WeightFiles.close
+
+    def note(files: WeightFiles) -> None:
+        written.append(files.written_bytes)
+        close(files)
+
+    monkeypatch.setattr(WeightFiles, "close", note)
+    overrides = [f"model.path={folder}", "model.lora.rank=1"]
+    plain = tune("offload=none", *overrides)
+    other = tune(f"offload={offload}", f"offload.min_tensor_bytes={SMALLEST}", *overrides)
+    assert equal(plain, other)
+    sizes = [p.nbytes for p in AutoModelForCausalLM.from_pretrained(folder, dtype="auto").parameters()]
+    assert other.weights_bytes == sum(nbytes for nbytes in sizes if nbytes >= SMALLEST)
+    assert written == [0]
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("shard", ["60KB", "10GB"], ids=["sharded", "one_file"])
+def test_a_whole_model_is_trained_with_everything_away(shard: str, tune: Tune, spill_dir: Path) -> None:
+    folder = spill_dir / "other"
+    save_tiny("gpt2", folder, max_shard_size=shard)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    overrides = [f"model.path={folder}", "model.lora=null"]
+    other = tune("offload=everything", f"offload.min_tensor_bytes={SMALLEST}", *overrides)
+    assert equal(tune("offload=none", *overrides), other)
+    assert other.weights_bytes > 0
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 @pytest.mark.filterwarnings("ignore:OffloadPolicy.parameters='offload' moves nothing")
