@@ -212,6 +212,7 @@ def _with_parameters(
             trained=policy.optimizer_states == "offload",
             is_replicated=environment.is_replicated,
             residents=Residents(_needs(policy, environment)) if policy.parameters == "auto" else None,
+            verify=policy.verify == "full",
         )
         stack.callback(weights.close)
     if policy.gradients != "keep":

@@ -27,8 +27,9 @@ _MAKER = "save_pretrained of transformers"
 class PretrainedModel(LanguageModel):
     """A pretrained causal language model (GPT-2, Llama), with adapters that are trained, or trained as a whole.
 
-    The weights are read in ``configure_model``, one after the other: where the strategy lets frozen weights wait on a
-    drive, the model is never whole in memory.
+    Its weights are memory that shows the files, until they are converted to another type, trained or moved to a device:
+    so `transformers` loads them. Where the strategy lets frozen ones wait on a drive, they wait in these files, which
+    must not be changed meanwhile; converted ones go to the drive one by one. The model is never whole in memory.
 
     Args:
         path: folder with ``config.json`` and ``*.safetensors``.
@@ -60,7 +61,8 @@ class PretrainedModel(LanguageModel):
         settle_first_calls()
         network = _read_weights(self.folder)
         network.requires_grad_(self.lora is None)
-        _own_memory(network, None if self.dtype_of_weights == "auto" else getattr(torch, self.dtype_of_weights))
+        if self.dtype_of_weights != "auto":
+            _convert(network, getattr(torch, self.dtype_of_weights))
         if self.lora is not None:
             add_adapters(network, self.lora)
         network.train()  # it comes in evaluation mode
@@ -98,19 +100,18 @@ def _read_weights(folder: Path) -> PreTrainedModel:
     return network
 
 
-def _own_memory(network: nn.Module, dtype: torch.dtype | None) -> None:
-    """Copy the weights one by one out of the files, which `transformers` only maps into memory, and convert them.
+def _convert(network: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights one by one out of the files, which `transformers` only maps into memory.
 
-    Whoever writes to such a file would change the model, and whoever wants to move a weight could not tell who else
-    refers to its memory. Setting the parameter again lets a strategy that takes over weights as they are made take this
-    one over before the next one is copied.
+    Setting the parameter again lets a strategy that takes over weights as they are made take this one over before the
+    next one is converted.
     """
-    copied: set[int] = set()
+    seen: set[int] = set()
     for module in network.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in copied:  # two layers may share it
-                copied.add(id(parameter))
-                parameter.data = parameter.data.to(dtype or parameter.dtype, copy=True)
+            if id(parameter) not in seen:  # two layers may share it
+                seen.add(id(parameter))
+                parameter.data = parameter.data.to(dtype)
             setattr(module, name, parameter)
 
 

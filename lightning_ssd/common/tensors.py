@@ -28,6 +28,7 @@ __all__ = [
     "is_released",
     "place_of",
     "storage_of",
+    "use_count",
 ]
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -134,7 +135,12 @@ def is_released(key: StorageKey) -> bool:
 
     Ours is one reference, however many of our objects share it; after the write it is none.
     """
-    return _use_count is not None and _use_count(key.cdata) <= 1
+    return _use_count is not None and use_count(key.cdata) <= 1
+
+
+def use_count(cdata: int) -> int:
+    """References to the storage at this address, which must be one. Only where :func:`can_count_holders`."""
+    return 0 if _use_count is None else _use_count(cdata)
 
 
 def holders(storage: torch.UntypedStorage) -> int:
@@ -142,7 +148,7 @@ def holders(storage: torch.UntypedStorage) -> int:
 
     The given object is one reference more, however many objects of Python there are for the same storage.
     """
-    return 0 if _use_count is None else _use_count(storage._cdata) - 1
+    return 0 if _use_count is None else use_count(storage._cdata) - 1
 
 
 class TensorSpec(NamedTuple):

@@ -20,14 +20,17 @@ from lightning_ssd.memory.mmap import (
     libc,
     map_anonymous,
 )
+from lightning_ssd.memory.page_table import has_copies
 
-__all__ = ["FileView"]
+__all__ = ["FileView", "drop_pages"]
 
 _FIXED = 0x10  # MAP_FIXED and MAP_NORESERVE, which Python does not name (everywhere)
 _NORESERVE = 0x4000
 _WILLNEED = 3  # MADV_WILLNEED, MADV_DONTNEED and MADV_POPULATE_READ (Linux 5.14), likewise
 _DONTNEED = 4
 _POPULATE_READ = 22
+_MAYMOVE = 1  # MREMAP_MAYMOVE and MREMAP_DONTUNMAP (Linux 5.7; of files 5.13)
+_DONTUNMAP = 4
 _POPULATE_BYTES = 16 << 20
 """Whoever maps or unmaps memory meanwhile waits for one request."""
 
@@ -93,9 +96,25 @@ class FileView:
         """Take a shared part out of this process; the next touch brings it back, with all that was written to it.
 
         The system keeps it in its page cache as long as nothing else needs the room. Of a private part, what was
-        written would be lost.
+        written would be lost: see :meth:`send_out_unwritten`.
         """
         libc.madvise(self.address + start, nbytes, _DONTNEED)
+
+    def send_out_unwritten(self, start: int, nbytes: int) -> bool:
+        """Take a private part out of this process, in which nothing was written; the next touch brings it back.
+
+        Returns:
+            ``False``: somebody has written meanwhile. What was written before the pages left is lost. It is looked for
+            in what was taken out, so that no moment remains in which it could be missed. A system that cannot do that
+            (before Linux 5.13) keeps the part in memory.
+        """
+        taken = libc.mremap(self.address + start, nbytes, nbytes, _MAYMOVE | _DONTUNMAP, None)
+        if taken is None or taken == MAP_FAILED:
+            return True
+        try:
+            return not has_copies(taken, nbytes)
+        finally:
+            libc.munmap(taken, nbytes)
 
     def tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         """A dense tensor with a storage of its own over the bytes from ``start`` on. It keeps the view alive."""
@@ -105,3 +124,10 @@ class FileView:
         array = array_type(num_elements * dtype.itemsize).from_buffer(self._map, start)
         array.view = self  # type: ignore[attr-defined]  # for what the view keeps
         return torch.frombuffer(array, dtype=dtype).as_strided(shape, stride)
+
+
+def drop_pages(address: int, nbytes: int) -> None:
+    """Give back the whole pages of a range that nobody can reach any more, whatever was written to them."""
+    start, stop = round_up(address, PAGE_BYTES), (address + nbytes) // PAGE_BYTES * PAGE_BYTES
+    if start < stop:
+        libc.madvise(start, stop - start, _DONTNEED)

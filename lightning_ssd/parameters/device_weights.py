@@ -64,6 +64,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     def _why_it_stays(self, weights: SharedWeights, place: Place) -> str | None:
         if place[1] is None and self._building is None:
             return "its forward is compiled as a whole; compile each block instead (block.compile())"
+        if weights.slices is not None:
+            return "its memory shows a file, and cannot be given back and taken again in place"
         return _why_it_cannot_wait(weights)
 
     def _must_return(self, place: Place) -> bool:
@@ -112,8 +114,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         """A gradient has to be on the device of its weight: whoever moves the module moves both."""
         return self._may_wait(weights) and all(tensor.grad is None for tensor in weights.tensors)
 
-    def _check_room(self, sizes: Sequence[int]) -> None:
-        self._tiers.ssd.reserve(sum(sizes))
+    def _check_room(self, new: Sequence[SharedWeights]) -> None:
+        self._tiers.ssd.reserve(sum(weights.storage.nbytes() for weights in new))
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         nbytes = sum(weights.storage.nbytes() for weights in new)

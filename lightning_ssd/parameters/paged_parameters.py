@@ -96,9 +96,12 @@ class PagedParameters:
         """A backward is over.
 
         Raises:
-            StorageError: a drive has refused changed weights or gradients, which may be lost.
+            StorageError: a drive has refused changed weights or gradients, which may be lost; or somebody has changed
+                a file that frozen weights wait in.
         """
         self.send_out()
+        if self.weights is not None:
+            self.weights.check()
         if self.files is not None and self.files.are_used:
             self.files.look_for_losses()
 

@@ -31,9 +31,11 @@ from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import forget_frames
+from lightning_ssd.memory.file_mapping import drop_pages
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.pager import MappedPager, Memory, Pager, Place, Weight
 from lightning_ssd.parameters.residents import Residents
+from lightning_ssd.parameters.source_files import SourceFiles, SourceStorage
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, weights_of, why_it_stays
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles
 from lightning_ssd.parameters.windows import Gathering, Window
@@ -85,8 +87,8 @@ class PagedWeights(ABC, Generic[Memory]):
     # -- what is done otherwise on a CPU and on a device -----------------------------------------------------------
 
     @abstractmethod
-    def _check_room(self, sizes: Sequence[int]) -> None:
-        """Take the space for weights of these sizes.
+    def _check_room(self, new: Sequence[SharedWeights]) -> None:
+        """Take the space for these weights.
 
         Raises:
             OutOfSpaceError: there is not enough.
@@ -118,7 +120,7 @@ class PagedWeights(ABC, Generic[Memory]):
         found = shared_weights(module, self._min_nbytes, self._device)
         places = owners(module, found, watches_compiled=self._watches_compiled)
         new, trained = self._sorted_out(found, places, self._staying(module, found, places))
-        self._check_room([weights.storage.nbytes() for weights in new])
+        self._check_room(new)
         del found
         if new or trained:
             try:
@@ -133,6 +135,17 @@ class PagedWeights(ABC, Generic[Memory]):
     def _why_it_stays(self, weights: SharedWeights, place: Place) -> str | None:
         """Why a weight that would wait has to stay in memory; ``None``: it can wait."""
         return why_it_stays(weights)
+
+    def _must_move(self, weight: Weight[Memory], weights: SharedWeights, *, beside_frozen: bool) -> bool:
+        """Whether what was taken over has to be taken over again, elsewhere, since it is trained."""
+        return False
+
+    def check(self) -> None:
+        """A backward is over.
+
+        Raises:
+            StorageError: somebody has changed what weights wait in.
+        """
 
     def _must_return(self, place: Place) -> bool:
         """Whether what was taken over while the model was built cannot wait in this place."""
@@ -169,9 +182,13 @@ class PagedWeights(ABC, Generic[Memory]):
         """Those to take over, and those to give back because they are trained or stay."""
         new, trained = [], []
         self._held = {}
+        beside_frozen = any(weights.is_frozen for weights in found)
         for weights in found:
-            is_taken = self.pager.find(weights.storage) is not None
+            weight = self.pager.find(weights.storage)
+            is_taken = weight is not None
             waits = self._may_wait(weights) and weights.names[0] not in staying
+            if weight is not None and waits and self._must_move(weight, weights, beside_frozen=beside_frozen):
+                is_taken = False
             if is_taken and (not waits or self._must_return(places[weights.names[0]])):
                 trained.append(weights)
             elif not is_taken and waits:
@@ -286,7 +303,7 @@ class PagedWeights(ABC, Generic[Memory]):
             if weight is not None:
                 del weights
                 self._put_away(weight)
-            elif (self._residents is None or self._residents.is_short()) and (
+            elif (weights.slices is None and (self._residents is None or self._residents.is_short())) and (
                 self._why_it_stays(weights, (unit_name, None)) is None
             ):
                 one = [weights]
@@ -350,17 +367,33 @@ class MappedWeights(PagedWeights[MappedStorage]):
         trained: bool = False,
         is_replicated: bool = False,
         residents: Residents | None = None,
+        verify: bool = False,
     ) -> None:
         super().__init__(
             MappedPager(), min_nbytes=min_nbytes, trained=trained, is_replicated=is_replicated, residents=residents
         )
         self._files = files
+        self._sources = SourceFiles(verify=verify)
         self._taken_bytes = 0
         # Guards the exchange of memory against an interrupted caller who goes on. A leaf lock.
         self._exchange = threading.Lock()
 
-    def _check_room(self, sizes: Sequence[int]) -> None:
-        self._files.check_room(sizes)
+    def _must_move(self, weight: Weight[MappedStorage], weights: SharedWeights, *, beside_frozen: bool) -> bool:
+        """What is trained has no place among what is frozen, nor in a file of the user's."""
+        if weights.is_frozen:
+            return False
+        return isinstance(weight.memory, SourceStorage) or (beside_frozen and self._files.is_still(weight.memory))
+
+    def check(self) -> None:
+        self._sources.look()
+
+    def _check_room(self, new: Sequence[SharedWeights]) -> None:
+        for changes in (False, True):
+            written = [one for one in new if one.is_frozen is not changes and not self._is_in_place(one)]
+            self._files.check_room([weights.storage.nbytes() for weights in written], changes=changes)
+
+    def _is_in_place(self, weights: SharedWeights) -> bool:
+        return weights.is_frozen and self._sources.has(weights.storage, weights.slices)
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         doing = f"Writing {format_sizes(sum(weights.storage.nbytes() for weights in new))[0]} of weights"
@@ -407,7 +440,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         """Write one storage to a file, and give its weights memory that shows it."""
         if stop.has_come():
             return
-        mapped = self._files.write(weights.storage)
+        mapped = self._mapped(weights)
         storage = mapped.show()
         with self._exchange:
             if stop.has_come() or why_it_stays(weights) is not None:  # the caller has gone on meanwhile
@@ -416,10 +449,21 @@ class MappedWeights(PagedWeights[MappedStorage]):
                 return
             self.pager.add(place, Weight(weights.names, mapped))
             _show(weights, storage)
+            if weights.slices is not None:  # else what was touched would stay until the last slice goes
+                drop_pages(weights.storage.data_ptr(), weights.storage.nbytes())
         self._taken_bytes += mapped.nbytes
         if self._taken_bytes >= _TRIM_BYTES:
             self._taken_bytes = 0
             trim()
+
+    def _mapped(self, weights: SharedWeights) -> MappedStorage:
+        """Memory with the same bytes, that shows a file."""
+        source = self._sources.show(weights.storage, weights.slices) if weights.is_frozen else None
+        if source is not None:
+            return source
+        # While a model is built nobody knows what of it will be trained.
+        changes = self._building is None and not weights.is_frozen
+        return self._files.write(weights.storage, changes=changes)
 
     def _release(self, weights: SharedWeights, stop: _Stop) -> None:
         """Give weights ordinary memory, such as those that are trained: each update would be written to the drive."""
@@ -433,15 +477,18 @@ class MappedWeights(PagedWeights[MappedStorage]):
         files when it is touched, and takes when it needs the room. The files go with the last weight. Idempotent.
 
         Raises:
-            StorageError: the drive has lost what was written to a weight in place.
+            StorageError: the drive has lost what was written to a weight in place, or somebody has changed what some
+                wait in.
         """
         if self.pager.is_closed:
             return
         self._remove_windows()
         self.pager.close()
         try:
+            self._sources.look()
             self._files.sync()
         finally:
+            self._sources.close()
             for weight in self.pager.weights:
                 weight.memory.send_out()
                 weight.memory.make_private()

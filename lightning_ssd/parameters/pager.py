@@ -24,7 +24,7 @@ import torch
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.common.waiting import Latch
-from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
 from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
@@ -385,6 +385,8 @@ class MappedPager(Pager[MappedStorage]):
         for weight in list(unit.weights):
             try:
                 weight.memory.bring_in()
+            except StorageError:  # it says all
+                raise
             except OSError as refusal:
                 raise unreadable(weight.names, weight.memory.nbytes, refusal) from refusal
 

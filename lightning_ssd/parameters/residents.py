@@ -163,7 +163,8 @@ class Residents:
             sum(storage.nbytes() for storage in gradients.values() if not is_mapped(storage)),
         )
         trim()  # what malloc keeps of the model's building would count as needed
-        here = sum(weights.storage.nbytes() for weights in movable if not is_mapped(weights.storage))
+        ordinary = [weights for weights in movable if weights.slices is None and not is_mapped(weights.storage)]
+        here = sum(weights.storage.nbytes() for weights in ordinary)  # what shows a file is not held
         return self._outlook(weight_bytes=here, coming_bytes=coming).room_bytes
 
     def _outlook(self, *, weight_bytes: int = 0, coming_bytes: int = 0) -> MemoryOutlook:

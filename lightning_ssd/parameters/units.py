@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_ssd.common.dtensor import ShardedGroup, ShardedParameter, local_of, sharded_of
 from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, storage_of
+from lightning_ssd.parameters.file_slices import FileSlices, file_slices
 from lightning_ssd.parameters.guard import is_guarded
 from lightning_ssd.parameters.pager import Place
 from lightning_ssd.parameters.weight_files import is_mapped
@@ -33,6 +34,8 @@ class SharedWeights:
     has_buffers: bool = False
     group: ShardedGroup | None = None
     """That a shard is gathered with."""
+    slices: FileSlices | None = None
+    """Where the storage is a part of a file that PyTorch has mapped: all such parts of the module."""
 
     @property
     def is_frozen(self) -> bool:
@@ -67,6 +70,11 @@ def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> l
     for buffer in module.buffers() if found else ():
         if is_plain(buffer, device) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
             shared.has_buffers = True
+    if any(not weights.storage.resizable() for weights in found.values()):
+        tensors = (*module.parameters(), *module.buffers())
+        slices = file_slices(storage_of(tensor) for tensor in tensors if is_plain(tensor))
+        for weights in found.values():
+            weights.slices = slices.get(weights.storage._cdata)
     return list(found.values())
 
 
@@ -112,13 +120,15 @@ def why_it_stays(weights: SharedWeights) -> str | None:
         return "a buffer lies in the same memory"
     if weights.storage.is_shared():
         return "it is in memory that processes share"
-    if not (weights.storage.resizable() or is_mapped(weights.storage)):
+    if weights.slices is None and not (weights.storage.resizable() or is_mapped(weights.storage)):
         return (
-            "its memory was not made by PyTorch (it shows a file or an array of NumPy); give it memory of its own "
-            "before, by weight.data = weight.data.clone()"
+            "its memory was not made by PyTorch (it shows an array of NumPy, or a file in a way that cannot be "
+            "followed); give it memory of its own before, by weight.data = weight.data.clone()"
         )
     if not can_count_holders():
         return "this PyTorch does not tell who else holds its memory"
+    if weights.slices is not None and (reason := weights.slices.why_it_stays(weights.storage)) is not None:
+        return reason
     others = holders(weights.storage) - len(weights.tensors)
     if others:
         return f"something else holds its memory ({others} {'tensor' if others == 1 else 'tensors'})"

@@ -1,4 +1,8 @@
-"""The files that weights wait in, and the memory that shows them."""
+"""The files that weights wait in, and the memory that shows them.
+
+What is frozen and what changes (trained weights, gradients) have files of their own: the system writes in pieces of up
+to 2 MiB, and a piece in which one byte was changed is written whole.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ import ctypes
 import errno
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,11 +23,11 @@ from lightning_ssd.common.tensors import Region, StorageKey
 from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.memory.mmap import libc
+from lightning_ssd.memory.mmap import PAGE_BYTES, libc
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 
-__all__ = ["MappedStorage", "WeightFiles", "is_mapped", "unreadable"]
+__all__ = ["FiledStorage", "MappedStorage", "WeightFiles", "is_mapped", "unreadable"]
 
 _WAIT_BEFORE = 1  # SYNC_FILE_RANGE_WAIT_BEFORE
 _sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", None)
@@ -47,25 +53,24 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class MappedStorage:
+class MappedStorage(ABC):
     """One storage whose memory shows a part of a file, so that its pages may leave and come back at any moment.
 
     Whoever touches it finds the bytes, and what anybody writes to it is kept, whoever holds a view of it.
 
     Args:
         view: the memory.
-        arena: has the file.
-        extent: where in the file.
+        start: where in the view it begins.
         nbytes: of the storage.
     """
 
-    def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int) -> None:
+    key: StorageKey
+
+    def __init__(self, view: FileView, start: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self._view: FileView | None = view
-        self._arena = arena
-        self._fd = arena.fd  # a forked child has it too, and may not ask the arena
-        self._extent = extent
-        self._is_private = False
+        self._start = start
+        self._shown_bytes = round_up(start + nbytes, PAGE_BYTES)
 
     def show(self) -> torch.UntypedStorage:
         """A storage over the memory, to which :attr:`key` refers weakly from then on.
@@ -74,7 +79,7 @@ class MappedStorage:
         """
         if self._view is None:
             raise RuntimeError("its place in the file was given back")
-        storage = self._view.tensor(0, torch.uint8, (self.nbytes,), (1,)).untyped_storage()
+        storage = self._view.tensor(self._start, torch.uint8, (self.nbytes,), (1,)).untyped_storage()
         self.key = StorageKey(storage)
         for cdata, (key, _) in list(_mapped.items()):
             if not key.alive():
@@ -89,19 +94,55 @@ class MappedStorage:
             OSError: the drive refuses.
         """
         if self._view is not None:
-            self._view.bring_in(0, self._extent.nbytes)
+            self._view.bring_in(0, self._shown_bytes)
+
+    @abstractmethod
+    def send_out(self) -> None:
+        """Take the pages out of this process, unless something would be lost."""
+
+    @abstractmethod
+    def make_private(self) -> None:
+        """Whatever is written to the memory from now on stays in this process; nobody sends the pages out any more, nor
+        writes to the file. Idempotent.
+        """
+
+    @abstractmethod
+    def hide(self) -> None:
+        """In a fork: let nobody see what the parent writes, if it still may."""
+
+    def forget(self) -> None:
+        """Nobody holds the storage any more: unmap the memory, then give its place in the file back."""
+        self._view = None
+
+
+class FiledStorage(MappedStorage):
+    """In a file of ours. The mapping is shared with it: what is written to the memory goes there.
+
+    Args:
+        view: the memory.
+        arena: has the file.
+        extent: where in the file.
+        nbytes: of the storage.
+    """
+
+    def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int) -> None:
+        super().__init__(view, 0, nbytes)
+        self._arena = arena
+        self._fd = arena.fd  # a forked child has it too, and may not ask the arena
+        self._extent = extent
+        self._shown_bytes = extent.nbytes
+        self._is_private = False
+
+    def lies_in(self, arenas: Sequence[Arena]) -> bool:
+        """Whether one of these has its file."""
+        return any(arena is self._arena for arena in arenas)
 
     def send_out(self) -> None:
-        """Take the pages out of this process."""
         if self._view is not None and not self._is_private:  # else what was written would be lost
             self._view.send_out(0, self._extent.nbytes)
 
     def make_private(self) -> None:
-        """Whatever is written to the memory from now on stays in this process; nobody sends the pages out any more, nor
-        writes to the file. Idempotent.
-
-        Where the system allows no more private memory, it stays as it is, which is as good, but for a fork.
-        """
+        """Where the system allows no more private memory, it stays as it is, which is as good, but for a fork."""
         if self._view is not None and not self._is_private:
             try:
                 self._view.show(0, self._fd, self._extent.offset, self._extent.nbytes)
@@ -111,19 +152,25 @@ class MappedStorage:
             self._is_private = True
 
     def hide(self) -> None:
-        """In a fork: let nobody see what the parent writes, if it still may."""
         if self._view is not None and not self._is_private:
             self._is_private = True
             self._view.hide()
 
     def forget(self) -> None:
-        """Nobody holds the storage any more: unmap the memory, then give its place in the file back."""
-        self._view = None
+        super().forget()
         self._arena.free(self._extent)
 
 
+@dataclass(slots=True)
+class _Files:
+    """One in each directory, and whose turn it is."""
+
+    arenas: list[Arena]
+    next: int
+
+
 class WeightFiles:
-    """One file in each directory; each weight lies in one of them, in turn.
+    """Two files in each directory, one of them for what changes; each weight lies in one of them, in turn.
 
     Args:
         backend: writes them. Its files have the bytes as they are.
@@ -137,34 +184,42 @@ class WeightFiles:
 
     def __init__(self, backend: Backend, directories: Sequence[Path], *, first: int = 0) -> None:
         self._backend = backend
-        self._next = first
-        self._arenas: list[Arena] = []
         with ExitStack() as opened:
-            for directory in directories:
-                arena = backend.open_arena(directory)
-                opened.callback(arena.close)
-                arena.reserve(backend.block_bytes)
-                if arena.is_sparse:
-                    raise UnsuitablePathError(
-                        errno.EOPNOTSUPP,
-                        f"{directory} lies on a file system that cannot set space aside (fallocate), so that weights "
-                        "there would end the process when it is full; allowed: others, such as ext4 or xfs",
-                    )
-                self._arenas.append(arena)
+            self._still, self._changing = (_Files(self._open(opened, directories), first) for _ in range(2))
             opened.pop_all()
         self.written_bytes = 0
         self._check: Task[None] | None = None
 
-    def check_room(self, sizes: Sequence[int]) -> None:
-        """Take the space for weights of these sizes before the first one is written.
+    def _open(self, opened: ExitStack, directories: Sequence[Path]) -> list[Arena]:
+        arenas = []
+        for directory in directories:
+            arena = self._backend.open_arena(directory)
+            opened.callback(arena.close)
+            arena.reserve(self._backend.block_bytes)
+            if arena.is_sparse:
+                raise UnsuitablePathError(
+                    errno.EOPNOTSUPP,
+                    f"{directory} lies on a file system that cannot set space aside (fallocate), so that weights "
+                    "there would end the process when it is full; allowed: others, such as ext4 or xfs",
+                )
+            arenas.append(arena)
+        return arenas
+
+    def check_room(self, sizes: Sequence[int], *, changes: bool) -> None:
+        """Take the space for storages of these sizes before the first one is written.
+
+        Args:
+            sizes: of all.
+            changes: whether they are trained weights or gradients.
 
         Raises:
             OutOfSpaceError: there is not enough. Nothing was moved.
         """
-        needs = [0] * len(self._arenas)
+        files = self._changing if changes else self._still
+        needs = [0] * len(files.arenas)
         for number, nbytes in enumerate(sizes):
-            needs[(self._next + number) % len(needs)] += self._padded(nbytes)
-        for arena, need in zip(self._arenas, needs, strict=True):
+            needs[(files.next + number) % len(needs)] += self._padded(nbytes)
+        for arena, need in zip(files.arenas, needs, strict=True):
             try:
                 arena.reserve(arena.used_bytes + need)
             except OutOfSpaceError as error:
@@ -172,8 +227,12 @@ class WeightFiles:
                     error.errno, f"weights need {need:,} bytes in {arena.directory}: {error}"
                 ) from error
 
-    def write(self, storage: torch.UntypedStorage) -> MappedStorage:
+    def write(self, storage: torch.UntypedStorage, *, changes: bool) -> FiledStorage:
         """Write the bytes of a storage on a CPU to a file; return memory that shows them.
+
+        Args:
+            storage: it.
+            changes: whether it has weights that are trained.
 
         Raises:
             OutOfSpaceError: there is no room.
@@ -181,7 +240,7 @@ class WeightFiles:
             MemoryError: the system cannot map so much.
         """
         nbytes = storage.nbytes()
-        arena, extent = self._allocate(nbytes)
+        arena, extent = self._allocate(self._changing if changes else self._still, nbytes)
         try:
             body = nbytes // self._backend.block_bytes * self._backend.block_bytes
             for start in range(0, body, DEFAULT_CHUNK_BYTES):
@@ -193,7 +252,7 @@ class WeightFiles:
             arena.free(extent)
             raise
         self.written_bytes += extent.nbytes
-        return MappedStorage(view, arena, extent, nbytes)
+        return FiledStorage(view, arena, extent, nbytes)
 
     def _write_tail(self, arena: Arena, tail: Region, offset: int) -> None:
         """Less than a block, with zeros behind it."""
@@ -202,24 +261,32 @@ class WeightFiles:
             ctypes.memmove(block.data_ptr(), tail.address, tail.nbytes)
             self._backend.write(arena, Region(block.data_ptr(), block.nbytes), offset)
 
-    def map_new(self, nbytes: int) -> MappedStorage:
-        """Memory that shows a part of a file with arbitrary bytes.
+    def map_new(self, nbytes: int) -> FiledStorage:
+        """Memory that shows a part of a file with arbitrary bytes, for what changes.
 
         Raises:
             OutOfSpaceError: there is no room.
             MemoryError: the system cannot map so much.
         """
-        arena, extent = self._allocate(nbytes)
+        arena, extent = self._allocate(self._changing, nbytes)
         try:
-            return MappedStorage(_shown(arena, extent), arena, extent, nbytes)
+            return FiledStorage(_shown(arena, extent), arena, extent, nbytes)
         except BaseException:
             arena.free(extent)
             raise
 
-    def _allocate(self, nbytes: int) -> tuple[Arena, Extent]:
-        arena = self._arenas[self._next % len(self._arenas)]
-        self._next += 1
+    def _allocate(self, files: _Files, nbytes: int) -> tuple[Arena, Extent]:
+        arena = files.arenas[files.next % len(files.arenas)]
+        files.next += 1
         return arena, arena.allocate(self._padded(nbytes))
+
+    def is_still(self, storage: MappedStorage) -> bool:
+        """Whether it lies where what is frozen does."""
+        return isinstance(storage, FiledStorage) and storage.lies_in(self._still.arenas)
+
+    @property
+    def _arenas(self) -> list[Arena]:
+        return [*self._still.arenas, *self._changing.arenas]
 
     def check_written(self) -> None:
         """See whether the system could write what it has written since the last time. Waits for what it writes now.

@@ -12,6 +12,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -480,6 +481,24 @@ def test_weights_that_turn_out_to_be_trained_come_back(opened: Callable[..., Off
     plain = built()
     plain.blocks[0].requires_grad_(True)
     assert same(train(model, offloader), train(plain))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["registered", "built_inside"])
+def test_trained_and_frozen_weights_lie_in_files_of_their_own(inside: bool, opened: Callable[..., Offloader]) -> None:
+    """While a model is built inside, nobody knows which will be trained."""
+    offloader = opened(optimizer_states="offload")
+    with offloader.streamed_init() if inside else nullcontext():
+        model = built()
+    offloader.register_module(model)
+    parts = offloader._parts.parameters
+    assert parts.files is not None
+    assert parts.weights is not None
+    is_still = {name: parts.files.is_still(one.memory) for one in parts.weights.pager.weights for name in one.names}
+    assert is_still == {name: not p.requires_grad for name, p in model.named_parameters() if p.nbytes >= 16 << 10}
+    plain = built()
+    update = lambda parameters, lr: offloader.offload_optimizer(torch.optim.AdamW(parameters, lr=lr))  # noqa: E731
+    assert same(train(model, offloader, optimizer=update), train(plain))
+    assert equal_weights(model, plain)
 
 
 def test_other_threads_build_as_ever(opened: Callable[..., Offloader]) -> None:

@@ -129,5 +129,22 @@ def test_frozen_weights_are_not_written_by_a_step(others: Any, spill_dir: Path) 
         assert dirtied_bytes() - before == _states_written(offloader) - states
 
 
+def test_frozen_neighbours_of_trained_weights_that_wait_are_not_written(spill_dir: Path) -> None:
+    """The system writes pieces of up to 2 MiB as a whole: what is trained must not share one with what is frozen."""
+    with all_away(spill_dir) as offloader:
+        watched = Watched(offloader, spill_dir, adapted)
+        trained = storage_bytes(large(watched.model, trained=True))
+        assert 1 << 20 < trained < offloader.stats.weights_bytes / 10
+        files = offloader._parts.parameters.files
+        assert files is not None
+        for number in range(3):
+            files.sync()
+            before, states = dirtied_bytes(), _states_written(offloader)
+            watched.step(number)
+        dirtied = dirtied_bytes() - before - (_states_written(offloader) - states)
+        # Weights and gradients, and what lies between them.
+        assert 2 * trained <= dirtied <= 2 * trained * 1.25
+
+
 def _states_written(offloader: Offloader) -> int:
     return sum(one.written_bytes for one in offloader.optimizer_stats)

@@ -12,7 +12,9 @@ __all__ = ["save_tiny"]
 VOCABULARY, WINDOW, WIDTH, NUM_LAYERS = 512, 64, 64, 3
 
 
-def save_tiny(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def save_tiny(
+    kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "10GB"
+) -> PreTrainedModel:
     """Save a "gpt2" (whose head is its embedding) or a "llama" (whose head is its own) with random weights."""
     torch.manual_seed(7)
     network: PreTrainedModel
@@ -23,5 +25,5 @@ def save_tiny(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32) ->
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": NUM_LAYERS, **heads}
         network = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=WINDOW, **sizes))
-    network.to(dtype).save_pretrained(folder, safe_serialization=True)
+    network.to(dtype).save_pretrained(folder, safe_serialization=True, max_shard_size=max_shard_size)
     return network

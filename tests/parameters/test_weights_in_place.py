@@ -1,0 +1,489 @@
+"""Frozen weights that were mapped from a file wait in that file: nothing is written, and no bit is another one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader
+from lightning_ssd.errors import CorruptionError, StorageError
+from lightning_ssd.memory.page_table import has_copies
+from lightning_ssd.parameters import source_files
+from lightning_ssd.parameters.weight_files import is_mapped
+from tests.parameters.test_paged_weights import (
+    Between,
+    Net,
+    _averaged,
+    _exchanged,
+    _loaded,
+    _past_autograd,
+    _unfrozen,
+    batches,
+    built,
+    equal_weights,
+    frozen,
+    in_a_fork,
+    policy,
+    same,
+    train,
+)
+
+Make = Callable[..., Offloader]
+
+
+@pytest.fixture
+def opened(spill_dir: Path) -> Iterator[Make]:
+    """Makes offloaders, which are closed at the end."""
+    made = []
+
+    def make(*modules: nn.Module, **options: Any) -> Offloader:
+        made.append(Offloader(policy=policy(**options), hardware=HardwareProfile(paths=[spill_dir])))
+        return made[-1].open(*modules)
+
+    yield make
+    for offloader in made:
+        offloader.close()
+
+
+@pytest.fixture
+def folder(spill_dir: Path) -> Path:
+    """Not among the files of the offloader."""
+    place = spill_dir / "model"
+    place.mkdir()
+    return place
+
+
+def saved(folder: Path, *, num_shards: int = 1, dtype: torch.dtype = torch.float32) -> list[Path]:
+    """A model in files, each weight in one of them; the tied ones once."""
+    state = {name: value for name, value in built().to(dtype).state_dict().items() if name != "head.weight"}
+    names = list(state)
+    paths = []
+    for number in range(num_shards):
+        paths.append(folder / f"model-{number + 1:05}-of-{num_shards:05}.safetensors")
+        save_file({name: state[name] for name in names[number::num_shards]}, paths[-1])
+    return paths
+
+
+def loaded(paths: list[Path], load: Callable[[Path], Any] = load_file) -> nn.Module:
+    """The model whose weights show the files."""
+    with torch.device("meta"):
+        model = Net()
+    state = {name: value for path in paths for name, value in load(path).items()}
+    model.load_state_dict(state, strict=False, assign=True)
+    model.head.weight = model.embedding.weight
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return frozen(model)
+
+
+def large_bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters() if not p.requires_grad and p.nbytes >= 16 << 10)
+
+
+def offloaded(offloader: Offloader) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters, lr: offloader.offload_optimizer(torch.optim.AdamW(parameters, lr=lr))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def written_bytes(offloader: Offloader) -> int:
+    files = offloader._parts.parameters.files
+    assert files is not None
+    return files.written_bytes
+
+
+# -- the same bits, and nothing written ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activations", ["keep", "recompute_offload"])
+def test_training_has_the_bits_of_plain_pytorch_and_writes_no_weight(
+    num_shards: int, dtype: torch.dtype, activations: str, opened: Make, folder: Path
+) -> None:
+    paths = saved(folder, num_shards=num_shards, dtype=dtype)
+    before = contents(folder)
+    plain, model = loaded(paths), loaded(paths)
+    places = [parameter.data_ptr() % 4096 for parameter in model.parameters()]
+    expected = train(plain)
+    offloader = opened(model, activations=activations)
+    assert same(train(model, offloader), expected)
+    assert equal_weights(model, plain)
+    stats = offloader.stats
+    assert 0 < stats.weights_resident_peak_bytes < stats.weights_bytes == large_bytes(model)
+    assert written_bytes(offloader) == 0
+    assert [parameter.data_ptr() % 4096 for parameter in model.parameters()] == places, "aligned as before"
+    assert contents(folder) == before
+
+
+def test_weights_of_a_mapped_checkpoint(opened: Make, spill_dir: Path) -> None:
+    path = spill_dir / "checkpoint.pt"
+    torch.save(built().state_dict(), path)
+    load = lambda path: torch.load(path, mmap=True)  # noqa: E731
+    plain, model = loaded([path], load), loaded([path], load)
+    offloader = opened(model)
+    assert same(train(model, offloader), train(plain))
+    assert offloader.stats.weights_bytes == large_bytes(model)
+    assert written_bytes(offloader) == 0
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Pages that the process has of it."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as table:
+        first, stop = tensor.data_ptr() // 4096, -(-(tensor.data_ptr() + tensor.nbytes) // 4096)
+        entries = os.pread(table.fileno(), 8 * (stop - first), 8 * first)
+    return 4096 * sum(flags >> 7 for flags in entries[7::8])
+
+
+def test_pages_leave_after_a_use_and_those_of_the_first_mapping_at_once(opened: Make, folder: Path) -> None:
+    model = loaded(saved(folder))
+    weights = [block.up.weight for block in model.blocks]
+    model(next(batches(1)))
+    old = [weight.detach().reshape(-1)[:0] for weight in weights]
+    assert all(resident_bytes(weight) >= weight.nbytes for weight in weights)
+    del old
+    offloader = opened(model)
+    train(model, offloader, steps=2)
+    offloader.send_out_weights()
+    assert sum(resident_bytes(weight) for weight in weights) == 0
+    assert weights[0].sum().isfinite()
+    assert resident_bytes(weights[0]) > 0
+
+
+def test_what_was_edited_before_goes_to_a_file_of_ours(opened: Make, folder: Path) -> None:
+    paths = saved(folder)
+    plain, model = loaded(paths), loaded(paths)
+    before = contents(folder)
+    for one in (plain, model):
+        one.blocks[2].up.weight.data.view(-1)[5] = 7.0
+    offloader = opened(model)
+    # What lies beside it may share a page with it.
+    assert 0 < written_bytes(offloader) < large_bytes(model) / 2
+    assert offloader.stats.weights_bytes == large_bytes(model)
+    assert same(train(model, offloader), train(plain))
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("edit", [_averaged, _past_autograd, _exchanged, _loaded, _unfrozen])
+def test_edits_between_steps_are_not_lost_and_not_in_the_file(edit: Between, opened: Make, folder: Path) -> None:
+    paths = saved(folder)
+    before = contents(folder)
+    plain, model = loaded(paths), loaded(paths)
+    expected = train(plain, between=edit, steps=5)
+    offloader = opened(model)
+    assert same(train(model, offloader, between=edit, steps=5), expected)
+    assert equal_weights(model, plain)
+    offloader.close()
+    assert equal_weights(model, plain)
+    assert contents(folder) == before
+
+
+def test_an_edit_while_pages_leave_ends_training(opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, in the moment after they were looked at."""
+    model = loaded(saved(folder))
+    offloader = opened(model)
+    train(model, offloader, steps=1)
+    monkeypatch.setattr(source_files, "has_copies", lambda address, nbytes: False)
+    model.blocks[1].up.weight.data[3, 3] += 1
+    with pytest.raises(StorageError, match=r"was edited by one thread while another one sent it out"):
+        train(model, offloader, steps=2)
+    with pytest.raises(StorageError, match="was edited"):
+        offloader.close()
+
+
+def test_a_second_opening_finds_the_file_again(opened: Make, folder: Path) -> None:
+    paths = saved(folder)
+    plain, model = loaded(paths), loaded(paths)
+    expected = train(plain) + train(plain)
+    offloader = opened(model)
+    found = train(model, offloader)
+    offloader.close()
+    again = opened(model)
+    assert again.stats.weights_bytes == large_bytes(model)
+    assert same(found + train(model, again), expected)
+    assert written_bytes(again) == 0
+
+
+def test_what_is_unfrozen_leaves_the_file_when_it_is_registered_again(opened: Make, folder: Path) -> None:
+    paths = saved(folder)
+    before = contents(folder)
+    plain, model = loaded(paths), loaded(paths)
+    offloader = opened(model, optimizer_states="offload")
+    for one in (plain, model):
+        one.blocks[0].requires_grad_(True)
+    offloader.register_module(model)
+    assert written_bytes(offloader) >= 8 * 128 * 128 * 4
+    assert same(train(model, offloader, optimizer=offloaded(offloader)), train(plain))
+    assert equal_weights(model, plain)
+    assert contents(folder) == before
+
+
+def test_a_whole_model_that_is_trained_is_copied(opened: Make, folder: Path) -> None:
+    paths = saved(folder)
+    before = contents(folder)
+    plain, model = loaded(paths).requires_grad_(True), loaded(paths).requires_grad_(True)
+    offloader = opened(model, optimizer_states="offload", gradients="offload")
+    assert offloader.stats.weights_bytes > 0
+    assert same(train(model, offloader, optimizer=offloaded(offloader)), train(plain))
+    assert equal_weights(model, plain)
+    assert contents(folder) == before
+
+
+def test_copies_and_checkpoints(opened: Make, folder: Path) -> None:
+    model = loaded(saved(folder))
+    opened(model)
+    twin = copy.deepcopy(model)
+    stream = io.BytesIO()
+    torch.save(model.state_dict(), stream)
+    stream.seek(0)
+    assert equal_weights(twin, built())
+    assert same(list(torch.load(stream).values()), list(built().state_dict().values()))
+    with torch.no_grad():
+        model.blocks[0].up.weight.zero_()
+    assert equal_weights(twin, built())
+
+
+def test_a_fork_has_its_own(opened: Make, folder: Path) -> None:
+    model = loaded(saved(folder))
+    offloader = opened(model)
+    train(model, offloader, steps=1)
+    large = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    expected = [parameter.detach().clone() for parameter in large]
+
+    def change() -> None:
+        assert same(large, expected)
+        with torch.no_grad():
+            for parameter in large:
+                parameter.zero_()
+
+    assert in_a_fork(change) == 0
+    assert same(large, expected)
+
+
+# -- who else holds the memory ---------------------------------------------------------------------------------------
+
+
+def tensors_of(handle: Any) -> dict[str, torch.Tensor]:
+    return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # it is no dict
+
+
+def stays(opened: Make, model: nn.Module, reason: str) -> Offloader:
+    with pytest.warns(UserWarning, match=rf"weights stay in memory.*{reason}"):
+        return opened(model)
+
+
+def test_an_open_handle_keeps_weights_in_memory(opened: Make, folder: Path) -> None:
+    """Whoever has it can get another tensor over the same memory."""
+    (path,) = saved(folder)
+    handle = safe_open(path, "pt")
+    model = loaded([path], lambda path, handle=handle: tensors_of(handle))
+    offloader = stays(opened, model, "something else may hold memory of the file")
+    assert offloader.stats.weights_bytes == 0
+    alias = handle.get_tensor("blocks.0.up.weight")
+    del handle
+    with pytest.warns(UserWarning, match="something else may hold memory of the file"):
+        offloader.register_module(model)
+    assert offloader.stats.weights_bytes == 0
+    del alias
+    offloader.register_module(model)
+    assert offloader.stats.weights_bytes == large_bytes(model)
+    assert written_bytes(offloader) == 0
+
+
+def test_two_weights_over_the_same_bytes_stay(opened: Make, folder: Path) -> None:
+    (path,) = saved(folder)
+    with safe_open(path, "pt") as handle:
+        state = tensors_of(handle)
+        again = handle.get_tensor("blocks.0.up.weight")
+    del handle
+    model = loaded([path], lambda path, state=state: state)
+    del state
+    model.blocks[1].up.weight = nn.Parameter(again, requires_grad=False)
+    del again
+    offloader = stays(opened, model, "another weight lies in the same bytes")
+    assert offloader.stats.weights_bytes == large_bytes(model) - 2 * 4 * 128 * 128 * 4
+    with torch.no_grad():
+        model.blocks[0].up.weight.fill_(3.0)
+    assert model.blocks[1].up.weight.eq(3.0).all()
+
+
+def test_a_state_dict_that_somebody_has_keeps_weights_in_memory(opened: Make, folder: Path) -> None:
+    (path,) = saved(folder)
+    held: dict[str, torch.Tensor] = {}
+
+    def load(path: Path) -> dict[str, torch.Tensor]:
+        held.update(load_file(path))
+        return held
+
+    model = loaded([path], load)
+    offloader = stays(opened, model, "something else holds its memory")
+    assert offloader.stats.weights_bytes == 0
+    with torch.no_grad():
+        model.blocks[0].up.weight.zero_()
+    assert not held["blocks.0.up.weight"].any()
+
+
+@pytest.mark.parametrize("lost", ["the file", "the page table"])
+def test_what_cannot_be_proved_is_copied(
+    lost: str, opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = saved(folder)
+    plain, model = loaded(paths), loaded(paths)
+    if lost == "the file":
+        paths[0].unlink()
+    else:
+
+        def refuse(address: int, nbytes: int) -> bool:
+            raise OSError(1, "Operation not permitted")
+
+        monkeypatch.setattr(source_files, "has_copies", refuse)
+    offloader = opened(model)
+    assert written_bytes(offloader) >= large_bytes(model) == offloader.stats.weights_bytes
+    assert same(train(model, offloader), train(plain))
+
+
+# -- the file changes ------------------------------------------------------------------------------------------------
+
+
+def _overwritten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(b"\x00" * 5000)
+
+
+def _saved_again(path: Path) -> None:
+    state = {name: value * 2 for name, value in built().state_dict().items() if name != "head.weight"}
+    path.write_bytes(b"")
+    save_file(state, path.with_suffix(".new"))
+    path.write_bytes(path.with_suffix(".new").read_bytes())
+
+
+def _with_its_old_time(path: Path) -> None:
+    before = path.stat()
+    _overwritten(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [_overwritten, _saved_again, _with_its_old_time])
+def test_a_file_that_changes_ends_training_in_the_same_step(
+    change: Callable[[Path], None], opened: Make, folder: Path
+) -> None:
+    (path,) = saved(folder)
+    model = loaded([path])
+    offloader = opened(model)
+    updates = []
+
+    def edit(model: nn.Module, step: int) -> None:
+        updates.append(step)
+        if step == 1:
+            change(path)
+
+    with pytest.raises(StorageError, match=r"model-00001-of-00001\.safetensors was changed while frozen weights wait"):
+        train(model, offloader, between=edit)
+    assert updates == [0, 1], "no update was made with other weights"
+    with pytest.raises(StorageError, match="was changed"):
+        offloader.close()
+
+
+def test_a_change_right_after_the_taking_over_is_seen(opened: Make, folder: Path) -> None:
+    """A clock that is coarse could give both the same time."""
+    (path,) = saved(folder)
+    model = loaded([path])
+    os.utime(path)
+    offloader = opened(model)
+    os.utime(path)
+    with pytest.raises(StorageError, match="was changed"):
+        train(model, offloader)
+    with pytest.raises(StorageError, match="was changed"):
+        offloader.close()
+
+
+@pytest.mark.parametrize("change", ["link", "unlink", "replace"])
+def test_other_names_of_the_file_do_no_harm(change: str, opened: Make, folder: Path) -> None:
+    (path,) = saved(folder)
+    plain, model = loaded([path]), loaded([path])
+    expected = train(plain)
+    offloader = opened(model)
+    if change == "link":
+        os.link(path, path.with_suffix(".backup"))
+    elif change == "unlink":
+        path.unlink()
+    else:
+        shutil.copy(path, path.with_suffix(".new"))
+        os.replace(path.with_suffix(".new"), path)
+    time.sleep(0.05)
+    assert same(train(model, offloader), expected)
+
+
+# -- a drive that gives back other bytes -----------------------------------------------------------------------------
+
+
+def _flip_a_bit(path: Path) -> None:
+    """Of a weight of the second block, as a drive would: nothing tells of it."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size - 10_000)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_a_flipped_bit_is_noticed_with_full_verification(
+    verify: str, opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = saved(folder)
+    plain, model = loaded(paths), loaded(paths)
+    expected = train(plain)
+    monkeypatch.setattr(source_files.SourceFile, "look", lambda self: None)
+    offloader = opened(model, verify=verify)
+    half = train(model, offloader, steps=2)
+    assert same(half, expected[: len(half)])
+    _flip_a_bit(paths[0])
+    if verify == "full":
+        with pytest.raises(CorruptionError, match="has given back other bytes"):
+            train(model, offloader, steps=2)
+    else:
+        train(model, offloader, steps=2)
+
+
+def test_edits_are_no_corruption(opened: Make, folder: Path) -> None:
+    paths = saved(folder)
+    plain, model = loaded(paths), loaded(paths)
+    expected = train(plain, between=_past_autograd)
+    assert same(train(model, opened(model, verify="full"), between=_past_autograd), expected)
+
+
+# -- what it stands on -----------------------------------------------------------------------------------------------
+
+
+def test_the_page_table_tells_what_was_written_to(folder: Path) -> None:
+    (path,) = saved(folder)
+    weight = load_file(path)["blocks.0.up.weight"]
+    assert not has_copies(weight.data_ptr(), weight.nbytes)
+    weight.sum()
+    assert not has_copies(weight.data_ptr(), weight.nbytes)
+    weight.view(-1)[-1] = 0
+    assert has_copies(weight.data_ptr(), weight.nbytes)
+
+
+def test_memory_that_stays_is_left_as_it_is_where_there_is_room(opened: Make, folder: Path) -> None:
+    paths = saved(folder)
+    plain, model = loaded(paths), loaded(paths)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    offloader = opened(model, parameters="auto")
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    assert not any(is_mapped(parameter.untyped_storage()) for parameter in model.parameters())
+    assert same(train(model, offloader), train(plain))
