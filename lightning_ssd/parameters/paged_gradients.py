@@ -85,9 +85,7 @@ class PagedGradients:
         if whole or shards:
             self._before_first()
         new, new_shards = [p for p in whole if not self._has_hook(p)], [s for s in shards if not self._is_told(s)]
-        self._files.check_room(
-            [local_of(p).nbytes for p in (*new, *(s.parameter for s in new_shards))], changes=True
-        )
+        self._files.check_room([local_of(p).nbytes for p in (*new, *(s.parameter for s in new_shards))], changes=True)
         for parameter in new:
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
             self._hooks[id(parameter)] = register(self._accumulated)

@@ -71,8 +71,8 @@ def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> l
         if is_plain(buffer, device) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
             shared.has_buffers = True
     if any(not weights.storage.resizable() for weights in found.values()):
-        tensors = (*module.parameters(), *module.buffers())
-        slices = file_slices(storage_of(tensor) for tensor in tensors if is_plain(tensor))
+        everything = (*module.parameters(), *module.buffers())
+        slices = file_slices(storage_of(tensor) for tensor in everything if is_plain(tensor))
         for weights in found.values():
             weights.slices = slices.get(weights.storage._cdata)
     return list(found.values())
