@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.mmap import PAGE_BYTES
@@ -106,7 +107,8 @@ def has_whole_pages() -> bool:
     makes. Nothing tells so; but otherwise glibc never returns such an address.
     """
     libc, _ = _glibc()
-    tensors = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in (4 << 20, 5 << 20, 33 << 20)]
+    with _disable_current_modes():  # of somebody who fakes tensors meanwhile
+        tensors = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in (4 << 20, 5 << 20, 33 << 20)]
     return libc is not None and all(tensor.data_ptr() % PAGE_BYTES == 0 for tensor in tensors)
 
 

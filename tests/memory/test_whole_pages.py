@@ -37,6 +37,16 @@ def test_a_setting_of_pytorch_is_told_by_addresses() -> None:
     assert "pages" not in without
 
 
+def test_whoever_fakes_tensors_gets_the_same_answer() -> None:
+    ask = """
+from torch._subclasses.fake_tensor import FakeTensorMode
+from lightning_ssd.memory.malloc import has_whole_pages
+with FakeTensorMode():
+    print(has_whole_pages())
+"""
+    assert run(ask, **ON) == "True"
+
+
 def test_what_a_tensor_leaves_fits_the_next_one_of_its_size() -> None:
     # The typical run: where imports have left the heap in an odd shape, more of it is needed.
     grown = median(int(run_pattern(CHURN, **ON)) for _ in range(5))
