@@ -209,8 +209,7 @@ class SourceFiles:
         if (found.st_dev, found.st_ino) != identity:
             os.close(fd)
             return None
-        if abs(time.time() - found.st_ctime) < _TICK_S:
-            time.sleep(2 * _TICK_S)  # else a change right now would not be seen
+        time.sleep(2 * _TICK_S)  # else a change right after one a moment ago would not be seen
         self._files[identity] = SourceFile(fd, path)
         return self._files[identity]
 

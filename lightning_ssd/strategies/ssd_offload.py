@@ -124,8 +124,9 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if self.is_distributed and trainer.state.fn == TrainerFn.FITTING:
-            check_model(type(self).__name__, self.num_nodes * self.num_processes, self.policy, self.module)
+        module = self.lightning_module
+        if self.is_distributed and trainer.state.fn == TrainerFn.FITTING and module is not None:
+            check_model(type(self).__name__, self.num_nodes * self.num_processes, self.policy, module)
         super().setup(trainer)
 
     @override

@@ -39,9 +39,9 @@ def reached(what, number):
         sys.stdin.read()
 
 write = weight_files.WeightFiles.write
-def writes(self, storage):
+def writes(self, *arguments, **named):
     reached("taking over", 5)
-    return write(self, storage)
+    return write(self, *arguments, **named)
 weight_files.WeightFiles.write = writes
 
 def model():

@@ -5,6 +5,7 @@
 Run by test_fsdp_away.py. Each scenario compares bits: losses, gradients before clipping, weights and optimizer states.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -21,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from lightning_ssd import SSDOffloadFSDPStrategy
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.parameters.weight_files import is_mapped
-from tests.support.fsdp_script import NUM_STEPS, RANK, TwoDimensional, ours, outcome, plain, small_subgroups
+from tests.support.fsdp_script import NUM_STEPS, TwoDimensional, ours, outcome, plain, small_subgroups
 from tests.support.helpers import assert_identical
 from tests.support.process_memory import dirtied_bytes, shown_bytes
 from tests.support.trainers import WIDTH, Block, Net, fit, make_trainer
 
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
 FROZEN = {"parameters": "offload", "optimizer_states": "keep"}
 STATES = {"parameters": "offload", "optimizer_states": "offload"}
 EVERYTHING = {**STATES, "gradients": "offload"}
