@@ -274,8 +274,8 @@ def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
     if policy.gradients != "keep" and environment.is_replicated:
         raise ConfigError(
             f"OffloadPolicy.gradients={policy.gradients!r} got several processes, which keep all gradients in the "
-            "buckets of DistributedDataParallel; allowed: shards (strategy='ssd_offload_fsdp', or "
-            "Offloader(is_sharded=True)), one process, or gradients='keep'"
+            "buckets of DistributedDataParallel; allowed: shards (SSDOffloadFSDPStrategy(policy=...), "
+            "or Offloader(is_sharded=True)), one process, or gradients='keep'"
         )
 
 

@@ -134,7 +134,8 @@ class OffloadPolicy:
     the repeated blocks."""
 
     verify: Literal["off", "sampled", "full"] = "off"
-    """Checksums of what is read back: "full" for every storage, "sampled" for one in sixteen."""
+    """Checksums of what is read back: "full" for every storage that comes back from a tier and weights in a file of
+    yours, "sampled" for one in sixteen."""
 
     wear_budget: Size | None = None
     """Bytes per day that may be written, or "1.0DWPD" (drive writes per day, of the file systems' sizes). Only with

@@ -37,8 +37,8 @@ _CONFIGURATION = """\
 Sizes are bytes as an integer, or text such as `"512KiB"`, `"1.5GiB"`, `"20GB"`. Every setting has a default that works;
 a mistyped name or value is refused with what was meant. In Hydra the same settings are keys of `conf/offload/*.yaml`
 and `conf/hardware/*.yaml`: `python -m recipes.train offload=ssd offload.verify=full`. What the latter say under
-`machine:` is for `lightning-ssd plan`; training needs no first guess, because no plan is made before the drives have
-been measured.
+`machine:` is for `lightning-ssd plan`; training needs no guess of it. Plans begin with the rates of drives that you
+give (`hardware.write_rate`), and without them with those of a short trial.
 """
 _METRICS = """\
 `OffloadMonitor` logs these to the Trainer's loggers; `offloader.drain_metrics()` gives them to loops of your own. A row

@@ -138,12 +138,14 @@ class PagedGradients:
         """FSDP2 has spread the gradients of a group: each process has its part of the sum."""
         if os.getpid() != self._pid:
             return
-        gradients = gradients_of(group)
-        for parameter, gradient in gradients:
+        moving = []
+        for parameter, gradient in gradients_of(group):
             mapped = self._memory.get(id(parameter))
             if mapped is not None and mapped.key.cdata == local_of(gradient).untyped_storage()._cdata:
                 mapped.send_out()  # it was added to in place
-        for members in owned_together(gradients):
+            else:
+                moving.append((parameter, gradient))
+        for members in owned_together(moving):
             with self._lock:
                 if not self._is_closed:
                     self._exchange_shards(members)

@@ -10,6 +10,7 @@ kernels find it aligned as before. Its pages leave and come as those of our own 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -49,7 +50,16 @@ class SourceFile:
         self.error: StorageError | None = None
         """What has gone wrong with a weight in it."""
         self.has_told = False
+        self.num_users = 0
+        """Weights that wait in it."""
+        self.is_left = False
+        """Whether the last of them has gone."""
         self._state = _State.of(fd)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether weights wait in it, or something has gone wrong with one that did."""
+        return self.num_users > 0 or self.error is not None
 
     def look(self) -> None:
         """See whether it is what it was.
@@ -106,6 +116,7 @@ class SourceStorage(MappedStorage):
         self._region = Region(view.address + start, nbytes)
         self._is_written = False
         self._checksum: int | None = None
+        source.num_users += 1
         if verify:
             self.bring_in()
             self._checksum = checksum(self._region)
@@ -117,11 +128,14 @@ class SourceStorage(MappedStorage):
         Raises:
             StorageError: it is not.
         """
+        view = self._view  # held until its bytes have been looked at: it may be forgotten meanwhile
+        if view is None:
+            return
         self._source.look()
         super().bring_in()
-        if self._checksum is None or self._view is None or self._is_written:
+        if self._checksum is None or self._is_written:
             return
-        if checksum(self._region) != self._checksum and not self._is_edited():
+        if checksum(self._region) != self._checksum and not self._is_edited(view):
             self._source.error = CorruptionError(
                 errno.EIO,
                 f"{self._source.path} has given back other bytes from offset {self._offset} on ({self.nbytes:,} bytes) "
@@ -130,9 +144,13 @@ class SourceStorage(MappedStorage):
             raise self._source.error
 
     def send_out(self) -> None:
-        if self._view is None or self._is_edited():
+        view = self._view
+        try:
+            if view is None or self._is_edited(view):
+                return
+        except OSError:  # the system does not tell of pages, out of file descriptors, say: they can go a use later
             return
-        if not self._view.send_out_unwritten(0, self._shown_bytes):
+        if not view.send_out_unwritten(0, self._shown_bytes):
             self._source.error = StorageError(
                 errno.EIO,
                 f"a frozen weight in {self._source.path} was edited by one thread while another one sent it out, so "
@@ -140,8 +158,8 @@ class SourceStorage(MappedStorage):
                 "weight.data = weight.data.clone()",
             )
 
-    def _is_edited(self) -> bool:
-        if self._view is not None and not self._is_written and has_copies(self._view.address, self._shown_bytes):
+    def _is_edited(self, view: FileView) -> bool:
+        if not self._is_written and has_copies(view.address, self._shown_bytes):
             self._is_written = True
             if not self._source.has_told:
                 self._source.has_told = True
@@ -150,6 +168,15 @@ class SourceStorage(MappedStorage):
                     self._source.path,
                 )
         return self._is_written
+
+    def forget(self) -> None:
+        """Also see, for the last time, whether the file is what it was: somebody may have copied the weight."""
+        if self._view is not None:
+            with contextlib.suppress(OSError):  # the source keeps a StorageError for the next look
+                self._source.look()
+            self._source.num_users -= 1
+            self._source.is_left = self._source.num_users == 0
+        super().forget()
 
     def make_private(self) -> None:
         """It is."""
@@ -202,11 +229,11 @@ class SourceFiles:
 
     def _open(self, path: Path, identity: tuple[int, int]) -> SourceFile | None:
         known = self._files.get(identity)
-        if known is not None:
+        if known is not None and (known.is_used or not known.is_left):
             return known
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if known is None else known.fd
         found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) != identity:
+        if known is None and (found.st_dev, found.st_ino) != identity:
             os.close(fd)
             return None
         time.sleep(2 * _TICK_S)  # else a change right after one a moment ago would not be seen
@@ -214,13 +241,14 @@ class SourceFiles:
         return self._files[identity]
 
     def look(self) -> None:
-        """See whether all are what they were.
+        """See whether all that weights wait in are what they were.
 
         Raises:
-            StorageError: one is not.
+            StorageError: one is not, or was not when the last weight left it.
         """
         for source in self._files.values():
-            source.look()
+            if source.is_used:
+                source.look()
 
     def close(self) -> None:
         """What shows them goes on to do so. Idempotent."""

@@ -93,8 +93,9 @@ class MappedStorage(ABC):
         Raises:
             OSError: the drive refuses.
         """
-        if self._view is not None:
-            self._view.bring_in(0, self._shown_bytes)
+        view = self._view  # once: another thread may forget it meanwhile
+        if view is not None:
+            view.bring_in(0, self._shown_bytes)
 
     @abstractmethod
     def send_out(self) -> None:

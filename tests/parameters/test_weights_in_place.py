@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import gc
 import io
 import os
 import shutil
@@ -18,9 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader
+from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import CorruptionError, StorageError
 from lightning_ssd.memory.page_table import has_copies
 from lightning_ssd.parameters import source_files
+from lightning_ssd.parameters.file_slices import private_mapping
 from lightning_ssd.parameters.weight_files import is_mapped
 from tests.parameters.test_paged_weights import (
     Between,
@@ -202,6 +206,27 @@ def test_an_edit_while_pages_leave_ends_training(opened: Make, folder: Path, mon
         train(model, offloader, steps=2)
     with pytest.raises(StorageError, match="was edited"):
         offloader.close()
+
+
+def test_pages_stay_while_the_system_does_not_tell_of_them(
+    opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of file descriptors, say. Training goes on, and they leave once it tells again."""
+    paths = saved(folder)
+    plain, model = loaded(paths), loaded(paths)
+    offloader = opened(model)
+
+    def fails(address: int, nbytes: int) -> bool:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(source_files, "has_copies", fails)
+        assert same(train(model, offloader, steps=3), train(plain, steps=3))
+        offloader.send_out_weights()
+        assert resident_bytes(model.blocks[0].up.weight) > 0
+    train(model, offloader, steps=1)
+    offloader.send_out_weights()
+    assert resident_bytes(model.blocks[0].up.weight) == 0
 
 
 def test_a_second_opening_finds_the_file_again(opened: Make, folder: Path) -> None:
@@ -464,6 +489,60 @@ def test_edits_are_no_corruption(opened: Make, folder: Path) -> None:
     plain, model = loaded(paths), loaded(paths)
     expected = train(plain, between=_past_autograd)
     assert same(train(model, opened(model, verify="full"), between=_past_autograd), expected)
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_weight_may_go_while_its_bytes_are_verified(
+    is_edited: bool, opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(saved(folder))
+    offloader = opened(model, verify="full")
+    pager = offloader._parts.parameters.pager
+    assert pager is not None
+    weight = pager.find(model.blocks[0].up.weight.untyped_storage())
+    assert weight is not None
+    if is_edited:
+        model.blocks[0].up.weight.data.view(-1)[0] += 1
+    look, are_mapped = source_files.checksum, []
+
+    def drop_then_look(region: Region) -> int:
+        up = model.blocks[0].up
+        up.weight = nn.Parameter(up.weight.detach().clone(), requires_grad=False)
+        pager.border()
+        are_mapped.append(private_mapping(region.address) is not None)
+        return look(region) if are_mapped[-1] else 0
+
+    monkeypatch.setattr(source_files, "checksum", drop_then_look)
+    weight.memory.bring_in()
+    assert are_mapped == [True]
+
+
+def test_a_file_that_no_weight_waits_in_any_more_may_change(opened: Make, folder: Path) -> None:
+    (path,) = saved(folder)
+    model, other = loaded([path]), frozen(built())
+    offloader = opened(model)
+    offloader.register_module(other)
+    train(model, offloader, steps=1)
+    del model
+    gc.collect()
+    offloader.send_out_weights()
+    path.write_bytes(bytes(path.stat().st_size))
+    train(other, offloader, steps=1)
+    offloader.close()
+
+
+def test_a_weight_that_was_copied_from_a_changed_file_is_noticed(opened: Make, folder: Path) -> None:
+    (path,) = saved(folder)
+    model = loaded([path])
+    offloader = opened(model)
+    train(model, offloader, steps=1)
+    os.utime(path)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    with pytest.raises(StorageError, match="was changed while frozen weights wait in it"):
+        train(model, offloader, steps=1)
+    with pytest.raises(StorageError, match="was changed while frozen weights wait in it"):
+        offloader.close()
 
 
 # -- what it stands on -----------------------------------------------------------------------------------------------

@@ -205,6 +205,20 @@ def test_accumulated_gradients(sync: bool, to_none: bool, mesh: Any, opened: Cal
     assert_identical(found[1], found[0])
 
 
+def test_a_gradient_that_waits_is_added_to_where_it_is(mesh: Any, opened: Callable[..., Offloader]) -> None:
+    model, offloader, places = sharded(mesh), opened(), []
+    offloader.register_module(model)
+    offloader.expect_no_optimizer()
+    for _ in range(3):
+        model(torch.randn(8, WIDTH)).square().mean().backward()
+        offloader.end_backward()
+        gradients = [local_of(p.grad).untyped_storage() for p in model.parameters() if p.nbytes >= 4096]
+        assert all(map(is_mapped, gradients))
+        places.append([storage._cdata for storage in gradients])
+        del gradients
+    assert places[0] == places[1] == places[2]
+
+
 @pytest.mark.parametrize("what", ["gradient", "local", "view"])
 def test_a_gradient_that_a_hook_keeps_is_not_parted_from_it(
     what: str, mesh: Any, opened: Callable[..., Offloader]
