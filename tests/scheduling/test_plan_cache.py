@@ -14,6 +14,7 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache
+from lightning_ssd.scheduling import move_search
 from lightning_ssd.scheduling.move_search import NUM_KEPT, Learnt, MoveSearch
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
 from lightning_ssd.scheduling.search_phase import Phase, State
@@ -279,6 +280,8 @@ def run(directory: Path, path: Path | None, *, until_settled: bool) -> int:
 
 def test_the_next_run_begins_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
+    # What happens to look surely faster than keeping is settled as soon in the first run as in the next one.
+    monkeypatch.setattr(move_search, "_MIN_TRIED", 100)
     path = tmp_path / "plans.json"
     first = run(tmp_path, path, until_settled=True)
     assert NUM_KEPT + 1 < first < 60
