@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 
-from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, libc
+from lightning_ssd.memory.mmap import ADVISE_HUGE, HUGE_PAGE_BYTES, MAP_FAILED, libc
 
 __all__ = ["HugeHeap"]
 
-_HUGEPAGE: int = getattr(mmap, "MADV_HUGEPAGE", 14)
-_UNKNOWN = ctypes.c_void_p(-1).value
 libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, (ctypes.c_ssize_t,)
 
 
@@ -27,11 +24,11 @@ class HugeHeap:
     def look(self) -> None:
         """Advise what has been added since the last look. Takes a microsecond where nothing has."""
         end = libc.sbrk(0)
-        if self._start is None or self._end is None or end is None or end in (self._end, _UNKNOWN):
+        if self._start is None or self._end is None or end is None or end in (self._end, MAP_FAILED):
             return
         first = max(min(self._end, end) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, self._start)
         if end > first:
-            libc.madvise(first, end - first, _HUGEPAGE)
+            libc.madvise(first, end - first, ADVISE_HUGE)
         self._end = end
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "ADVISE_HUGE",
     "HUGE_PAGE_BYTES",
     "MAP_FAILED",
     "NO_ACCESS",
@@ -33,7 +34,7 @@ NO_ACCESS = 0  # PROT_NONE, which Python does not name everywhere
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _WIPEONFORK = 18  # MADV_WIPEONFORK, likewise
-_HUGEPAGE: int = getattr(mmap, "MADV_HUGEPAGE", 14)
+ADVISE_HUGE: int = getattr(mmap, "MADVADVISE_HUGE", 14)
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -97,7 +98,7 @@ class MappedBlock:
         libc.madvise(mapped, length, _WIPEONFORK)
         if huge:
             # Whole huge pages only: the tail must not cost up to 2 MiB more than was asked for.
-            libc.madvise(self.address, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, _HUGEPAGE)
+            libc.madvise(self.address, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, ADVISE_HUGE)
 
     def make_usable(self, start: int, nbytes: int) -> bool:
         """Take memory for a part (whole pages); ``False`` where the system refuses it."""

@@ -13,21 +13,17 @@ from lightning_ssd.parameters.pager import Pager, Unit
 __all__ = ["Gathering", "Window"]
 
 
-class Window(MethodPatch):
-    """Tells when the forward of a unit's module runs."""
+class _UnitPatch(MethodPatch):
+    """In the place of a method that uses the weights of a unit."""
 
-    def __init__(self, module: Any, unit: Unit[Any], pager: Pager[Any]) -> None:
+    def __init__(self, module: Any, name: str, unit: Unit[Any], pager: Pager[Any], *, label: str) -> None:
         self.unit = unit
         self._pager = pager
-        # In front of compiled code, not within.
-        name = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
-        super().__init__(module, name, label=f"unit {unit.name!r}")
+        super().__init__(module, name, label=label)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _use(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method, and tell before and after it."""
         unit = self.unit
-        if torch.compiler.is_compiling() or not unit.weights:
-            self._pager.is_traced(unit)
-            return self.__wrapped__(*args, **kwargs)
         try:
             self._pager.enter(unit)
             return self.__wrapped__(*args, **kwargs)
@@ -35,7 +31,23 @@ class Window(MethodPatch):
             self._pager.leave(unit)
 
 
-class Gathering(MethodPatch):
+class Window(_UnitPatch):
+    """Tells when the forward of a unit's module runs."""
+
+    def __init__(self, module: Any, unit: Unit[Any], pager: Pager[Any]) -> None:
+        # In front of compiled code, not within.
+        name = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+        super().__init__(module, name, unit, pager, label=f"unit {unit.name!r}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self.unit
+        if torch.compiler.is_compiling() or not unit.weights:
+            self._pager.is_traced(unit)
+            return self.__wrapped__(*args, **kwargs)
+        return self._use(*args, **kwargs)
+
+
+class Gathering(_UnitPatch):
     """Tells when FSDP2 reads the shards of a group.
 
     Before a forward or backward, often one group ahead, ``unshard`` copies them to where they are gathered. Nobody
@@ -44,18 +56,13 @@ class Gathering(MethodPatch):
     """
 
     def __init__(self, group: Any, unit: Unit[Any], pager: Pager[Any]) -> None:
-        self.unit = unit
-        self._pager = pager
         self._is_alone = ShardedGroup(unit.name, group).is_alone
-        super().__init__(group, "wait_for_unshard" if self._is_alone else "unshard", label=unit.name)
+        name = "wait_for_unshard" if self._is_alone else "unshard"
+        super().__init__(group, name, unit, pager, label=unit.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         group, unit = self.module, self.unit
         is_read = group is not None and group.is_sharded and (group._all_gather_result is None) is not self._is_alone
         if not is_read or not unit.weights:
             return self.__wrapped__(*args, **kwargs)
-        try:
-            self._pager.enter(unit)
-            return self.__wrapped__(*args, **kwargs)
-        finally:  # also after an interrupt on the way in
-            self._pager.leave(unit)
+        return self._use(*args, **kwargs)
