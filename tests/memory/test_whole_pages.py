@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -20,11 +19,18 @@ CHURN = """
 # A layer's output lives until the next one is there; beside each of them something small lives on.
 import torch
 libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
-small, last, before = [], None, libc.mallinfo2().arena
-for _ in range(40):
-    last = torch.empty(6 * MIB, dtype=torch.uint8)
-    small += [torch.empty(n) for n in range(1, 8)]
-print((libc.mallinfo2().arena - before) // MIB)
+small, last = [], None
+
+def churn(num):
+    global last, small
+    before = libc.mallinfo2().arena
+    for _ in range(num):
+        last = torch.empty(6 * MIB, dtype=torch.uint8)
+        small += [torch.empty(n) for n in range(1, 8)]
+    return (libc.mallinfo2().arena - before) // MIB
+
+churn(40)    # the heap that imports have left gives room to a few first, each time other ones
+print(churn(80))
 """
 
 
@@ -48,9 +54,8 @@ with FakeTensorMode():
 
 
 def test_what_a_tensor_leaves_fits_the_next_one_of_its_size() -> None:
-    # The typical run: where imports have left the heap in an odd shape, more of it is needed.
-    grown = median(int(run_pattern(CHURN, **ON)) for _ in range(5))
-    assert grown < 40, "three of 6 MiB at a time, and some room; without whole pages it is 240"
+    grown = [int(run_pattern(CHURN, **ON)) for _ in range(3)]
+    assert max(grown) < 40, "of 480 MiB in turn; without whole pages it is all of them in most runs"
 
 
 def test_freed_tensors_of_any_size_stay_until_somebody_trims(forks: list[str]) -> None:
