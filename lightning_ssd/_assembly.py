@@ -29,6 +29,7 @@ from lightning_ssd.memory.malloc import (
 )
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
+from lightning_ssd.parameters.device_gradients import DeviceGradients
 from lightning_ssd.parameters.device_weights import DeviceWeights, WeightTiers
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_parameters import PagedParameters
@@ -199,7 +200,7 @@ def _with_parameters(
         return parts
     _refuse_parameters(policy, environment)
     if _is_device(environment):
-        on_device = PagedParameters(_open_device_weights(stack, policy, environment))
+        on_device = _open_on_device(stack, policy, environment)
         return replace(parts, parameters=on_device, wear=parts.wear or open_wear_meter(environment))
     backend, directories, _ = _open_directories(stack, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank)
@@ -236,15 +237,22 @@ def _is_device(environment: Environment) -> bool:
     return environment.device.type != "cpu" or environment.copies.is_asynchronous
 
 
-def _open_device_weights(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> DeviceWeights:
-    """Tiers of their own for the weights of a device."""
+def _open_on_device(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> PagedParameters:
+    """Tiers of their own for weights and gradients of a device."""
     backend, directories, _ = _open_directories(stack, environment)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload=None)
     tiers = WeightTiers(environment.device, ssd, _open_host(stack, environment), environment.copies)
-    trained = policy.optimizer_states == "offload"
-    weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes, trained=trained)
-    stack.callback(weights.close)
-    return weights
+    weights = gradients = None
+    if policy.gradients != "keep":  # closed last: the device's memory is for weights first
+        gradients = DeviceGradients(tiers, min_nbytes=policy.min_tensor_nbytes)
+        stack.callback(gradients.close)
+    if policy.parameters != "keep":
+        trained = policy.optimizer_states == "offload"
+        weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes, trained=trained)
+        stack.callback(weights.close)
+        if gradients is not None and policy.gradients == "auto":
+            gradients.waits = weights.pager.waits
+    return PagedParameters(weights, gradients)
 
 
 def _needs(policy: OffloadPolicy, environment: Environment) -> Needs:
@@ -286,15 +294,11 @@ def _refuse_on_device(policy: OffloadPolicy, environment: Environment) -> None:
             f"OffloadPolicy.parameters='auto' got device {device!r}: so far it counts the memory of a CPU only; "
             "allowed: parameters='offload', or 'keep'"
         )
-    if policy.gradients != "keep":
-        raise ConfigError(
-            f"OffloadPolicy.gradients={policy.gradients!r} got device {device!r}: so far gradients can wait on drives "
-            "for models on a CPU only; allowed: gradients='keep'"
-        )
     if environment.agree is not None:
+        name = "parameters" if policy.parameters != "keep" else "gradients"
         raise ConfigError(
-            f"OffloadPolicy.parameters='offload' got several processes on {device!r}: so far weights of a device can "
-            "wait on drives in one process only; allowed: one device, or parameters='keep'"
+            f"OffloadPolicy.{name}='offload' got several processes on {device!r}: so far weights and gradients of a "
+            f"device can wait on drives in one process only; allowed: one device, or {name}='keep'"
         )
     _refuse_other_devices(environment.device)
 

@@ -103,7 +103,7 @@ class OffloadPolicy:
     gradients: Literal["keep", "offload", "auto"] = "keep"
     """Gradients: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
     SSD from its accumulation to its update, "auto" those of the weights that wait; only with
-    ``optimizer_states="offload"``, and so far on a CPU, with one process or with shards (FSDP2)."""
+    ``optimizer_states="offload"``, with one process, or on a CPU with shards (FSDP2)."""
 
     optimizer_states: Literal["keep", "offload"] = "keep"
     """Optimizer states: "keep" leaves them where the optimizer puts them. "offload" keeps them on SSD between steps,

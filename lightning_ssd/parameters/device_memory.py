@@ -214,9 +214,12 @@ class DeviceMemory:
             and storage.nbytes() in (0, self.nbytes)
             and storage.resizable()  # else NumPy has seen it
             and holders(storage) == len(tensors)
-            and all(map(_is_held_by_python_alone, tensors))
+            and all(map(self._is_held_by_owners_alone, tensors))
             and _references(storage) <= _references_of_one()
         )
+
+    def _is_held_by_owners_alone(self, tensor: torch.Tensor) -> bool:
+        return _is_held_by_python_alone(tensor)
 
     def _settle_exposed(self, storage: torch.UntypedStorage) -> None:
         """Nobody can change the bytes any more who got hold of them: have they been changed?"""

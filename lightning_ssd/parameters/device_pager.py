@@ -122,7 +122,7 @@ class DevicePager(DeviceMoves):
                     self._hold(*found)
                     used.append(found)
                     with self._lock:
-                        found[1].memory.will_change()
+                        self._will_be_used_in_update(found[1])
             self._prepare(following)
             yield
         finally:
@@ -135,6 +135,9 @@ class DevicePager(DeviceMoves):
             done = [unit for unit in self._updated if unit not in wanted]
             self._updated = [unit for unit in self._updated if unit in wanted]
             self._let_go(done, except_for=wanted)
+
+    def _will_be_used_in_update(self, weight: Weight[DeviceMemory]) -> None:
+        weight.memory.will_change()
 
     def _prepare(self, parameters: Sequence[torch.Tensor]) -> None:
         """Have the weights brought in that are updated next."""
@@ -264,12 +267,13 @@ class DevicePager(DeviceMoves):
                     except StorageError as error:
                         refusal = refusal or error
         if num_on_host:
-            warnings.warn(
-                f"{num_on_host} weights do not fit on the device together with the others, and are on the CPU now",
-                stacklevel=4,
-            )
+            warnings.warn(self._too_many(num_on_host), stacklevel=4)
         if refusal is not None:
             raise refusal
+
+    def _too_many(self, num: int) -> str:
+        """What has become of those for which the device has no memory."""
+        return f"{num} weights do not fit on the device together with the others, and are on the CPU now"
 
     def close(self) -> None:
         super().close()

@@ -19,6 +19,9 @@ from lightning_ssd.common.tensors import storage_of
 
 __all__ = ["GUARDED", "Door", "door_of", "forget_door", "guard", "is_guarded", "own_class", "using"]
 
+_PIECE_BYTES = 64 << 20
+"""Of a list of tensors that a function treats one by one, so much is brought in at a time, and at least one of them."""
+
 _NAMES_OF_METADATA = (
     "shape size dim ndim numel nelement element_size itemsize nbytes dtype device layout names name stride "
     "storage_offset is_contiguous is_leaf is_cuda is_cpu is_meta is_xla is_xpu is_mps is_mkldnn is_sparse "
@@ -57,13 +60,31 @@ _NAMES_OF_EXPOSING = (
     "data data_ptr untyped_storage storage _typed_storage numpy __array__ __dlpack__ __cuda_array_interface__ set_ "
     "resize_ share_memory_ apply_ map_"
 )
-_EXPOSING = frozenset(function for name in _NAMES_OF_EXPOSING.split() for function in _functions(name))
-"""What may change bytes without a sign in the version."""
+_EXPOSING = frozenset(function for name in _NAMES_OF_EXPOSING.split() for function in _functions(name)) | {
+    _Torch._amp_foreach_non_finite_check_and_unscale_,
+    *(getattr(torch, name) for name in dir(torch) if name.startswith("_fused_") and name.endswith("_")),
+}
+"""What may change bytes without a sign in the version: so does what ``GradScaler`` unscales with, and fused optimizers
+that unscale by themselves.
+"""
 _REPLACING = frozenset((_Tensor.data.__set__, _Tensor.set_, _Tensor.resize_, _Tensor.share_memory_))
 """What may give a parameter another storage."""
 _ADDRESSES = frozenset(function for name in ("data_ptr", "__cuda_array_interface__") for function in _functions(name))
 """What gives an address away, which holds no memory."""
 _TRAINING = frozenset((_Tensor.requires_grad_, _Tensor.requires_grad.__set__))
+
+
+_ONE_BY_ONE = frozenset(
+    (
+        _Torch._foreach_norm,
+        _Torch._foreach_mul_,
+        _Torch._foreach_clamp_min_,
+        _Torch._foreach_clamp_max_,
+        _Torch._foreach_zero_,
+        _Torch._amp_foreach_non_finite_check_and_unscale_,
+    )
+)
+"""What clipping, scaling and ``zero_grad`` do to lists of gradients: to each tensor of its own the same."""
 
 
 class Door(Protocol):
@@ -104,20 +125,21 @@ _doors: dict[int, weakref.ref[Door]] = {}
 
 
 def guard(tensor: torch.Tensor, door: Door) -> None:
-    """Have the door asked before each use of a plain parameter."""
+    """Have the door asked before each use of a plain parameter, or of a plain tensor."""
     _doors[storage_of(tensor)._cdata] = weakref.ref(door)
-    tensor.__class__ = _Guarded
+    tensor.__class__ = _GUARDED_OF.get(type(tensor), type(tensor))
 
 
 def own_class(tensor: torch.Tensor) -> None:
-    """Give a guarded parameter its own class: nobody is asked any more."""
-    if type(tensor) is _Guarded:
-        tensor.__class__ = nn.Parameter  # type: ignore[assignment]
+    """Give a guarded tensor its own class: nobody is asked any more."""
+    kind: Any = type(tensor)
+    if kind in GUARDED:
+        tensor.__class__ = kind.own_class_when_used
 
 
 def is_guarded(tensor: torch.Tensor) -> bool:
     """Whether its bytes may be away."""
-    return type(tensor) is _Guarded
+    return type(tensor) in GUARDED
 
 
 def forget_door(number: int) -> None:
@@ -153,7 +175,7 @@ def _is_there(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _guarded_in(value: Any) -> Iterator[torch.Tensor]:
-    if type(value) is _Guarded:
+    if type(value) in GUARDED:
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
@@ -178,6 +200,65 @@ def using(tensors: Sequence[torch.Tensor], **how: bool) -> Iterator[None]:
         yield
 
 
+def _ask(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of PyTorch, with what it needs of guarded tensors."""
+    if func in _TRAINING and _trains(*args, **kwargs):
+        for tensor in _guarded_in((args, kwargs)):
+            if (door := door_of(tensor)) is not None:
+                door.will_train(tensor)
+    if func in _METADATA or func in _TRAINING:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func is _Tensor.to and _is_there(*args, **kwargs):
+        return args[0]
+    if func == _Tensor.data.__set__ and args[0] is args[1]:
+        return None  # as Module.to() does with what it has not moved
+    guarded = list(_guarded_in((args, kwargs)))
+    if func is torch.Tensor.detach and guarded and (door := door_of(guarded[0])) is not None:
+        found = door.shown(guarded[0])
+        if found is not None:
+            return found
+    if func in _ONE_BY_ONE and _may_be_cut(args, kwargs):
+        return _in_pieces(func, *args, **kwargs)
+    with using(guarded, exposes=func in _EXPOSING, replaces=func in _REPLACING, pins=func in _ADDRESSES):
+        return func(*args, **kwargs)
+
+
+def _may_be_cut(args: Any, kwargs: Any) -> bool:
+    """Whether a function of a list treats the parts of the list as it would treat the whole.
+
+    Kernels look at the list for their implementation: tensors of one kind, without gaps, have the same one in any part.
+    """
+    others = (*args[1:], *kwargs.values())
+    if not args or not isinstance(args[0], list | tuple) or any(isinstance(one, list | tuple) for one in others):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        kinds = {(tensor.dtype, tensor.device, tensor.layout) for tensor in args[0]}
+        return len(kinds) == 1 and all(
+            tensor.is_contiguous() and not (torch.is_grad_enabled() and tensor.requires_grad) for tensor in args[0]
+        )
+
+
+def _in_pieces(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with a part of the list at a time, so that not all of it has to be in memory."""
+    results: list[Any] = []
+    pieces: list[list[torch.Tensor]] = []
+    left = 0
+    for tensor in tensors:
+        with torch._C.DisableTorchFunctionSubclass():
+            nbytes = tensor.nbytes
+        if not pieces or left < nbytes:
+            pieces.append([])
+            left = _PIECE_BYTES
+        pieces[-1].append(tensor)
+        left -= nbytes
+    for piece in pieces:
+        with using(list(_guarded_in(piece)), exposes=func in _EXPOSING):
+            results.append(func(piece, *args, **kwargs))
+    # Lists of PyTorch's are tuples; what works in place returns nothing.
+    return None if results[0] is None else type(results[0])(one for result in results for one in result)
+
+
 class _Guarded(nn.Parameter):
     """A parameter whose bytes may be away."""
 
@@ -187,25 +268,7 @@ class _Guarded(nn.Parameter):
     # The compiler's graph would have a weight that is away for an input.
     @_Torch._disable_dynamo  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _TRAINING and _trains(*args, **kwargs):
-            for tensor in _guarded_in((args, kwargs)):
-                if (door := door_of(tensor)) is not None:
-                    door.will_train(tensor)
-        if func in _METADATA or func in _TRAINING:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func is _Tensor.to and _is_there(*args, **kwargs):
-            return args[0]
-        if func == _Tensor.data.__set__ and args[0] is args[1]:
-            return None  # as Module.to() does with what it has not moved
-        guarded = list(_guarded_in((args, kwargs)))
-        if func is torch.Tensor.detach and guarded and (door := door_of(guarded[0])) is not None:
-            found = door.shown(guarded[0])
-            if found is not None:
-                return found
-        with using(guarded, exposes=func in _EXPOSING, replaces=func in _REPLACING, pins=func in _ADDRESSES):
-            return func(*args, **kwargs)
+        return _ask(func, args, kwargs or {})
 
     # These two are asked as attributes, not as functions of PyTorch.
     def __deepcopy__(self, memo: Any) -> Any:
@@ -217,5 +280,25 @@ class _Guarded(nn.Parameter):
             return _Parameter.__reduce_ex__(self, protocol)
 
 
-GUARDED: type[nn.Parameter] = _Guarded
+class _GuardedTensor(torch.Tensor):
+    """A gradient whose bytes may be away."""
+
+    own_class_when_used = torch.Tensor
+
+    @classmethod
+    @_Torch._disable_dynamo  # type: ignore[untyped-decorator]
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _ask(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with using([self]):
+            return _Tensor.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with using([self], exposes=True):
+            return _Tensor.__reduce_ex__(self, protocol)
+
+
+GUARDED: tuple[type[torch.Tensor], ...] = (_Guarded, _GuardedTensor)
 """For lists of classes that PyTorch goes by."""
+_GUARDED_OF: dict[type[torch.Tensor], Any] = {nn.Parameter: _Guarded, torch.Tensor: _GuardedTensor}

@@ -22,6 +22,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -101,8 +102,9 @@ class _GuardPatches:
         self._stand_in(torch.utils, "swap_tensors", _swap_tensors)
         self._stand_in(torch.overrides, "has_torch_function", _has_torch_function)
         self._stand_in(_Hooks, "__enter__", _enter_hooks)
-        self._put_back.append(lambda: _foreach_types.remove(GUARDED))
-        _foreach_types.append(GUARDED)  # as DTensor does
+        for kind in GUARDED:
+            self._put_back.append(partial(_foreach_types.remove, kind))
+            _foreach_types.append(kind)  # as DTensor does
         for module_name, names in _WRAPPERS.items():
             module = importlib.import_module(module_name)
             for name in names:

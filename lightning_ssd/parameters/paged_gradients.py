@@ -13,7 +13,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -206,8 +207,10 @@ class PagedGradients:
                 self._retired.remove(mapped)
                 mapped.forget()
 
-    def updated(self, parameters: Iterable[torch.Tensor]) -> None:
-        """An optimizer is done with the gradients of these parameters for now."""
+    @contextmanager
+    def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While an optimizer uses the gradients of these parameters, and then of those that follow."""
+        yield
         for parameter in parameters:
             mapped = self._memory.get(id(parameter))
             if mapped is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ssd.parameters.device_gradients import DeviceGradients
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Pager
@@ -25,7 +26,7 @@ class PagedParameters:
     """Weights and gradients, as far as the policy lets them wait. What is ``None`` stays in memory."""
 
     weights: PagedWeights[Any] | None = None
-    gradients: PagedGradients | None = None
+    gradients: PagedGradients | DeviceGradients | None = None
     files: WeightFiles | None = None
     """Of both, on a CPU."""
 
@@ -75,10 +76,11 @@ class PagedParameters:
         Raises:
             StorageError: a drive refuses to read them.
         """
-        with nullcontext() if self.weights is None else self.weights.pager.updating(parameters, following):
+        with (
+            nullcontext() if self.gradients is None else self.gradients.updating(parameters, following),
+            nullcontext() if self.weights is None else self.weights.pager.updating(parameters, following),
+        ):
             yield
-        if self.gradients is not None:
-            self.gradients.updated(parameters)
 
     def send_out(self) -> None:
         """Take out of memory what something has touched outside of the model's forward and backward."""
@@ -107,7 +109,9 @@ class PagedParameters:
 
     def added_to(self, stats: OffloadStats) -> OffloadStats:
         """The same counters, with those of the weights."""
-        return stats if self.weights is None else stats.with_weights(self.weights.stats)
+        if self.weights is not None:
+            return stats.with_weights(self.weights.stats)
+        return stats.with_weights(self.gradients.stats) if isinstance(self.gradients, DeviceGradients) else stats
 
     def reset_peak(self) -> None:
         """Start the peak anew at what is in memory now."""

@@ -6,6 +6,7 @@ memory that is not there yet, or gives back memory that is still used.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -131,11 +132,14 @@ def train_all(offloader: Offloader | None, optimizer: str, *, steps: int = 4) ->
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("host_memory", [0, "1GiB"], ids=["drive", "host"])
+@pytest.mark.parametrize("gradients", ["keep", "offload"])
 @pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
-def test_trained_weights(activations: Any, host_memory: Any, optimizer: str, spill_dir: Path) -> None:
+def test_trained_weights(activations: Any, gradients: Any, host_memory: Any, optimizer: str, spill_dir: Path) -> None:
     make_deterministic(DEVICE)
     expected = train_all(None, optimizer)
-    policy = OffloadPolicy(parameters="offload", optimizer_states="offload", activations=activations)
+    policy = OffloadPolicy(
+        parameters="offload", gradients=gradients, optimizer_states="offload", activations=activations
+    )
     hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
     with Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader:
         found = train_all(offloader, optimizer)
@@ -144,3 +148,37 @@ def test_trained_weights(activations: Any, host_memory: Any, optimizer: str, spi
         # A block that was updated and is written, the one that is updated, and the next; half of all, with six.
         assert offloader.stats.weights_resident_peak_bytes < 0.7 * weights
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_norms_of_a_list_in_parts(norm_type: float) -> None:
+    """Clipping brings gradients that wait in parts: kernels must treat each tensor of a list by itself."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    sizes = [(7,), (1000, 1000), (3, 65_536), (65_537,), (4096, 4096)]
+    gradients = [torch.randn(size, generator=generator, device=DEVICE) for size in sizes]
+    whole = torch._foreach_norm(gradients, norm_type)
+    parts = [norm for gradient in gradients for norm in torch._foreach_norm([gradient], norm_type)]
+    assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+
+
+def test_gradients_leave_the_card(spill_dir: Path) -> None:
+    """After backward the card holds none of them, but for those whose copies end."""
+    model = built().requires_grad_(True).to(DEVICE)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    policy = OffloadPolicy(gradients="offload", optimizer_states="offload", activations="keep")
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
+        offloader.expect_no_optimizer()
+        offloader.register_module(model)
+        before = torch.cuda.memory_allocated(DEVICE)
+        with offloader.saved_tensors():
+            loss = model(torch.randn(BATCH, WIDTH, device=DEVICE)).square().mean()
+        loss.backward()
+        del loss
+        offloader.end_backward()
+        for _ in range(100):
+            torch.cuda.synchronize(DEVICE)
+            offloader.send_out_weights()
+            if torch.cuda.memory_allocated(DEVICE) - before < nbytes / 4:
+                break
+            time.sleep(0.05)
+        assert torch.cuda.memory_allocated(DEVICE) - before < nbytes / 4

@@ -143,6 +143,7 @@ def _learn_of_writes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None
 
     _around(patch, DeviceMemory, "written", weight_written)
     _around(patch, DeviceMemory, "send_out", learn)
+    _around(patch, DeviceMemory, "begin_use", learn)
 
 
 def _use_for_states(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:

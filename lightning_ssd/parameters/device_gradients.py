@@ -1,0 +1,295 @@
+"""Gradients of a device that wait in host memory and on drives, from their accumulation to the update.
+
+A gradient moves as a weight of a device does (``device_memory.py``): the tensor, its storage and its version stay, and
+its memory is given back. It comes back before autograd adds to it (a hook of its parameter, since autograd asks no
+class), before an offloaded optimizer uses it, and before any other use, which its class tells of (``guard.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ssd.common.formatting import format_sizes
+from lightning_ssd.common.tensors import storage_of
+from lightning_ssd.parameters.device_memory import DeviceMemory
+from lightning_ssd.parameters.device_pager import DevicePager
+from lightning_ssd.parameters.device_weights import WeightTiers
+from lightning_ssd.parameters.guard_patches import guard_patches
+from lightning_ssd.parameters.pager import Unit, Weight
+from lightning_ssd.parameters.units import is_plain
+from lightning_ssd.telemetry.stats import WeightStats
+
+__all__ = ["DeviceGradients"]
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceGradients:
+    """The gradients of one process that wait away from its device.
+
+    Note [whose gradient]: nobody but its parameter may have the tensor, where no class is asked: no graph, no other
+    parameter. Else it stays. Objects of Python may have it, since its class tells of each use.
+
+    Args:
+        tiers: where they wait.
+        min_nbytes: smaller ones stay.
+    """
+
+    def __init__(self, tiers: WeightTiers, *, min_nbytes: int) -> None:
+        self.pager = GradientPager()
+        self.waits: Callable[[torch.Tensor], bool] = lambda parameter: True
+        """Whether that of a parameter may wait, asked when its module is registered."""
+        self._tiers = tiers
+        self._min_nbytes = max(min_nbytes, 1)
+        self._hooks: dict[int, list[RemovableHandle]] = {}
+        self._pid = os.getpid()
+        guard_patches.add_user(self.pager)
+
+    def register_module(self, module: nn.Module) -> None:
+        """From now on gradients of the parameters that are trained wait.
+
+        Raises:
+            OutOfSpaceError: the drives have no room for those that host memory has none for.
+        """
+        self.pager.border()
+        for key in [key for key, handles in self._hooks.items() if handles[0].hooks_dict_ref() is None]:
+            del self._hooks[key]  # their parameters are gone
+        found = {id(p): (name, p) for name, p in module.named_parameters() if self._takes(p) and p.requires_grad}
+        found = {key: one for key, one in found.items() if self.waits(one[1])}
+        new = {key: one for key, one in found.items() if key not in self._hooks or not self._is_told(one[1])}
+        self._check_room(sum(p.nbytes for _, p in found.values()), sum(p.nbytes for _, p in new.values()))
+        for key, (name, parameter) in new.items():
+            registers: list[tuple[Callable[..., RemovableHandle], Callable[..., None]]] = [
+                (parameter.register_hook, _Coming(self.pager, weakref.ref(parameter))),
+                (parameter.register_post_accumulate_grad_hook, _Accumulated(self, name)),
+            ]
+            self._hooks[key] = [register(hook) for register, hook in registers]
+
+    def _is_told(self, parameter: torch.Tensor) -> bool:
+        """Whether it is the parameter that the hooks are of, and no other one in its place."""
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        return hooks is not None and self._hooks[id(parameter)][1].hooks_dict_ref() is hooks
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        return is_plain(tensor, self._tiers.device.type) and tensor.nbytes >= self._min_nbytes
+
+    def _check_room(self, nbytes: int, new_nbytes: int) -> None:
+        """Take the space on the drives, and tell what wears them."""
+        _, ssd, host, _ = self._tiers
+        room = 0 if host is None else max(host.capacity_bytes - host.used_bytes, 0)
+        to_drives = max(nbytes - room, 0)
+        if to_drives and new_nbytes:
+            ssd.reserve(ssd.disk_bytes + min(to_drives, new_nbytes))
+        if nbytes:
+            total, written, free = format_sizes(nbytes, to_drives, room)
+            _log.info(
+                "%s of gradients wait between backward and update, in host memory as long as that has room (%s now); "
+                "each backward writes %s of them to drives",
+                *(total, free, written),
+            )
+
+    def accumulated(self, parameter: torch.Tensor, name: str) -> None:
+        """Autograd has made or changed a gradient."""
+        if os.getpid() != self._pid or self.pager.is_closed:
+            return
+        gradient = parameter.grad
+        if gradient is not None and not self.pager.waits(gradient) and self._may_wait(parameter, gradient):
+            memory = _GradientMemory(
+                weakref.ref(parameter),
+                gradient,
+                tiers=[tier for tier in (self._tiers.host, self._tiers.ssd) if tier is not None],
+                copies=self._tiers.copies,
+                lock=self.pager.lock,
+                door=self.pager,
+                label=f"gradient of {name}",
+            )
+            self.pager.add((f"{name} {id(parameter)}", None), Weight([f"{name}.grad"], memory))
+        del gradient
+        self.pager.is_accumulated(parameter)
+
+    def _may_wait(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        if gradient.requires_grad or gradient.is_inference() or not self._takes(gradient):
+            return False
+        storage = storage_of(gradient)
+        return (
+            type(gradient) is torch.Tensor
+            and storage.nbytes() == gradient.nbytes
+            and storage.resizable()
+            and not storage.is_shared()
+        )
+
+    @contextmanager
+    def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While an optimizer uses the gradients of these parameters, and then of those that follow.
+
+        Raises:
+            StorageError: a drive refuses to read them.
+        """
+        with self.pager.updating(_gradients_of(parameters), _gradients_of(following)):
+            yield
+
+    def send_out(self) -> None:
+        """All leave memory that something has touched, such as clipping; what is gone is forgotten."""
+        self.pager.border()
+
+    @property
+    def stats(self) -> WeightStats:
+        """Of what has moved, where no weights wait."""
+        ssd = self._tiers.ssd
+        return WeightStats(
+            nbytes=0,
+            resident_bytes=0,
+            resident_peak_bytes=0,
+            written_bytes=ssd.progress().written_bytes,
+            disk_bytes=ssd.disk_bytes,
+            stall_s=self.pager.stall_s,
+            stall_backward_s=self.pager.stall_backward_s,
+            num_late=self.pager.num_late,
+            kept_bytes=0,
+        )
+
+    def close(self) -> None:
+        """Later gradients stay on the device, and those that there are come back. Idempotent.
+
+        For which the device has no memory, those are lost, with a warning: who uses one gets an error, and
+        ``zero_grad`` forgets them.
+
+        Raises:
+            StorageError: a drive refuses. Who uses such a gradient gets an error then.
+        """
+        if self.pager.is_closed:
+            return
+        try:
+            self.pager.bring_back_all()
+        finally:
+            self.pager.close()
+            guard_patches.remove_user(self.pager)
+            if not self.pager.by_storage:  # else autograd must not add to what is lost
+                for handles in self._hooks.values():
+                    for handle in handles:
+                        handle.remove()
+                self._hooks.clear()
+
+
+class _Coming:
+    """The hook of a parameter that autograd calls before it adds to the gradient."""
+
+    def __init__(self, pager: GradientPager, parameter: weakref.ref[nn.Parameter]) -> None:
+        self._pager, self._parameter = pager, parameter
+
+    def __call__(self, added: torch.Tensor) -> None:
+        parameter = self._parameter()
+        if parameter is not None:
+            self._pager.is_coming(parameter)
+
+
+class _Accumulated:
+    """The hook of a parameter that autograd calls when it has added to the gradient."""
+
+    def __init__(self, gradients: DeviceGradients, name: str) -> None:
+        self._gradients, self._name = weakref.ref(gradients), name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        gradients = self._gradients()
+        if gradients is not None:
+            gradients.accumulated(parameter, self._name)
+
+
+class _GradientMemory(DeviceMemory):
+    """The memory of one gradient.
+
+    Args:
+        parameter: whose gradient it is.
+        gradient: what autograd has made.
+    """
+
+    def __init__(self, parameter: weakref.ref[torch.Tensor], gradient: torch.Tensor, **options: Any) -> None:
+        super().__init__(storage_of(gradient), [gradient], **options)
+        self._parameter = parameter
+
+    @property
+    def may_change_unseen(self) -> bool:
+        return False  # an update that might is told by updating()
+
+    def _is_held_by_owners_alone(self, tensor: torch.Tensor) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter = self._parameter()
+            is_its = parameter is not None and parameter.grad is tensor
+            return tensor._use_count() == 1 + is_its  # type: ignore[attr-defined,no-any-return]  # in no stub
+
+
+class GradientPager(DevicePager):
+    """Brings gradients of a device back before anybody gets to them. Each is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._coming: dict[int, list[Unit[DeviceMemory]]] = {}
+        """Of parameters to whose gradients autograd is about to add, by their numbers, the units of these."""
+
+    def is_coming(self, parameter: torch.Tensor) -> None:
+        """Autograd is about to add to the gradient of a parameter, if there is one: bring it in.
+
+        Raises:
+            StorageError: the drive refuses.
+            OffloaderClosedError: it could not come back when this was closed.
+        """
+        gradient = parameter.grad
+        found = None if gradient is None else self._weight_of(gradient)
+        if found is None:
+            return
+        unit, weight = found
+        if self.is_closed:
+            self._hold(unit, weight)
+            return
+        self._coming.setdefault(id(parameter), []).append(unit)
+        self.enter(unit)
+
+    def is_accumulated(self, parameter: torch.Tensor) -> None:
+        """Autograd has added to it: it leaves."""
+        units = self._coming.pop(id(parameter), [])
+        for unit in units:
+            self.leave(unit)
+        gradient = parameter.grad
+        found = None if gradient is None else self._weight_of(gradient)
+        if found is not None:
+            units.append(found[0])
+        del gradient  # else it would count
+        if units:
+            self._in_backward = None
+            self._let_go(list(dict.fromkeys(units)), except_for=[] if self._ahead is None else [self._ahead])
+
+    def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
+        """Autograd, and most others, write to it: not while a copy reads what is to be written to a tier."""
+        if (ended := weight.memory.writing) is not None:
+            ended.wait()
+        super()._hold(unit, weight)
+
+    def border(self) -> None:
+        self._coming.clear()
+        super().border()
+
+    def _will_be_used_in_update(self, weight: Weight[DeviceMemory]) -> None:
+        """Few optimizers write to gradients: they are compared, so that the others cost no write."""
+        weight.memory.expose()
+
+    def _move_to_host(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
+        """A gradient has to be where its parameter is: it stays away."""
+
+    def _too_many(self, num: int) -> str:
+        return (
+            f"{num} gradients do not fit on the device together with what is there, and are lost: who uses one gets an "
+            "error, and zero_grad() forgets them"
+        )
+
+
+def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]

@@ -1,0 +1,526 @@
+"""Gradients of a device that wait between backward and update: the bits of plain training."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.optimizer import paged_states
+from lightning_ssd.parameters.guard import is_guarded
+from tests.parameters.test_device_training import HOSTILE, USES, Uncounted, losses_of_all_weights
+from tests.parameters.test_device_weights import eventually
+from tests.parameters.test_everything_away import HOLDERS, PROGRAMS, Loop, gradient_twice
+from tests.parameters.test_paged_weights import MIN_TENSOR, NUM_BLOCKS, VOCABULARY, WIDTH, batches, same
+from tests.support.faults import FaultyBackend, eio
+from tests.support.late import late_copies
+from tests.support.pretended_training import on, pretended_device
+from tests.support.pretended_weights import weights_of
+
+GRADIENTS = {"gradients": "offload", "optimizer_states": "offload"}
+NUM_GRADIENTS = 1 + 3 * NUM_BLOCKS
+NUM_BYTES = 4 * (NUM_BLOCKS * 9 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+Opened = Callable[..., Offloader]
+
+
+@pytest.fixture(autouse=True)
+def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of this model in many parts, of which some are slices of a gradient."""
+    monkeypatch.setattr(paged_states, "_MIN_SUBGROUP_BYTES", 1 << 17)
+
+
+def policy(**options: Any) -> OffloadPolicy:
+    return OffloadPolicy(**GRADIENTS | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
+
+
+@pytest.fixture
+def opened(spill_dir: Path) -> Iterator[Opened]:
+    """Makes offloaders for a device whose copies end late; they are closed at the end."""
+    made = []
+    with late_copies(max_delay_s=0.001) as copies:
+
+        def make(**options: Any) -> Offloader:
+            hardware = HardwareProfile(paths=[spill_dir], host_memory=options.pop("host_memory", 0))
+            named = {name: options.pop(name) for name in ("_wrap_backend",) if name in options}
+            made.append(Offloader(policy=policy(**options), hardware=hardware, _copies=copies, **named))
+            return made[-1].open()
+
+        yield make
+        for offloader in made:
+            offloader.close()
+
+
+def gone(model: nn.Module) -> list[str]:
+    """Names of parameters whose gradients have no memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [n for n, p in model.named_parameters() if p.grad is not None and p.grad.untyped_storage().nbytes() == 0]
+
+
+def have_left(offloader: Offloader, model: nn.Module) -> bool:
+    """Whether all leave in time, but for one that may be on its way again."""
+    return eventually(offloader, lambda: len(gone(model)) >= NUM_GRADIENTS - 1)
+
+
+def pager_of(offloader: Offloader) -> Any:
+    return offloader._parts.parameters.gradients.pager  # type: ignore[union-attr]
+
+
+def backward(loop: Loop, *, step: int = 0) -> None:
+    ids = list(batches(step + 1))[step]
+    if loop.offloader is None:
+        loop._loss(ids).backward()
+        return
+    with loop.offloader.saved_tensors():
+        loss = loop._loss(ids)
+    loss.backward()
+    loop.offloader.end_backward()
+
+
+# -- the bits of plain training ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameters", ["keep", "offload"])
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_bits(program: str, activations: str, parameters: Any, opened: Opened) -> None:
+    options = PROGRAMS[program]
+    expected = Loop(**options).run().result()
+    offloader = opened(activations=activations, parameters=parameters)
+    assert same(Loop(offloader, **options).run().result(), expected)
+
+
+@pytest.mark.parametrize("host_memory", [0, "1GiB"])
+def test_gradients_leave_and_host_memory_is_first(host_memory: Any, opened: Opened) -> None:
+    offloader = opened(host_memory=host_memory)
+    tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
+    left = []
+
+    def look(model: nn.Module, *_: object) -> None:
+        left.append(have_left(offloader, model))
+
+    loop, plain = Loop(offloader, before_step=look), Loop()
+    assert same(loop.run(3).result(), plain.run(3).result())
+    assert left == [True] * 3
+    written = tier.progress().written_bytes
+    if host_memory == 0:
+        assert written == 3 * NUM_BYTES  # once per backward: an update and a clone change nothing
+    else:
+        assert written == 0
+
+
+def test_few_are_in_memory_in_backward_and_update(opened: Opened) -> None:
+    """One is accumulated, one written, one on its way, and with these the two largest."""
+    offloader = opened()
+    loop = Loop(offloader, accumulate=2, before_step=lambda *_: None)
+    backward(loop)
+    assert have_left(offloader, loop.model)
+    pager = pager_of(offloader)
+    pager.resident_peak_bytes = pager.resident_bytes
+    backward(loop, step=1)
+    largest = max(p.nbytes for p in loop.model.parameters())
+    assert pager.resident_peak_bytes <= 4 * largest < NUM_BYTES / 2
+    assert have_left(offloader, loop.model)
+    pager.resident_peak_bytes = pager.resident_bytes
+    loop.optimizer.step()
+    assert pager.resident_peak_bytes <= 5 * largest
+
+
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_clipping_brings_them_in_pieces(clip: str, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ssd.parameters.guard._PIECE_BYTES", 1 << 18)
+    clip_it = {
+        "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+        "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-4),
+    }[clip]
+    found = []
+    for offloader in (None, opened()):
+        loop = Loop(offloader)
+        backward(loop)
+        if offloader is not None:
+            assert have_left(offloader, loop.model)
+            pager_of(offloader).resident_peak_bytes = pager_of(offloader).resident_bytes
+        total = clip_it(loop.model)
+        found.append(
+            [torch.as_tensor(0.0 if total is None else total), *(p.grad.clone() for p in loop.model.parameters())]
+        )
+        if offloader is not None:
+            assert pager_of(offloader).resident_peak_bytes < NUM_BYTES / 2
+    assert same(*found)
+
+
+class Scaled:
+    """A training with a GradScaler whose scale is too large at first."""
+
+    def __init__(self, offloader: Offloader | None) -> None:
+        self.loop = Loop(offloader)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
+        self.found: list[torch.Tensor] = []
+        for step in range(6):
+            ids = list(batches(step + 1))[step]
+            if offloader is None:
+                scaler.scale(self.loop._loss(ids)).backward()
+            else:
+                with offloader.saved_tensors():
+                    loss = scaler.scale(self.loop._loss(ids))
+                loss.backward()
+                offloader.end_backward()
+            scaler.unscale_(self.loop.optimizer)
+            self.found.append(nn.utils.clip_grad_norm_(self.loop.model.parameters(), 0.5))
+            scaler.step(self.loop.optimizer)
+            scaler.update()
+            self.found.append(torch.tensor(scaler.get_scale()))
+            self.loop.optimizer.zero_grad()
+        self.found += self.loop.result()
+
+
+@pytest.mark.parametrize("parameters", ["keep", "offload"])
+def test_a_scaler(parameters: Any, opened: Opened) -> None:
+    plain, offloaded = Scaled(None), Scaled(opened(parameters=parameters))
+    assert len({float(scale) for scale in plain.found[1:12:2]}) > 1
+    assert same(
+        [torch.nan_to_num(one.float()) for one in offloaded.found],
+        [torch.nan_to_num(one.float()) for one in plain.found],
+    )
+
+
+def test_identity_and_versions_are_those_of_plain_training(opened: Opened) -> None:
+    found = []
+    for offloader in (None, opened()):
+        loop = Loop(offloader)
+        backward(loop)
+        held = {name: p.grad for name, p in loop.model.named_parameters()}
+        versions = [[gradient._version for gradient in held.values()]]
+        backward(loop, step=1)
+        assert all(p.grad is held[name] for name, p in loop.model.named_parameters())
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
+        versions.append([gradient._version for gradient in held.values()])
+        loop.optimizer.zero_grad(set_to_none=False)
+        versions.append([gradient._version for gradient in held.values()])
+        assert all(p.grad is held[name] for name, p in loop.model.named_parameters())
+        found.append(versions)
+    assert found[0] == found[1]
+
+
+class Scribbler(torch.optim.SGD):
+    """Writes to gradients as a kernel does that gets an address: no version tells."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    halved = (parameter.grad * 0.5).contiguous()
+                    ctypes.memmove(parameter.grad.data_ptr(), halved.data_ptr(), halved.nbytes)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [Scribbler, Uncounted])
+def test_what_an_update_does_to_gradients_unseen_is_not_lost(make: Any, opened: Opened) -> None:
+    """They are used after the update, and added to."""
+    found = []
+    for offloader in (None, opened()):
+        loop = Loop(offloader, make=make)
+        for step in range(3):
+            backward(loop, step=step)
+            loop.optimizer.step()
+        if offloader is not None:
+            assert have_left(offloader, loop.model)
+        found.append([*(p.grad.clone() for p in loop.model.parameters()), *loop.result()])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("does", HOSTILE)
+def test_what_is_done_between_steps(does: Any, activations: str, opened: Opened) -> None:
+    plain = Loop(after_step=does).run(5)
+    loop = Loop(opened(activations=activations, parameters="offload"), after_step=does).run(5)
+    assert same(loop.result(), plain.result())
+
+
+@pytest.mark.parametrize("name", USES)
+def test_losses_with_weights_themselves(name: str, opened: Opened) -> None:
+    assert same(losses_of_all_weights(opened(), USES[name]), losses_of_all_weights(None, USES[name]))
+
+
+# -- programs that are not kind to gradients ---------------------------------------------------------------------------
+
+
+def _array(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.blocks[0].up.weight.grad.numpy()[2] *= 0.5
+    model.blocks[1].up.weight.grad.data.mul_(0.5)
+
+
+def _views(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.__dict__.setdefault("held", []).append(model.blocks[1].up.weight.grad[3:7])
+    model.held[-1].mul_(0.5)
+
+
+def _kept(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.__dict__.setdefault("held", []).append(model.blocks[1].up.weight.grad)
+
+
+def _exchanged(model: nn.Module, optimizer: Any, step: int) -> None:
+    one, other = model.blocks[0].up.weight, model.blocks[1].up.weight
+    one.grad, other.grad = other.grad, one.grad
+
+
+def _one_for_two(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.blocks[0].up.weight.grad = model.blocks[1].up.weight.grad.clone()
+
+
+def _copied(model: nn.Module, optimizer: Any, step: int) -> None:
+    copies = copy.deepcopy([p.grad for p in model.parameters()])
+    model.__dict__.setdefault("held", []).extend(copies)
+    for parameter, gradient in zip(model.parameters(), copies, strict=True):
+        parameter.grad = gradient if step % 2 else parameter.grad
+
+
+def _noise(model: nn.Module, optimizer: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-3)
+
+
+def _foreach(model: nn.Module, optimizer: Any, step: int) -> None:
+    gradients = [p.grad for p in model.parameters()]
+    torch._foreach_add_(gradients, [p.detach() for p in model.parameters()], alpha=1e-3)
+    model.__dict__.setdefault("held", []).extend(torch._foreach_norm(gradients, 1))
+    model.held.append(nn.utils.parameters_to_vector(gradients).sum())
+    model.held.append(torch.stack([g.norm() for g in gradients]).max())
+
+
+UNKIND = [_array, _views, _kept, _exchanged, _one_for_two, _copied, _noise, _foreach]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("does", UNKIND)
+def test_what_is_done_to_gradients(does: Any, set_to_none: bool, opened: Opened) -> None:
+    options = {"before_step": does, "accumulate": 2, "set_to_none": set_to_none}
+    plain, loop = Loop(**options).run(4), Loop(opened(), **options).run(4)
+    assert same(loop.result(), plain.result())
+    assert same(loop.model.__dict__.get("held", []), plain.model.__dict__.get("held", []))
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_gradient_that_somebody_has(holder: str, opened: Opened) -> None:
+    offloader = opened()
+    offloader.expect_no_optimizer()
+    assert same(gradient_twice(HOLDERS[holder], offloader), gradient_twice(HOLDERS[holder], None))
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_one_gradient_of_two_parameters(is_away: bool, opened: Opened) -> None:
+    found = []
+    for offloader in (None, opened()):
+        torch.manual_seed(4)
+        layers = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
+        if offloader is not None:
+            offloader.expect_no_optimizer()
+            offloader.register_module(layers)
+        if is_away:
+            layers(torch.ones(2, 128)).sum().backward()
+            if offloader is not None:
+                assert eventually(offloader, lambda layers=layers: len(gone(layers)) == 2)
+            layers[0].weight.grad = layers[1].weight.grad
+        else:
+            layers[0].weight.grad = layers[1].weight.grad = torch.zeros(128, 128)
+        for _ in range(2):
+            layers(torch.ones(2, 128)).sum().backward()
+        found.append([layer.weight.grad.clone() for layer in layers])
+    assert same(*found)
+
+
+def test_a_gradient_that_a_graph_has_saved_stays(opened: Opened) -> None:
+    found = []
+    for offloader in (None, opened()):
+        loop = Loop(offloader)
+        backward(loop)
+        weight, gradient = loop.model.blocks[0].up.weight, loop.model.blocks[0].up.weight.grad
+        x = torch.ones_like(weight, requires_grad=True)
+        graph = (x * gradient).sum()
+        if offloader is not None:
+            offloader.send_out_weights()
+            assert "blocks.0.up.weight" not in gone(loop.model)
+        graph.backward()
+        found.append([x.grad, weight.grad.clone()])
+        del graph, gradient
+    assert same(*found)
+
+
+def test_asking_for_gradients_adds_nothing_and_holds_nothing(opened: Opened) -> None:
+    offloader = opened()
+    loop = Loop(offloader)
+    backward(loop)
+    weights = [p for p in loop.model.parameters() if p.dim() > 1]
+    torch.autograd.grad(loop._loss(next(batches(1))), weights)
+    offloader.send_out_weights()
+    assert have_left(offloader, loop.model)
+
+
+def test_an_optimizer_in_backward(opened: Opened) -> None:
+    found = []
+    for offloader in (None, opened()):
+        loop = Loop(offloader)
+        optimizers = {id(p): torch.optim.SGD([p], lr=1e-2) for p in loop.model.parameters()}
+
+        def step(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
+            optimizers[id(parameter)].step()
+            parameter.grad = None
+
+        for parameter in loop.model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for number in range(3):
+            backward(loop, step=number)
+        found.append(list(loop.model.state_dict().values()))
+    assert same(*found)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # of a cycle, which the test ends
+def test_gradients_of_gradients_stay(opened: Opened) -> None:
+    found = []
+    for offloader in (None, opened()):
+        torch.manual_seed(4)
+        layer = nn.Linear(128, 128, bias=False)
+        if offloader is not None:
+            offloader.expect_no_optimizer()
+            offloader.register_module(layer)
+        for _ in range(2):
+            layer(torch.ones(2, 128)).square().sum().backward(create_graph=True)
+        gradient = layer.weight.grad
+        assert gradient is not None
+        assert not is_guarded(gradient)
+        found.append([gradient.detach().clone(), *torch.autograd.grad(gradient.square().sum(), layer.weight)])
+        layer.weight.grad = None
+    assert same(*found)
+
+
+# -- memory, drives, the end -------------------------------------------------------------------------------------------
+
+
+def test_what_wears_drives_is_told_before_the_first_step(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightning_ssd"):
+        Loop(opened(host_memory=0))
+        Loop(opened(host_memory="1GiB"))
+    told = [record.getMessage() for record in caplog.records if "each backward writes" in record.getMessage()]
+    assert "of gradients wait between backward and update" in told[0]
+    assert "writes 0.00" not in told[0]
+    assert "writes 0.00" in told[1] or "writes 0 " in told[1]
+
+
+def test_places_come_back(opened: Opened) -> None:
+    offloader = opened()
+    tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
+    loop = Loop(offloader).run(2)
+    used = []
+    for _ in range(4):
+        loop.run(1)
+        offloader.send_out_weights()
+        used.append((sum(arena.used_bytes for arena in tier._arenas), len(pager_of(offloader).units)))
+    assert used == [(0, used[0][1])] * 4
+
+
+def test_of_models_that_are_gone_nothing_is_left(opened: Opened) -> None:
+    offloader = opened()
+    offloader.expect_no_optimizer()
+    tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
+    for _ in range(3):
+        loop = Loop()
+        offloader.register_module(loop.model)
+        loop.offloader = offloader
+        backward(loop)
+        del loop
+        gc.collect()
+        offloader.send_out_weights()
+    assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
+    assert not pager_of(offloader).weights
+
+
+def test_a_drive_that_cannot_write_keeps_them_on_the_device(opened: Opened) -> None:
+    offloader = opened(_wrap_backend=lambda backend: FaultyBackend(backend, fail_write=lambda number: eio()))
+    loop = Loop(offloader)
+    with pytest.warns(UserWarning, match="cannot be written|could not be written"):  # states', too
+        loop.run(3)
+    assert gone(loop.model) == []
+    assert same(loop.found, Loop().run(3).found)
+
+
+def test_after_closing_they_are_plain_tensors(opened: Opened) -> None:
+    offloader, plain = opened(), Loop()
+    loop = Loop(offloader)
+    backward(loop)
+    assert have_left(offloader, loop.model)
+    offloader.close()
+    loop.offloader = None
+    backward(plain)
+    for one in (loop, plain):
+        backward(one, step=1)
+    assert {type(p.grad) for p in loop.model.parameters()} == {torch.Tensor}
+    assert same([p.grad for p in loop.model.parameters()], [p.grad for p in plain.model.parameters()])
+
+
+def test_who_uses_a_lost_gradient_is_refused(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    offloader = opened()
+    loop = Loop(offloader)
+    backward(loop)
+    assert have_left(offloader, loop.model)
+
+    def full(storage: torch.UntypedStorage, nbytes: int) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", full)
+        with pytest.warns(UserWarning, match="gradients do not fit on the device"):
+            offloader.close()
+    parameter = next(p for name, p in loop.model.named_parameters() if name in gone(loop.model))
+    with pytest.raises(OffloaderClosedError):
+        parameter.grad.sum()
+    loop.offloader = None
+    with pytest.raises(OffloaderClosedError):
+        backward(loop, step=1)
+    loop.model.zero_grad()
+    backward(loop, step=1)
+    assert type(parameter.grad) is torch.Tensor
+
+
+def test_a_drive_that_does_not_give_them_back_ends_training(opened: Opened) -> None:
+    faulty: list[FaultyBackend] = []
+
+    def wrap(backend: Any) -> Any:
+        faulty.append(FaultyBackend(backend))
+        return faulty[-1]
+
+    offloader = opened(_wrap_backend=wrap)
+    loop = Loop(offloader)
+    backward(loop)
+    assert have_left(offloader, loop.model)
+    for one in faulty:
+        one.fail_read = lambda number: eio()
+    with pytest.raises(StorageError, match="injected"):
+        backward(loop, step=1)
+    for one in faulty:
+        one.fail_read = None
+
+
+# -- on a device whose races are faults --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("host_memory", [0, "1MiB", "1GiB"])
+@pytest.mark.parametrize("program", ["adamw", "accumulated zeros", "clip norm", "edited gradients", "checkpointed"])
+def test_no_race(program: str, host_memory: Any, seed: int, spill_dir: Path) -> None:
+    options = PROGRAMS[program]
+    expected = Loop(**options).run(3).result()
+    with pretended_device(seed=seed) as device, weights_of(device):
+        hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
+        with Offloader(policy=policy(parameters="offload"), hardware=hardware, **on(device)) as offloader:
+            assert same(Loop(offloader, **options).run(3).result(), expected)
+    assert not device.faults, set(device.faults)
