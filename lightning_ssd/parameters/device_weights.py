@@ -119,7 +119,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         nbytes = sum(weights.storage.nbytes() for weights in new)
-        with StatusLine(f"Writing {format_sizes(nbytes)[0]} of weights") as line:
+        with StatusLine(f"Writing {format_sizes(nbytes)[0]} of weights" if nbytes else None) as line:
             for place in places:
                 weight = self._begin(new.pop(0))
                 # While the model is built nobody knows what is used together: each comes by itself.

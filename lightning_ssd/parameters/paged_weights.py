@@ -396,7 +396,8 @@ class MappedWeights(PagedWeights[MappedStorage]):
         return weights.is_frozen and self._sources.has(weights.storage, weights.slices)
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
-        doing = f"Writing {format_sizes(sum(weights.storage.nbytes() for weights in new))[0]} of weights"
+        nbytes = sum(weights.storage.nbytes() for weights in new if not self._is_in_place(weights))
+        doing = f"Writing {format_sizes(nbytes)[0]} of weights" if nbytes else None
         self._uninterrupted(partial(self._take_all, new, places, trained), doing)
 
     def move_in(self, module: nn.Module) -> None:
