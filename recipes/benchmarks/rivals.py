@@ -176,8 +176,10 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     """The table, and the verdict."""
     print(f"\n| mode | step s | of it sync s | peak MiB | weights equal | last loss | fate |\n{'|---' * 7}|")
     for row in rows:
-        numbers = "| | | " if "step_s" not in row else (
-            f"| {row['step_s']:.2f} | {row['sync_s']:.2f} | {row['peak_bytes'] / _MIB:,.0f} "
+        numbers = (
+            "| | | "
+            if "step_s" not in row
+            else (f"| {row['step_s']:.2f} | {row['sync_s']:.2f} | {row['peak_bytes'] / _MIB:,.0f} ")
         )
         bits = "" if row["bits"] is None else f"{row['bits']['equal']} of {row['bits']['of']}"
         loss = f"{row['losses'][-1]:.6f}" if row["losses"] else ""
