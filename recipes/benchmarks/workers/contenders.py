@@ -99,7 +99,7 @@ class Ours:
 
 
 class Swap:
-    """The naive loop: a block's weights are in ``.data`` while it runs, and in a file otherwise. Nothing else leaves."""
+    """The naive loop: a block's weights are in ``.data`` while it runs, else in a file. Nothing else leaves."""
 
     def __init__(self, build: Build, directory: Path, batch: int, stack: ExitStack) -> None:
         self._model = build()
@@ -159,7 +159,7 @@ class Swap:
 
 
 class Fsdp2(Plain):
-    """``fully_shard`` with ``CPUOffloadPolicy``, one gloo process: shards wait in host memory, which a CPU has alone."""
+    """``fully_shard`` with ``CPUOffloadPolicy``, one gloo process: shards wait in host memory, all a CPU has."""
 
     def __init__(self, build: Build, directory: Path, batch: int, stack: ExitStack) -> None:
         from torch.distributed import destroy_process_group, init_process_group
