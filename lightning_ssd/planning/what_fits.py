@@ -7,8 +7,8 @@ from typing import Literal
 
 __all__ = ["Fit", "TrainingSize", "fit"]
 
-_STATE_BYTES = 8
-"""AdamW's two states in float32, per trained parameter."""
+_NUM_STATES = 2
+"""Of AdamW, per trained parameter, in the type of the weight, as ``torch.optim.AdamW`` makes them."""
 _SUBGROUPS = 4
 """Of states in memory at a time; each is about a unit's."""
 
@@ -60,7 +60,7 @@ def fit(size: TrainingSize, *, place: Literal["cpu", "gpu"]) -> Fit:
     """
     weights = size.weight_bytes * size.num_parameters
     trained = size.weight_bytes * size.num_trained
-    states = _STATE_BYTES * size.num_trained
+    states = _NUM_STATES * trained
     k = size.num_backwards
     gradients_wait = place == "cpu"
     block, gradient_block, state_block = (nbytes / size.num_blocks for nbytes in (weights, trained, states))

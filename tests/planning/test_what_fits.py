@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lightning_ssd.planning.what_fits import TrainingSize, fit
+from recipes import what_fits
 
 
 def test_the_bytes_of_a_step_are_those_of_the_documented_formula() -> None:
@@ -24,9 +27,9 @@ def test_frozen_weights_cost_reads_alone() -> None:
 def test_gradients_stay_on_a_card() -> None:
     size = TrainingSize(num_parameters=7e9, num_blocks=32)
     card, host = fit(size, place="gpu"), fit(size, place="cpu")
-    assert card.plain_bytes == host.plain_bytes == 84e9
-    assert card.device_bytes == 14e9 + 4 * (14e9 + 56e9) / 32
-    assert host.device_bytes == (4 * (14e9 + 56e9) + 14e9) / 32
+    assert card.plain_bytes == host.plain_bytes == 56e9
+    assert card.device_bytes == 14e9 + 4 * (14e9 + 28e9) / 32
+    assert host.device_bytes == (4 * (14e9 + 28e9) + 14e9) / 32
     assert host.waiting_bytes - card.waiting_bytes == 14e9
     assert host.written_bytes - card.written_bytes == 14e9
 
@@ -38,3 +41,10 @@ def test_what_waits_never_takes_more_of_the_device_with_more_blocks(place: str) 
         for blocks in (8, 16, 32, 64)
     ]
     assert held == sorted(held, reverse=True)
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    what_fits.main()
+    printed = capsys.readouterr().out
+    assert printed.count("\n") > 8
+    assert printed in (Path(__file__).parents[2] / "docs" / "what_fits.md").read_text()
