@@ -30,7 +30,7 @@ def test_those_without_packages_train_to_the_same_bits(tmp_path: Path, capsys: p
     assert rivals.main([*arguments, "--json", str(report)]) == 0
     rows = json.loads(report.read_text())["rows"]
     assert [found["mode"] for found in rows] == ["plain", "swap", "fsdp2", "ours"]
-    assert all(found["bits"] == {"equal": 52, "of": 52} for found in rows)
+    assert all(found["bits"] == {"equal": 28, "of": 28} for found in rows)
     assert len({tuple(found["losses"]) for found in rows}) == 1
     assert str(tmp_path) not in report.read_text()
     assert list(tmp_path.iterdir()) == [report], "it leaves something behind"
