@@ -1,0 +1,55 @@
+"""The table of ``docs/what_fits.md``: which model fits on which card. Arithmetic, nothing is measured.
+
+python -m recipes.what_fits
+"""
+
+from __future__ import annotations
+
+from lightning_ssd.planning.what_fits import TrainingSize, fit
+
+__all__ = ["main"]
+
+_GB = 1e9
+_CARDS_GB = (24, 48, 80, 141)
+_ROOM = 0.9
+"""Of a card; the rest is for its context and what allocators waste."""
+_MODELS = {"7 B": (7e9, 32), "13 B": (13e9, 40), "70 B": (70e9, 80)}
+"""Parameters and blocks."""
+_LORA_SHARE = 0.005
+_READ, _WRITE = 7e9, 5e9
+"""Bytes per second of one drive."""
+_FLOPS = 0.4 * 312e12
+"""Per second: 40 % of an A100's in bfloat16, by its data sheet."""
+_TOKENS = 8_192
+"""Of a step."""
+
+
+def main() -> None:
+    """Print the table."""
+    print(
+        "| model | trained | type | plain, GB | on the card, GB | smallest card | waits, GB "
+        "| read, GB | written, GB | moving, s | computing, s |"
+    )
+    print("|---" * 11 + "|")
+    for model, (num_parameters, num_blocks) in _MODELS.items():
+        for trained, share in (("all", 1.0), ("LoRA", _LORA_SHARE)):
+            for dtype, nbytes in (("bfloat16", 2), ("float32", 4)):
+                size = TrainingSize(
+                    num_parameters=num_parameters, num_blocks=num_blocks, trained_share=share, weight_bytes=nbytes
+                )
+                print(f"| {model} | {trained} | {dtype} {_numbers(size)} |")
+
+
+def _numbers(size: TrainingSize) -> str:
+    found = fit(size, place="gpu")
+    card = next((f"{card} GB" for card in _CARDS_GB if found.device_bytes <= _ROOM * card * _GB), "none")
+    # Forward 2, backward 4 (2 where weights are frozen), per parameter and token.
+    computing_s = (4 * size.num_parameters + 2 * size.num_trained) * _TOKENS / _FLOPS
+    moving_s = found.io_s(read_bytes_per_s=_READ, write_bytes_per_s=_WRITE)
+    gigabytes = [f"{nbytes / _GB:.1f}" for nbytes in (found.plain_bytes, found.device_bytes)]
+    rest = [f"{nbytes / _GB:.1f}" for nbytes in (found.waiting_bytes, found.read_bytes, found.written_bytes)]
+    return "| " + " | ".join([*gigabytes, card, *rest, f"{moving_s:.1f}", f"{computing_s:.1f}"])
+
+
+if __name__ == "__main__":
+    main()
