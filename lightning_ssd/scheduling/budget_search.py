@@ -12,7 +12,7 @@ storages, or look further ahead. Which of them is faster on this machine only pa
   when passes have become slower, those that come near it are tried again.
 
 No plan whose peak is thought to be above the limit is ever tried. One whose measured peak was above it is given up at
-once and for good, for one with a lower peak.
+once for one that moves more, and none that moves as little is tried again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BudgetSearch:
         self._num_rivals_passes = 0
         self._offs: deque[float] = deque(maxlen=2 * WINDOW)  # of earlier rivals' passes
         self._ratios: dict[Route, float] = {}  # measured time relative to the best plan
-        self._is_out: set[Route] = set()  # above the limit, as measured
+        self._over_bytes = -1  # moved by a plan that was above the limit, as measured: no other one moves so little
         self._num_passes = 0
         self._spent = 0.0  # in passes
         self._num_settled, self._recheck = 0, _FIRST_RECHECK
@@ -226,15 +226,15 @@ class BudgetSearch:
 
     def _fits(self, one: StoredPlan) -> bool:
         """Whether nobody thinks its peak above the limit."""
-        if one.plan.route in self._is_out:
+        if one.moved_bytes <= self._over_bytes:
             return False
         thought = max(one.plan.prediction.peak_bytes, self.model.expected(one.plan, one.moved_bytes).peak_bytes)
         return self._limit_bytes is None or thought <= self._limit_bytes
 
     def _leave(self, known: StoredPlan, peak_bytes: int, limit_bytes: int) -> str | None:
-        """More was resident than there may be: follow the fastest one of those that hold less."""
+        """More was resident than there may be: follow the fastest one of those that move more."""
         route = known.plan.route
-        self._is_out.add(route)
+        self._over_bytes = max(self._over_bytes, known.moved_bytes)
         if self._rival is not None and route == self._rival.plan.route:
             self._end_trial()
         if self._best is None or route != self._best.plan.route:
@@ -242,7 +242,7 @@ class BudgetSearch:
         lower = [
             (self.model.expected(one.plan, one.moved_bytes).step_s, index)
             for index, one in enumerate(self._others)
-            if self._fits(one) and one.moved_bytes > known.moved_bytes
+            if self._fits(one)
         ]
         if not lower:
             return None

@@ -93,11 +93,12 @@ def test_from_the_third_plan_on_predictions_are_within_a_tenth(
             machine.keep(3 * keeps)
         for moved in (16, 12, 20, 10):
             plan = plan_of(moved, simulated_s=2.0, keep_s=2.0)
-            off.append(machine.expected(plan).step_s / machine.true_s(moved) - 1)
+            typical_s = machine.true_s(moved) * (1 + 0.6745 * noise)  # the median of passes like its own
+            off.append(machine.expected(plan).step_s / typical_s - 1)
             machine.follow(plan, 4)
             promise = machine.model.promised(plan)
             assert promise is not None
-            assert off[-1] == pytest.approx(promise.step_s / machine.true_s(moved) - 1), "it is what was said before"
+            assert off[-1] == pytest.approx(promise.step_s / typical_s - 1), "it is what was said before"
     assert max(map(abs, off)) <= (WITHIN if noise < 0.05 else 1.5 * WITHIN)
     assert sum(abs(one) <= WITHIN for one in off) >= 0.95 * len(off)
 
