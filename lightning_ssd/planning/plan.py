@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from lightning_ssd.planning.placement import Placement
 
-__all__ = ["Machine", "Plan", "PlanObjective", "Prediction", "TierRates"]
+__all__ = ["Machine", "Plan", "PlanObjective", "Prediction", "Route", "TierRates"]
+
+Route = tuple[tuple[Placement, ...], frozenset[int], int]
+"""See :attr:`Plan.route`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +33,7 @@ class Machine:
     host: TierRates | None = None
     cost_s_per_byte: float = 0.0
     """What each moved byte takes from the training thread besides waiting for it: memory that is mapped anew, cores
-    that workers take, Python."""
+    that workers take, Python. Below 0 where moving is faster than keeping: what moves lies in memory that is reused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +90,11 @@ class Plan:
     inputs: tuple[tuple[int, Placement], ...] = ()
     """(block, where its input goes) for blocks to recompute that the trace did not recompute yet: their inputs are not
     among its storages."""
+
+    @property
+    def route(self) -> Route:
+        """What a pass that follows it does; equal for plans that differ in what they promise alone."""
+        return self.placements, self.recompute, self.ahead_bytes
 
     def moved_bytes(self, sizes: Sequence[int]) -> int:
         """Of storages of these sizes, in pack order: what goes to a tier.

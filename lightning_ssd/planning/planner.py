@@ -26,15 +26,24 @@ from lightning_ssd.planning.candidates import Candidate, RecomputeVariant, famil
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, Plan, PlanObjective, Prediction
 from lightning_ssd.planning.recompute_trace import inner_storages, input_of
-from lightning_ssd.planning.simulator import predict
+from lightning_ssd.planning.simulator import LEAST_SHARE, predict
 from lightning_ssd.planning.trace import Trace
 
-__all__ = ["BudgetTooSmall", "ScoredCandidate", "judge", "make_plan", "recomputing_budget", "smallest_budget"]
+__all__ = [
+    "BudgetTooSmall",
+    "ScoredCandidate",
+    "alternatives",
+    "judge",
+    "make_plan",
+    "recomputing_budget",
+    "smallest_budget",
+]
 
 TOLERANCE = 1.002
 """Plans closer than this are equal."""
 _ROUNDING = 1 + 1e-9
 _MAX_PLAYED = 24
+_NUM_AMOUNTS = 8
 _MAX_SMALLEST = 4
 _MAX_LIMITS = 4
 _MAX_TRIALS = 32
@@ -127,6 +136,43 @@ def _make(trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
     choice = _without_idle_moves(choice, machine, max_peak)
     max_step_s = goal.max_slowdown * keep.prediction.step_s * _ROUNDING if budget is None else math.inf
     return _plan(trace, goal, _with_small_window(choice, machine, max_peak, max_step_s), machine)
+
+
+def alternatives(trace: Trace, machine: Machine, goal: PlanObjective, plan: Plan) -> tuple[Plan, ...]:
+    """Other plans within the same budget, for somebody who measures which one is the fastest.
+
+    They are of the same family, and recompute what the trace does: for each of several amounts that move the fastest
+    one by its bound, of those that move the best ranked, of those that spread, and of those with a part on the host;
+    and the plan itself with half and twice the window.
+
+    Args:
+        trace: that the plan was made from.
+        machine: with which it was made.
+        goal: of the plan; without a budget there are none.
+        plan: the first choice, which is not among them; without one that moves there are none.
+
+    Returns:
+        The fastest first, as the simulator says. No peak that it predicts is above the budget.
+    """
+    machine, budget = usable(machine), goal.budget_bytes
+    if budget is None or plan.recompute != trace.recomputed or not plan.moves:
+        return ()
+    variant = RecomputeVariant(trace, frozenset())
+    fastest: dict[tuple[int, bool, bool], ScoredCandidate] = {}
+    total = sum(variant.units.trace.storages[i].nbytes for i in variant.ranking)
+    for one in sorted(judge(family(variant, machine, goal), machine, goal), key=lambda j: j.bound.step_s):
+        candidate = one.candidate
+        moved = [i for i in variant.ranking if candidate.placements[i] is not Placement.KEEP]
+        is_spread = tuple(moved) != variant.ranking[: len(moved)]
+        amount = round(_NUM_AMOUNTS * candidate.moved_bytes / max(total, 1))
+        fastest.setdefault((amount, is_spread, candidate.host_bytes > 0), one)
+    choices = [_played(one, machine, budget) for one in list(fastest.values())[:_MAX_PLAYED]]
+    for window in (plan.ahead_bytes // 2, 2 * plan.ahead_bytes):
+        choices.append(_Choice.of(variant, plan.placements[: len(variant.old)], machine, budget, window))
+    fitting = [choice for choice in choices if choice.prediction.peak_bytes <= budget]
+    fitting.sort(key=lambda choice: choice.prediction.step_s)
+    made = {one.route: one for one in (_plan(trace, goal, choice, machine) for choice in fitting)}
+    return tuple(one for route, one in made.items() if route != plan.route)
 
 
 def smallest_budget(trace: Trace, machine: Machine, goal: PlanObjective) -> int:
@@ -333,6 +379,6 @@ def _plan(trace: Trace, goal: PlanObjective, choice: _Choice, machine: Machine) 
         limit_bytes=limit,
         ahead_bytes=choice.window,
         prediction=choice.prediction,
-        keep_step_s=trace.end_s - machine.cost_s_per_byte * trace.moved_bytes,
+        keep_step_s=max(trace.end_s - machine.cost_s_per_byte * trace.moved_bytes, LEAST_SHARE * trace.end_s),
         inputs=tuple(sorted(inputs)),
     )

@@ -29,7 +29,10 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, Prediction, TierRates
 from lightning_ssd.planning.trace import Trace
 
-__all__ = ["PlayedStall", "PlayedTransfer", "Timeline", "moving_cost_s", "predict", "simulate"]
+__all__ = ["LEAST_SHARE", "PlayedStall", "PlayedTransfer", "Timeline", "moving_cost_s", "predict", "simulate"]
+
+LEAST_SHARE = 0.1
+"""Of a traced pass' length: below this no cost of moving, learnt from times that scatter, makes a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,9 +358,12 @@ class _Replay:
 
 
 def moving_cost_s(lives: Lifetimes, placements: Sequence[Placement], machine: Machine) -> float:
-    """What moving takes besides transfers (seconds), more or less than in the pass that was traced."""
+    """What moving takes besides transfers (seconds), more or less than in the pass that was traced.
+
+    However wrong the cost may be, a tenth of the traced pass remains.
+    """
     moved = sum(n for n, placement in zip(lives.sizes, placements, strict=True) if placement is not Placement.KEEP)
-    return machine.cost_s_per_byte * (moved - lives.moved_bytes)
+    return max(machine.cost_s_per_byte * (moved - lives.moved_bytes), (LEAST_SHARE - 1) * lives.end_s)
 
 
 def _lanes(placements: Sequence[Placement], machine: Machine, count: int) -> tuple[list[_Lane], list[_Lane | None]]:

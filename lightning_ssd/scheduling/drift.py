@@ -45,7 +45,15 @@ class DriftDetector:
         self._pause = _FIRST_PAUSE
         self._num_to_skip = 0
 
-    def passed(self, known: StoredPlan, measured: Measured, rates: TierRates, *, times_too: bool = True) -> str | None:
+    def passed(
+        self,
+        known: StoredPlan,
+        measured: Measured,
+        rates: TierRates,
+        *,
+        times_too: bool = True,
+        expected_s: float | None = None,
+    ) -> str | None:
         """Return why to plan again, or ``None``.
 
         Args:
@@ -53,11 +61,12 @@ class DriftDetector:
             measured: the pass.
             rates: of the drives by now.
             times_too: whether what the pass took counts; else somebody compares it with keeping everything.
+            expected_s: that it was to take; ``None``: what the plan predicts.
         """
         if self._num_to_skip:
             self._num_to_skip -= 1
             return None
-        reason = _doubt(known, measured, rates, times_too=times_too)
+        reason = _doubt(known, measured, rates, times_too=times_too, expected_s=expected_s)
         self._num_doubts = 0 if reason is None else self._num_doubts + 1
         if self._num_doubts < _PATIENCE:
             return None
@@ -66,16 +75,19 @@ class DriftDetector:
         return reason
 
 
-def _doubt(known: StoredPlan, measured: Measured, rates: TierRates, *, times_too: bool) -> str | None:
+def _doubt(
+    known: StoredPlan, measured: Measured, rates: TierRates, *, times_too: bool, expected_s: float | None
+) -> str | None:
     prediction, goal = known.plan.prediction, known.goal
+    expected_s = prediction.step_s if expected_s is None else expected_s
     if measured.limit_bytes is not None and measured.peak_bytes > measured.limit_bytes:
         return f"{measured.peak_bytes} bytes were resident under a budget of {measured.limit_bytes}"
     compute_s = measured.step_s - measured.stall_s
     most_s = math.inf if goal.budget_bytes is not None else (goal.max_slowdown - 1) * compute_s + prediction.stall_s
     if times_too and measured.stall_s > most_s:
         return f"{measured.stall_s:.3g} s of stalls in a pass of {measured.step_s:.3g} s"
-    if times_too and _left(prediction.step_s, measured.step_s):
-        return f"a pass took {measured.step_s:.3g} s where {prediction.step_s:.3g} s were predicted"
+    if times_too and _left(expected_s, measured.step_s):
+        return f"a pass took {measured.step_s:.3g} s where {expected_s:.3g} s were predicted"
     if measured.written_bytes and _left(known.rates.write_bytes_per_s, rates.write_bytes_per_s):
         return f"writing runs at {rates.write_bytes_per_s:.3g} bytes/s, not {known.rates.write_bytes_per_s:.3g}"
     if measured.read_bytes and _left(known.rates.read_bytes_per_s, rates.read_bytes_per_s):

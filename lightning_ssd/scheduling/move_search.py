@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import mean, median
+from statistics import median
 from typing import NamedTuple
 
+from lightning_ssd.scheduling.paired_times import WINDOW, PairedTimes, offs, typical
 from lightning_ssd.scheduling.search_phase import TRANSITIONS, Phase, PhaseEvent, State
 
 __all__ = ["NUM_KEPT", "Learnt", "MoveSearch"]
@@ -35,8 +34,6 @@ NUM_KEPT = 3
 """Passes that run with everything kept before the first plan comes into force; the first of them warms up."""
 _NUM_KEPT_AGAIN = 2
 """The same later on: the first one maps memory that had been given back."""
-_WINDOW = 16
-_NUM_BLOCKS = 4
 _MIN_SCATTER = 0.01
 _NUM_ERRORS = 1.3
 """A difference of so many standard errors is evidence."""
@@ -99,9 +96,9 @@ class MoveSearch:
         self.slowdown: float | None = None
         """Of the latest plan, as measured."""
         self._limit = max_slowdown
-        self._offs: deque[float] = deque(maxlen=2 * _WINDOW)  # of earlier passes from their median, relative
-        self._kept = _KeptTimes()
-        self._moved: deque[_Moved] = deque(maxlen=_WINDOW)  # that followed the present plan
+        self._offs: deque[float] = deque(maxlen=2 * WINDOW)  # of earlier passes from their median, relative
+        self._kept = PairedTimes()
+        self._moved: deque[_Moved] = deque(maxlen=WINDOW)  # that followed the present plan
         self._plan: object = None
         self._phase = Phase.MEASURING
         self._num_to_keep = NUM_KEPT  # passes that are still to keep, in whatever phase
@@ -184,7 +181,7 @@ class MoveSearch:
 
     def _restart(self) -> None:
         """The machine has changed: what was measured before says nothing of it. Once per trial, or none would end."""
-        self._offs.extend((*self._kept.offs, *_offs(self._slowdowns)))
+        self._offs.extend((*self._kept.offs, *offs(self._slowdowns)))
         self._kept.clear()
         self._moved.clear()
         self._num_compared, self._is_again, self._has_restarted = 0, False, True
@@ -241,7 +238,7 @@ class MoveSearch:
             if step_s <= (self._limit + _OUT_OF_HAND) * keep_s:
                 return None
         self._moved.append(_Moved(self._num_passes, step_s, predicted_stall_s))
-        self.slowdown = _typical(self._slowdowns)
+        self.slowdown = typical(self._slowdowns)
         if self._phase is Phase.SETTLED:
             self._look_again(keep_s)
             return None
@@ -258,7 +255,7 @@ class MoveSearch:
         num, excess, error = len(self._moved), slowdown - self._limit, self._error
         is_faster = num >= _MIN_TRIED and slowdown + error < 1
         is_over = is_faster or num >= (_MAX_TRIED // 2 if self._is_known else _MAX_TRIED)
-        cost = _typical([one.step_s - one.stall_s - self._kept.at(one.number) for one in self._moved])
+        cost = typical([one.step_s - one.stall_s - self._kept.at(one.number) for one in self._moved])
         is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + error
         if is_far_off:
             self._num_turns = 0  # the machine is another one than before, or this is the first plan
@@ -360,7 +357,7 @@ class MoveSearch:
         self._is_resting = True
 
     def _try(self) -> None:
-        self._offs.extend(_offs(self._slowdowns))
+        self._offs.extend(offs(self._slowdowns))
         self._moved.clear()
         self._num_compared = _MAX_TRIED if self._is_again else 0
         self._is_again = self._has_restarted = False
@@ -376,8 +373,8 @@ class MoveSearch:
     @property
     def _scatter(self) -> float:
         """Standard deviation of one pass, relative to it."""
-        offs = [*self._offs, *self._kept.offs, *_offs(self._slowdowns)]
-        return max(_MIN_SCATTER, 1.48 * median(offs) if offs else 0.0)
+        seen = [*self._offs, *self._kept.offs, *offs(self._slowdowns)]
+        return max(_MIN_SCATTER, 1.48 * median(seen) if seen else 0.0)
 
     @property
     def _error(self) -> float:
@@ -397,60 +394,3 @@ class _Moved(NamedTuple):
     step_s: float
     stall_s: float
     """Predicted."""
-
-
-class _KeptTimes:
-    """When passes kept everything, and how long they took. In between, keeping is thought to change evenly."""
-
-    def __init__(self) -> None:
-        # Of passes one after the other; and the middle of each block with its typical seconds, asked for in every pass.
-        self._blocks: deque[list[tuple[int, float]]] = deque(maxlen=_NUM_BLOCKS)
-        self._points: deque[tuple[float, float]] = deque(maxlen=_NUM_BLOCKS)
-
-    def __bool__(self) -> bool:
-        return bool(self._blocks)
-
-    def add(self, number: int, step_s: float) -> None:
-        """The pass of this number kept everything."""
-        if self._blocks and self._blocks[-1][-1][0] == number - 1:
-            self._blocks[-1].append((number, step_s))
-            del self._blocks[-1][:-_WINDOW]
-        else:
-            self._blocks.append([(number, step_s)])
-            self._points.append((number, step_s))
-        numbers, times = zip(*self._blocks[-1], strict=True)
-        self._points[-1] = (mean(numbers), _typical(times))
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._blocks.clear()
-        self._points.clear()
-
-    def at(self, number: int) -> float:
-        """Seconds that keeping would have taken in the pass of this number."""
-        for (left, left_s), (right, right_s) in pairwise(self._points):
-            if number < right:
-                share = min(max((number - left) / (right - left), 0.0), 1.0)
-                return left_s + share * (right_s - left_s)
-        return self._points[-1][1]
-
-    @property
-    def num_recent(self) -> int:
-        """Passes in the two latest blocks."""
-        return sum(len(block) for block in list(self._blocks)[-2:])
-
-    @property
-    def offs(self) -> list[float]:
-        """Of each pass from those beside it, relative."""
-        return [off for block in self._blocks for off in _offs([s for _, s in block])]
-
-
-def _offs(times: Sequence[float]) -> list[float]:
-    if len(times) < 2:
-        return []
-    middle = median(times)
-    return [abs(one / middle - 1) for one in times]
-
-
-def _typical(times: Sequence[float]) -> float:
-    return sorted(times)[(len(times) - 1) // 3]

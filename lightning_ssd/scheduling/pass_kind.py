@@ -11,17 +11,20 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.planning.plan import Machine, Plan, PlanObjective
 from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.budget_search import BudgetSearch
 from lightning_ssd.scheduling.drift import DriftDetector
 from lightning_ssd.scheduling.memory_limits import NonActivationMemory
 from lightning_ssd.scheduling.move_search import MoveSearch
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
+from lightning_ssd.scheduling.step_model import StepModel
 from lightning_ssd.scheduling.tracing import TRANSITIONS, Tracing, TracingEvent
 
-__all__ = ["PassKind", "PlanInProgress", "TracedPass"]
+__all__ = ["PassKind", "PlanChoice", "PlanInProgress", "TracedPass"]
 
 _MAX_PLANS = 8
 _MAX_PASSED_OVER = 8
@@ -30,6 +33,8 @@ _RECENT = 16
 
 Sizes = tuple[int, ...]
 """Bytes of the storages that a pass saves, in pack order."""
+
+_Known = TypeVar("_Known")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +48,18 @@ class TracedPass:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanChoice:
+    """The planner's choice, and others within the same budget that may turn out faster."""
+
+    plan: Plan
+    others: tuple[Plan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PlanInProgress:
     """A plan that a thread of its own makes, and what it was asked for."""
 
-    task: Task[Plan]
+    task: Task[PlanChoice]
     traced: TracedPass
     goal: PlanObjective
     machine: Machine
@@ -67,6 +80,9 @@ class PassKind:
     """One at a time."""
     unplanned: deque[Sizes] = field(default_factory=lambda: deque(maxlen=_MAX_PLANS))
     """Sizes of passes that stay under the budget although no plan is known to."""
+    models: OrderedDict[Sizes, StepModel] = field(default_factory=OrderedDict)
+    """What passes take and hold, by what they move."""
+    budget_searches: OrderedDict[Sizes, BudgetSearch] = field(default_factory=OrderedDict)
     _searches: OrderedDict[Sizes, MoveSearch] = field(default_factory=OrderedDict)
     _last_pass: dict[Sizes, int] = field(default_factory=dict)
     """When a search was last asked for, in passes of this kind."""
@@ -101,6 +117,19 @@ class PassKind:
         ]
         return sizes not in alike or any(self._searches[key].keeps for key in alike)
 
+    def model(self, sizes: Sizes) -> StepModel:
+        """Of passes of these sizes."""
+        return _latest_of(self.models, sizes, StepModel)
+
+    @property
+    def only_model(self) -> StepModel | None:
+        """The model of all passes, if there is but one."""
+        return next(iter(self.models.values())) if len(self.models) == 1 else None
+
+    def budget_search(self, sizes: Sizes) -> BudgetSearch:
+        """Which plan within the budget is the fastest for passes of these sizes."""
+        return _latest_of(self.budget_searches, sizes, lambda: BudgetSearch(self.model(sizes)))
+
     @property
     def only_search(self) -> MoveSearch | None:
         """The search for all passes, if there is but one."""
@@ -118,6 +147,8 @@ class PassKind:
         self.recompute, self.inner_bytes = blocks, inner_bytes
         self.ask_for_trace()
         self.plans.clear()
+        self.models.clear()
+        self.budget_searches.clear()
 
     # -- traces and plans ----------------------------------------------------------------------------------------
 
@@ -166,3 +197,18 @@ class PassKind:
         self.plans.move_to_end(plan.sizes)
         while len(self.plans) > _MAX_PLANS:
             self.plans.popitem(last=False)
+
+    def exchange(self, plan: StoredPlan) -> None:
+        """Follow another plan of the same sizes. Passes of other sizes that begin alike notice nothing."""
+        if plan.sizes in self.plans:
+            self.plans[plan.sizes] = plan
+
+
+def _latest_of(known: OrderedDict[Sizes, _Known], sizes: Sizes, make: Callable[[], _Known]) -> _Known:
+    """What is known of these sizes; the least recently asked for goes."""
+    if sizes not in known:
+        known[sizes] = make()
+    known.move_to_end(sizes)
+    while len(known) > _MAX_PLANS:
+        known.popitem(last=False)
+    return known[sizes]

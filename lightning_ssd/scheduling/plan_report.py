@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_ssd.common.formatting import format_sizes, pluralize
+from lightning_ssd.planning.plan import Prediction
 from lightning_ssd.scheduling.drift import Measured
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
 from lightning_ssd.scheduling.search_phase import State
@@ -39,7 +41,11 @@ class PlanReport:
     slowdown: float | None = None
     """Typical time of the passes that moved, relative to those that kept everything, both measured."""
     state: State | None = None
-    """What the search for a better plan is doing; ``None``: under a budget there is none."""
+    """What the search for how much may be moved is doing; ``None``: under a budget there is none."""
+    promised_step_s: float | None = None
+    """What was predicted before the first pass that followed the plan. :attr:`predicted_step_s` is of the latest pass,
+    and leans on what those before it took."""
+    promised_peak_bytes: int | None = None
 
     allowed_bytes_per_day: int | None = None
     """What the wear budget lets this process write."""
@@ -83,6 +89,15 @@ def _off(predicted: float, measured: float) -> str:
     return f"{100 * (measured / predicted - 1):+.0f} %" if predicted > 0 else "nothing predicted"
 
 
+class _Followed(NamedTuple):
+    """A plan, the latest passes that followed it, and what was said of them."""
+
+    known: StoredPlan
+    measured: tuple[Measured, ...]
+    expected: Prediction
+    promised: Prediction
+
+
 class Comparison:
     """Collects the passes that followed one plan; begins anew with another.
 
@@ -93,26 +108,40 @@ class Comparison:
     def __init__(self, *, wear_bytes_per_day: int | None = None) -> None:
         self._wear_bytes_per_day = wear_bytes_per_day
         # Replaced as a whole: other threads than the one that trains may ask for numbers meanwhile.
-        self._followed: tuple[StoredPlan, tuple[Measured, ...]] | None = None
+        self._followed: _Followed | None = None
 
-    def add(self, known: StoredPlan, measured: Measured) -> None:
-        """A pass followed ``known`` to its end."""
-        followed = self._followed
-        before = followed[1] if followed is not None and followed[0] is known else ()
-        self._followed = known, (*before, measured)[-_WINDOW:]
+    def add(
+        self,
+        known: StoredPlan,
+        measured: Measured,
+        *,
+        expected: Prediction | None = None,
+        promised: Prediction | None = None,
+    ) -> None:
+        """A pass followed ``known`` to its end.
+
+        Args:
+            known: the plan.
+            measured: the pass.
+            expected: of it, before it ran; ``None``: what the simulator says.
+            promised: of the plan, before any pass had followed it; ``None``: the same.
+        """
+        followed, simulated = self._followed, known.plan.prediction
+        before = followed.measured if followed is not None and followed.known is known else ()
+        passes = (*before, measured)[-_WINDOW:]
+        self._followed = _Followed(known, passes, expected or simulated, promised or simulated)
 
     @property
-    def latest(self) -> tuple[StoredPlan, Measured] | None:
-        """The last pass that followed a plan."""
+    def latest(self) -> tuple[StoredPlan, Measured, Prediction] | None:
+        """The last pass that followed a plan, and what was expected of it."""
         followed = self._followed
-        return None if followed is None else (followed[0], followed[1][-1])
+        return None if followed is None else (followed.known, followed.measured[-1], followed.expected)
 
     def report(self, num_plans: int, *, slowdown: float | None = None, state: State | None = None) -> PlanReport | None:
         """``None`` before the first pass that followed a plan."""
         if self._followed is None:
             return None
-        known, measured = self._followed
-        prediction = known.plan.prediction
+        known, measured, prediction, promised = self._followed
         passes_per_day = DAY_S / max(known.trace.end_s, 1e-9)
         return PlanReport(
             predicted_step_s=prediction.step_s,
@@ -128,6 +157,8 @@ class Comparison:
             num_plans=num_plans,
             slowdown=slowdown,
             state=state,
+            promised_step_s=promised.step_s,
+            promised_peak_bytes=promised.peak_bytes,
             allowed_bytes_per_day=self._wear_bytes_per_day,
             refused_bytes_per_day=known.plan.refused_bytes * passes_per_day,
         )

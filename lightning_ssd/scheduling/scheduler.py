@@ -19,8 +19,14 @@ from lightning_ssd.common.collectives import AllReduceMin
 from lightning_ssd.common.profiling import span
 from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.errors import OffloaderClosedError
-from lightning_ssd.planning.plan import Machine, Plan, PlanObjective, TierRates
-from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, recomputing_budget, smallest_budget
+from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
+from lightning_ssd.planning.planner import (
+    BudgetTooSmall,
+    alternatives,
+    make_plan,
+    recomputing_budget,
+    smallest_budget,
+)
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
@@ -29,7 +35,7 @@ from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.drift import Measured, is_worth_switching
 from lightning_ssd.scheduling.memory_limits import Limits, MemoryConstraints, NonActivationMemory
 from lightning_ssd.scheduling.move_search import MoveSearch
-from lightning_ssd.scheduling.pass_kind import PassKind, PlanInProgress, TracedPass
+from lightning_ssd.scheduling.pass_kind import PassKind, PlanChoice, PlanInProgress, TracedPass
 from lightning_ssd.scheduling.plan_cache import PlanCache
 from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
 from lightning_ssd.scheduling.plan_report import DAY_S, Comparison, PlanReport
@@ -119,7 +125,7 @@ class Scheduler:
         # One plan at a time. A leaf lock: a plan is made of numbers alone.
         self._planning = threading.Lock()
         self._is_closed = False
-        self._tasks: deque[Task[Plan]] = deque(maxlen=_MAX_KINDS)
+        self._tasks: deque[Task[PlanChoice]] = deque(maxlen=_MAX_KINDS)
 
     # -- before a pass -------------------------------------------------------------------------------------------
 
@@ -243,7 +249,9 @@ class Scheduler:
         search = self._search(kind, done.sizes) if is_free else None
         wanted_trace = search is not None and search.wants_trace
         if search is not None and done.cursor.keeps_all:
-            search.kept(done.clock.seconds(done.begin, done.end))
+            step_s = done.clock.seconds(done.begin, done.end)
+            search.kept(step_s)
+            kind.model(done.sizes).kept(step_s)
         if known is not None and self._is_following:
             self._compare(kind, known, done, search)
         elif done.sizes not in kind.unplanned and not (done.cursor.keeps_all and kind.plans):
@@ -272,7 +280,10 @@ class Scheduler:
         self._is_following = False
         search = kind.only_search
         if search is not None:
-            search.kept(done.clock.seconds(done.begin, done.end) if done.is_timed else None)
+            step_s = done.clock.seconds(done.begin, done.end) if done.is_timed else None
+            search.kept(step_s)
+            if kind.only_model is not None:
+                kind.only_model.kept(step_s)
             if search.wants_trace:
                 kind.wait_for_trace()
 
@@ -301,7 +312,12 @@ class Scheduler:
             read_bytes=done.read_bytes,
             limit_bytes=done.cursor.limit_bytes,
         )
-        self.comparison.add(known, measured)
+        model = kind.model(known.sizes)
+        expected = model.expected(known.plan, known.moved_bytes)
+        model.passed(known.plan, known.moved_bytes, measured.step_s, measured.peak_bytes)
+        self.comparison.add(known, measured, expected=expected, promised=model.promised(known.plan))
+        if known.goal.budget_bytes is not None:
+            self._compare_within_budget(kind, known, measured)
         if search is not None and known.plan.moves:
             before = search.state
             told = search.moved(known, known.moved_bytes, measured.step_s, known.plan.prediction.stall_s)
@@ -315,7 +331,10 @@ class Scheduler:
         is_searched = search is not None and search.keep_s is not None
         if is_searched and search is not None and search.state is not State.SETTLED:
             return  # it is being looked at already, and will be planned again with the rates of then
-        reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING, times_too=not is_searched)
+        rates = self.machine.ssd or _NOTHING
+        # Within a budget plans change to be measured: what is known of each of them counts, not the simulator's word.
+        expected_s = None if known.goal.budget_bytes is None else expected.step_s
+        reason = kind.watch.passed(known, measured, rates, times_too=not is_searched, expected_s=expected_s)
         if reason is None:
             return
         _log.info("planning again: %s", reason)
@@ -323,6 +342,16 @@ class Scheduler:
             kind.ask_for_trace()
         else:
             search.replan()  # from a pass that keeps everything
+
+    @staticmethod
+    def _compare_within_budget(kind: PassKind, known: StoredPlan, measured: Measured) -> None:
+        """Hold the plan against others, and have the next pass follow the one that is to be measured."""
+        search = kind.budget_search(known.sizes)
+        told = search.passed(known, measured.step_s, measured.peak_bytes, measured.limit_bytes)
+        if told is not None:
+            _log.info("%s", told)
+        if search.chosen is not None:
+            kind.exchange(search.chosen)
 
     def _keep_learnt(self, search: MoveSearch, known: StoredPlan) -> None:
         """For the next run. Where blocks are recomputed, sizes do not tell what was learnt of."""
@@ -337,6 +366,9 @@ class Scheduler:
             search = self._search(kind, traced.sizes)
             search.submitted()
             machine = replace(machine, cost_s_per_byte=search.cost_s_per_byte)
+        else:
+            cost = kind.model(traced.sizes).cost_s_per_byte
+            machine = machine if cost is None else replace(machine, cost_s_per_byte=cost)
         self.unusable = (machine.ssd or _NOTHING).unusable
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         task = Task(partial(self._make_plan, traced.trace, machine, goal), "lightning_ssd-plan")
@@ -345,13 +377,14 @@ class Scheduler:
         task.start()
         kind.planning = PlanInProgress(task, traced, goal, machine)
 
-    def _make_plan(self, trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
+    def _make_plan(self, trace: Trace, machine: Machine, goal: PlanObjective) -> PlanChoice:
         """In a thread of its own."""
         with self._planning:
             if self._is_closed:
                 raise OffloaderClosedError("the offloader was closed before this plan was begun")
             with span("lightning_ssd::plan"):
-                return make_plan(trace, machine, goal)
+                plan = make_plan(trace, machine, goal)
+                return PlanChoice(plan, alternatives(trace, machine, goal, plan))
 
     def _goal(self, trace: Trace, others: NonActivationMemory) -> PlanObjective:
         limit, wear = self._limits.of(others), self._constraints.wear_bytes_per_day
@@ -410,7 +443,7 @@ class Scheduler:
         traced, goal, machine = made.traced, made.goal, made.machine
         sizes, trace = traced.sizes, traced.trace
         try:
-            plan = made.task.result()
+            choice = made.task.result()
         except BudgetTooSmall as error:
             may_move = goal.written_bytes is None or trace.moved_bytes <= goal.written_bytes
             is_kept = goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes and may_move
@@ -429,6 +462,7 @@ class Scheduler:
             raise self._limits.impossible(
                 error.smallest_bytes, kind.others, unusable=unusable, recomputing_bytes=less
             ) from None
+        plan = choice.plan
         search = self._search(kind, sizes) if goal.budget_bytes is None else None
         if plan.recompute != trace.recomputed:
             if search is not None:
@@ -438,8 +472,12 @@ class Scheduler:
             self.num_plans += 1
             return
         new = StoredPlan(sizes=sizes, trace=trace, goal=goal, rates=machine.ssd or _NOTHING, plan=plan)
-        old = kind.plans.get(sizes)
-        chosen = new if old is None else self._better(old, new, machine)
+        within = None if goal.budget_bytes is None else kind.budget_search(sizes)
+        old = kind.plans.get(sizes) if within is None else within.best
+        is_proven = within is not None and within.is_proven
+        chosen = new if old is None else self._better(old, new, machine, is_proven=is_proven)
+        if within is not None:
+            within.renew(chosen, [replace(new, plan=one) for one in (plan, *choice.others)], goal.budget_bytes)
         kind.put_in_force(chosen)
         if search is not None:
             search.planned((chosen.moved_bytes or None) if chosen.plan.moves else 0)
@@ -448,13 +486,18 @@ class Scheduler:
         self.num_plans += chosen is new
 
     @staticmethod
-    def _better(old: StoredPlan, new: StoredPlan, machine: Machine) -> StoredPlan:
-        """The new plan, or the old one with its prediction brought up to date."""
+    def _better(old: StoredPlan, new: StoredPlan, machine: Machine, *, is_proven: bool) -> StoredPlan:
+        """The new plan, or the old one with its prediction brought up to date.
+
+        One that was the fastest by measurement stays while it keeps the limit: the new one may be its rival.
+        """
         limit = new.goal.budget_bytes
         prediction = simulate(
             new.trace, old.plan.placements, machine, limit_bytes=limit, ahead_bytes=old.plan.ahead_bytes
         ).prediction
         max_step_s = None if limit is not None else new.goal.max_slowdown * new.plan.keep_step_s
+        if is_proven and limit is not None and prediction.peak_bytes <= limit:
+            return replace(new, plan=replace(old.plan, prediction=prediction, keep_step_s=new.plan.keep_step_s))
         if is_worth_switching(prediction, new.plan.prediction, limit_bytes=limit, max_step_s=max_step_s):
             return new
         return replace(new, plan=replace(old.plan, prediction=prediction, keep_step_s=new.plan.keep_step_s))
@@ -472,13 +515,13 @@ class Scheduler:
         """Of the last pass; ``None`` if it followed no plan."""
         if self.comparison.latest is None or not self._is_following:
             return None
-        known, measured = self.comparison.latest
+        known, measured, expected = self.comparison.latest
         return PlanReadings(
-            predicted_step_s=known.plan.prediction.step_s,
+            predicted_step_s=expected.step_s,
             measured_step_s=measured.step_s,
-            predicted_peak_bytes=known.plan.prediction.peak_bytes,
+            predicted_peak_bytes=expected.peak_bytes,
             measured_peak_bytes=measured.peak_bytes,
-            predicted_stall_s=known.plan.prediction.stall_s,
+            predicted_stall_s=expected.stall_s,
             num_plans=self.num_plans,
             slowdown=None if self._searched is None else self._searched.slowdown,
             moving_cost_s_per_byte=None if self._searched is None else self._searched.cost_s_per_byte,
