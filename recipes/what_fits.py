@@ -5,6 +5,8 @@ python -m recipes.what_fits
 
 from __future__ import annotations
 
+from typing import Literal
+
 from lightning_ssd.planning.what_fits import TrainingSize, fit
 
 __all__ = ["main"]
@@ -15,6 +17,7 @@ _ROOM = 0.9
 """Of a card; the rest is for its context and what allocators waste."""
 _MODELS = {"7 B": (7e9, 32), "13 B": (13e9, 40), "70 B": (70e9, 80)}
 """Parameters and blocks."""
+_GRADIENTS: tuple[Literal["keep", "offload"], ...] = ("keep", "offload")
 _LORA_SHARE = 0.005
 _READ, _WRITE = 7e9, 5e9
 """Bytes per second of one drive."""
@@ -27,21 +30,22 @@ _TOKENS = 8_192
 def main() -> None:
     """Print the table."""
     print(
-        "| model | trained | type | plain, GB | on the card, GB | smallest card | waits, GB "
+        "| model | trained | type | gradients | plain, GB | on the card, GB | smallest card | waits, GB "
         "| read, GB | written, GB | moving, s | computing, s |"
     )
-    print("|---" * 11 + "|")
+    print("|---" * 12 + "|")
     for model, (num_parameters, num_blocks) in _MODELS.items():
         for trained, share in (("all", 1.0), ("LoRA", _LORA_SHARE)):
             for dtype, nbytes in (("bfloat16", 2), ("float32", 4)):
                 size = TrainingSize(
                     num_parameters=num_parameters, num_blocks=num_blocks, trained_share=share, weight_bytes=nbytes
                 )
-                print(f"| {model} | {trained} | {dtype} {_numbers(size)} |")
+                for gradients in _GRADIENTS if trained == "all" else _GRADIENTS[:1]:
+                    print(f"| {model} | {trained} | {dtype} | {gradients} {_numbers(size, gradients)} |")
 
 
-def _numbers(size: TrainingSize) -> str:
-    found = fit(size, place="gpu")
+def _numbers(size: TrainingSize, gradients: Literal["keep", "offload"]) -> str:
+    found = fit(size, gradients=gradients)
     card = next((f"{card} GB" for card in _CARDS_GB if found.device_bytes <= _ROOM * card * _GB), "none")
     # Forward 2, backward 4 (2 where weights are frozen), per parameter and token.
     computing_s = (4 * size.num_parameters + 2 * size.num_trained) * _TOKENS / _FLOPS

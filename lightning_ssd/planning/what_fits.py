@@ -51,26 +51,26 @@ class Fit:
         return self.read_bytes / read_bytes_per_s + self.written_bytes / write_bytes_per_s
 
 
-def fit(size: TrainingSize, *, place: Literal["cpu", "gpu"]) -> Fit:
+def fit(size: TrainingSize, *, gradients: Literal["keep", "offload"]) -> Fit:
     """Where the bytes of a training lie, and how many move.
 
     Args:
         size: what is trained.
-        place: on a ``"cpu"`` gradients wait, too; on a ``"gpu"`` they stay.
+        gradients: as in the policy: whether they wait, too.
     """
     weights = size.weight_bytes * size.num_parameters
     trained = size.weight_bytes * size.num_trained
     states = _NUM_STATES * trained
     k = size.num_backwards
-    gradients_wait = place == "cpu"
+    gradients_wait = gradients == "offload"
     block, gradient_block, state_block = (nbytes / size.num_blocks for nbytes in (weights, trained, states))
     # Two blocks in forward and backward; in an update up to four trained weights and four subgroups of states.
-    computing = 2 * block + (gradient_block if gradients_wait else 0)
-    updating = _SUBGROUPS * (gradient_block + state_block) + (gradient_block if gradients_wait else 0)
+    computing, updating = 2 * block, _SUBGROUPS * (gradient_block + state_block)
+    held_gradients = 2 * gradient_block if gradients_wait else trained
     moved_gradients = k * trained if gradients_wait else 0
     return Fit(
         plain_bytes=weights + trained + states,
-        device_bytes=max(computing, updating) + (0 if gradients_wait else trained),
+        device_bytes=max(computing, updating) + held_gradients,
         waiting_bytes=weights + states + (trained if gradients_wait else 0),
         read_bytes=2 * k * weights + trained + moved_gradients + states,
         written_bytes=moved_gradients + trained + states,
