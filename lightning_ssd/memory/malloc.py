@@ -217,9 +217,10 @@ class MallocThreshold:
 
         Where glibc takes no such threshold (before 2.35), tensors from 32 MiB up are mapped as ever.
         """
-        if self._libc is None or self in self._reusers:
+        if self._libc is None:
             return
         with self._lock:
+            # Again from the same object: set again, since an interrupt may have come between the claim and the setting.
             MallocThreshold._is_changed = True
             self._reusers.add(self)
             self._users.discard(self)

@@ -150,6 +150,25 @@ print(held_after_free(33 * MIB, 132 * MIB)[0], MallocThreshold._is_changed)
     assert int(left.removesuffix(" False")) <= 34
 
 
+def test_the_next_pass_makes_an_interrupted_setting_good() -> None:
+    output = run_pattern(
+        """
+threshold = MallocThreshold()
+apply = MallocThreshold._apply
+def interrupted(self):
+    raise KeyboardInterrupt
+MallocThreshold._apply = interrupted
+try:
+    threshold.reuse()
+except KeyboardInterrupt:
+    MallocThreshold._apply = apply
+threshold.reuse()
+print(held_after_free(33 * MIB, 132 * MIB)[0])
+"""
+    )
+    assert int(output) > 120, "freed tensors stay; what is mapped is freed at once"
+
+
 def test_the_heap_gets_huge_pages_and_where_it_grows_to() -> None:
     output = run(
         """
