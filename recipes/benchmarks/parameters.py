@@ -10,7 +10,8 @@ with keep's step of the same turn.
 - ``compute``: memory for all of it and many tokens, so that computing takes the time. ``states`` has optimizer states
   alone on the drive, ``away`` weights and gradients as well; ``keep_again`` is a second keep.
 - ``drive``: few tokens, in a control group whose memory does not hold the weights, so that bytes must move; ``keep`` has
-  no limit. The drive's rate is measured in each turn. A turn is several steps, of which the first is not timed: what
+  no limit. The drive's rate is measured in each turn, both directions at once and one after the other; the bound is the
+  sooner of the two, for the bytes that the drive has moved. A turn is several steps, of which the first is not timed: what
   the page cache has deferred of one step is written in the next.
 
 Bytes are the kernel's: of the process, and of the whole drive (leave it alone meanwhile). A peak is that of the resident
@@ -79,9 +80,7 @@ def bound_bytes(facts: Mapping[str, Any], rest: Mapping[str, Any], activation_by
     """What may be in memory at a time: two units' weights, two units' gradients, slots, what is small, activations."""
     units = 4 if mode == "away" else 2
     small = facts["small_bytes"] * (2 if mode == "away" else 1)
-    return round(
-        _TOLERANCE * (units * facts["largest_unit_bytes"] + rest["slots_bytes"] + small + activation_bytes)
-    )
+    return round(_TOLERANCE * (units * facts["largest_unit_bytes"] + rest["slots_bytes"] + small + activation_bytes))
 
 
 def summarise(samples: Sequence[Values], facts: Mapping[str, Values]) -> list[Values]:
@@ -211,7 +210,8 @@ def measure(part: str, task: str, directory: Path, args: argparse.Namespace) -> 
                     samples.append(_of_turn(taken))
                     if rates is not None:
                         moved = samples[-1]["drive_written_bytes"], samples[-1]["drive_read_bytes"]
-                        samples[-1] |= {"rates": asdict(rates), "drive_s": rates.limit_s(*moved)}
+                        soonest_s = min(rates.limit_s(*moved), rates.turned_limit_s(*moved))
+                        samples[-1] |= {"rates": asdict(rates), "drive_s": soonest_s}
         for child in children:
             facts[child.mode] |= child.ask("rest") | child.ask("digest")
             facts[child.mode]["losses"] = [values["loss"] for values in steps if values["mode"] == child.mode]
