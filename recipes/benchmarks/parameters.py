@@ -14,8 +14,9 @@ with keep's step of the same turn.
   sooner of the two, for the bytes that the drive has moved. A turn is several steps, of which the first is not timed: what
   the page cache has deferred of one step is written in the next.
 
-Bytes are the kernel's: of the process, and of the whole drive (leave it alone meanwhile). A peak is that of the resident
-set (VmHWM: anonymous memory and mapped files, not the page cache) above what the process held before it made the model.
+Bytes are the kernel's: of the process, and of the whole drive (leave it alone meanwhile). A peak is that of the
+resident set (VmHWM: anonymous memory and mapped files, not the page cache) above what the process held before it made
+the model.
 
 Exit codes: 0; 1: losses or weights differ from keep's; 3: this machine, or this user, can make no memory control group.
 """
@@ -125,7 +126,7 @@ def show(title: str, rows: Sequence[Values]) -> None:
     """As a table in Markdown."""
     print(
         f"\n## {title}\n\n| mode | step, s | / keep (quartiles) | / states | / drive bound | stall | read, MB: process, "
-        "drive, formula | written, MB | peak, MiB | allowed | equal |\n|---|---|---|---|---|---|---|---|---|---|---|"
+        f"drive, formula | written, MB | peak, MiB | allowed | equal |\n{'|---' * 11}|"
     )
     for row in rows:
         ratios = [_shown(row, name) for name in ("of_keep", "of_states", "of_bound")]
