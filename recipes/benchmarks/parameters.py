@@ -7,11 +7,11 @@ A GPT is trained with AdamW in float32 on a CPU, whole (``full``) or by adapters
 kept in all modes. Each mode is a process of its own; they take turns in an order that rotates, and a step is compared
 with keep's step of the same turn.
 
-- ``compute``: memory for all of it and many tokens, so that computing takes the time. ``states`` has optimizer states
-  alone on the drive, ``away`` weights and gradients as well; ``keep_again`` is a second keep.
-- ``drive``: few tokens, in a control group whose memory does not hold the weights, so that bytes must move; ``keep`` has
-  no limit. The drive's rate is measured in each turn, both directions at once and one after the other; the bound is the
-  sooner of the two, for the bytes that the drive has moved. A turn is several steps, of which the first is not timed: what
+- ``compute``: memory for all of it and many tokens, so that computing takes the time. ``states`` has states of the
+  optimizer alone on the drive, ``away`` weights and gradients as well; ``keep_again`` is a second keep.
+- ``drive``: few tokens, in a control group whose memory does not hold the weights, so that bytes must move; ``keep``
+  has no limit. The drive's rate is measured in each turn, both directions at once and one after the other; the bound
+  is the sooner of the two, for the bytes that the drive has moved. A turn is several steps, of which the first is not timed: what
   the page cache has deferred of one step is written in the next.
 
 Bytes are the kernel's: of the process, and of the whole drive (leave it alone meanwhile). A peak is that of the
@@ -125,8 +125,8 @@ def _ratio(name: str, values: list[float]) -> Values:
 def show(title: str, rows: Sequence[Values]) -> None:
     """As a table in Markdown."""
     print(
-        f"\n## {title}\n\n| mode | step, s | / keep (quartiles) | / states | / drive bound | stall | read, MB: process, "
-        f"drive, formula | written, MB | peak, MiB | allowed | equal |\n{'|---' * 11}|"
+        f"\n## {title}\n\n| mode | step, s | / keep (quartiles) | / states | / drive bound | stall | read, MB: "
+        f"process, drive, formula | written, MB | peak, MiB | allowed | equal |\n{'|---' * 11}|"
     )
     for row in rows:
         ratios = [_shown(row, name) for name in ("of_keep", "of_states", "of_bound")]
