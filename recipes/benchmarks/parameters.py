@@ -11,8 +11,8 @@ with keep's step of the same turn.
   optimizer alone on the drive, ``away`` weights and gradients as well; ``keep_again`` is a second keep.
 - ``drive``: few tokens, in a control group whose memory does not hold the weights, so that bytes must move; ``keep``
   has no limit. The drive's rate is measured in each turn, both directions at once and one after the other; the bound
-  states of the optimizer alone on the drive, ``away`` weights and gradients as well; ``keep_again`` is a second keep.
-  the page cache has deferred of one step is written in the next.
+  is the sooner of the two, for the bytes that the drive has moved. A turn is several steps, of which the first is not
+  timed: what the page cache has deferred of one step is written in the next.
 
 Bytes are the kernel's: of the process, and of the whole drive (leave it alone meanwhile). A peak is that of the
 resident set (VmHWM: anonymous memory and mapped files, not the page cache) above what the process held before it made
