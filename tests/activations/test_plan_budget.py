@@ -63,6 +63,9 @@ def test_a_hundred_steps_stay_under_the_budget(budget: int, tmp_path: Path) -> N
         assert_released(offloader)
         assert num_writes(offloader) == 0
         assert offloader.stats.bytes_written > 0
+        assert offloader._parts.scheduler is not None
+        searches = [one for kind in offloader._parts.scheduler._kinds.values() for one in kind.budget_searches.values()]
+        assert any(search.is_proven for search in searches), "other plans were tried meanwhile"
     assert len(peaks) == 100
     assert max(peaks) <= budget, [(step, peak) for step, peak in enumerate(peaks) if peak > budget]
 
