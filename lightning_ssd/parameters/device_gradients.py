@@ -267,6 +267,12 @@ class GradientPager(DevicePager):
             self._in_backward = None
             self._let_go(list(dict.fromkeys(units)), except_for=[] if self._ahead is None else [self._ahead])
 
+    def waits(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and super().waits(tensor)  # a sparse one has no storage
+
+    def _weight_of(self, tensor: torch.Tensor) -> tuple[Unit[DeviceMemory], Weight[DeviceMemory]] | None:
+        return super()._weight_of(tensor) if tensor.layout is torch.strided else None
+
     def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
         """Autograd, and most others, write to it: not while a copy reads what is to be written to a tier."""
         if (ended := weight.memory.writing) is not None:

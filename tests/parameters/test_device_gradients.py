@@ -339,6 +339,21 @@ def test_one_gradient_of_two_parameters(is_away: bool, opened: Opened) -> None:
     assert same(*found)
 
 
+def test_a_sparse_gradient_stays(opened: Opened) -> None:
+    found = []
+    for offloader in (None, opened()):
+        torch.manual_seed(4)
+        table = nn.Embedding(500, 64, sparse=True)
+        if offloader is not None:
+            offloader.expect_no_optimizer()
+            offloader.register_module(table)
+        for row in range(2):
+            table(torch.tensor([1, 2, row])).pow(2).sum().backward()
+        assert table.weight.grad.is_sparse
+        found.append([table.weight.grad.to_dense()])
+    assert same(*found)
+
+
 def test_a_gradient_that_a_graph_has_saved_stays(opened: Opened) -> None:
     found = []
     for offloader in (None, opened()):
