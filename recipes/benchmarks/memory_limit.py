@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,27 +153,28 @@ def _limits(limit_bytes: int) -> tuple[dict[str, str], dict[str, str]]:
     return {"memory.limit_in_bytes": str(limit_bytes)}, {"memory.max": str(limit_bytes), "memory.swap.max": "0"}
 
 
-def _number(group: Group, names: Sequence[str]) -> int | None:
+def _number(group: Group | None, names: Sequence[str]) -> int | None:
     for name in names:
-        if (group.directory / name).exists():
+        if group is not None and (group.directory / name).exists():
             return int((group.directory / name).read_text())
     return None
 
 
-def run(job: Job, limit_bytes: int | None, *, verbose: bool = False) -> Trial:
+def run(job: Job, limit_bytes: int | None, *, verbose: bool = False, grouped: bool = True) -> Trial:
     """Train in a process and a control group of its own.
 
     Args:
         job: what to train.
         limit_bytes: of the group; ``None``: no limit, but counted all the same.
         verbose: show what the process says.
+        grouped: without a group nothing limits the process, and its peak is that of its resident memory.
 
     Raises:
         GroupUnavailableError: there can be no group.
     """
-    with memory_group(limit_bytes) as group:
+    with memory_group(limit_bytes) if grouped else nullcontext() as group:
         # The shell enters the group and becomes the worker, whose every byte then counts.
-        enter = ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group.procs)]
+        enter = [] if group is None else ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group.procs)]
         command = [*enter, sys.executable, "-m", "recipes.benchmarks.workers.memory_limit", json.dumps(asdict(job))]
         environment = os.environ | {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"}
         errors = None if verbose else subprocess.PIPE
@@ -189,18 +190,18 @@ def run(job: Job, limit_bytes: int | None, *, verbose: bool = False) -> Trial:
     steps = [line for line in lines if "loss" in line]
     return Trial(
         mode=job.mode,
-        limit_bytes=limit_bytes,
+        limit_bytes=limit_bytes if grouped else None,
         losses=tuple(line["loss"] for line in steps),
         step_s=tuple(line["step_s"] for line in steps),
         exit_code=child.returncode,
         rest_bytes=rest_bytes,
-        peak_bytes=peak_bytes,
+        peak_bytes=peak_bytes if grouped else end.get("resident_peak_bytes"),
         weights_digest=end.get("weights_digest", ""),
         moved_bytes=end.get("moved_bytes", 0),
     )
 
 
-def _listen(child: subprocess.Popen[str], group: Group) -> tuple[list[dict[str, Any]], int]:
+def _listen(child: subprocess.Popen[str], group: Group | None) -> tuple[list[dict[str, Any]], int]:
     """All that the worker tells, line by line; it waits to be read before it trains, so that its rest can be seen."""
     lines: list[dict[str, Any]] = []
     rest_bytes = 0

@@ -105,12 +105,23 @@ def check_wandb_dashboard(text: str) -> None:
     assert re.search(r"^verdict: activations [\d.]+ -> [\d.]+ [MG]iB", text, re.MULTILINE)
 
 
+def check_larger_than_memory(text: str) -> None:
+    assert text.count("bitwise equal: True") == 2
+    (held,) = told(r"weights, gradients, states +([\d,]+) MiB", text)
+    (limit,) = told(r"limit of the process +([\d,]+) MiB", text)
+    assert held > 2 * limit
+    assert re.search(r"^ours, limited: +finished 2 steps$", text, re.MULTILINE)
+    if "no memory control group" not in text:
+        assert re.search(r"^plain, limited: +killed by the kernel", text, re.MULTILINE)
+
+
 NUM_PICTURES_AND_CHECKS: dict[str, tuple[int, Callable[[str], None]]] = {
     "01_quickstart": (1, check_quickstart),
     "02_where_memory_goes": (3, check_where_memory_goes),
     "03_recompute_offload_keep": (1, check_recompute_offload_keep),
     "04_optimizer_states": (2, check_optimizer_states),
     "05_wandb_dashboard": (2, check_wandb_dashboard),
+    "06_larger_than_memory": (1, check_larger_than_memory),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 import warnings
@@ -101,7 +102,8 @@ def main(text: str) -> None:
     moved = 0 if job.mode == "plain" else strategy.stats.bytes_written
     if module.network is None:
         raise RuntimeError("nothing was trained; please report this with the command line")
-    _tell(weights_digest=weights_digest(module.network), moved_bytes=moved)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # before the digest, which reads all weights
+    _tell(weights_digest=weights_digest(module.network), moved_bytes=moved, resident_peak_bytes=peak)
 
 
 if __name__ == "__main__":
