@@ -292,6 +292,8 @@ class _HeldHoles:
 
     _M_MMAP_THRESHOLD = -3
     _LARGEST = 32 << 20
+    _IS_MMAPPED = 2
+    """In the size that glibc writes before each block (``malloc/malloc.c``)."""
 
     def __init__(self, libc: Any) -> None:
         self._libc = libc
@@ -302,7 +304,6 @@ class _HeldHoles:
         libc = self._libc
         if not hasattr(libc, "mallinfo2"):
             return
-        libc.mallinfo2.restype = _MallInfo2
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
         libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
         libc.malloc_trim(0)
@@ -316,11 +317,11 @@ class _HeldHoles:
     def _hold(self, size: int) -> None:
         """Take blocks of one size until no hole has room for the next, which is mapped: the heap never grows."""
         while True:
-            before = self._libc.mallinfo2().hblks
             block = self._libc.malloc(size)
             if not block:
                 return
-            if self._libc.mallinfo2().hblks > before:
+            # By the block's header: mallinfo2 would walk all free chunks, for each block anew.
+            if ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & self._IS_MMAPPED:
                 self._libc.free(block)
                 return
             self._blocks.append(block)
