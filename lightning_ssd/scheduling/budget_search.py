@@ -20,10 +20,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 
 from lightning_ssd.planning.plan import Route
-from lightning_ssd.scheduling.paired_times import WINDOW, PairedTimes, offs, typical
+from lightning_ssd.scheduling.paired_times import WINDOW, PairedTimes, offs, scatter, typical
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
 from lightning_ssd.scheduling.search_phase import State
 from lightning_ssd.scheduling.step_model import StepModel
@@ -36,7 +35,6 @@ _NEAR = 1.05
 """Rivals that are thought to take longer than so many times the best plan's time are not tried."""
 _MIN_GAIN = 0.01
 """For less, no plan gives way."""
-_MIN_SCATTER = 0.01
 _WINS_BY, _LOSES_BY = 2.5, 1.3
 """Standard errors: many rivals are looked at, several times each, so that some seem fast by chance."""
 _FAR_OFF = 0.1
@@ -297,7 +295,7 @@ class BudgetSearch:
     def _scatter(self) -> float:
         """Standard deviation of one pass, relative to it."""
         seen = [*self._offs, *self._times.offs, *offs([step_s for _, step_s in self._tried])]
-        return max(_MIN_SCATTER, 1.48 * median(seen) if seen else 0.0)
+        return scatter(seen)
 
     @property
     def _error(self) -> float:

@@ -22,10 +22,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
 
-from lightning_ssd.scheduling.paired_times import WINDOW, PairedTimes, offs, typical
+from lightning_ssd.scheduling.paired_times import WINDOW, PairedTimes, offs, scatter, typical
 from lightning_ssd.scheduling.search_phase import TRANSITIONS, Phase, PhaseEvent, State
 
 __all__ = ["NUM_KEPT", "Learnt", "MoveSearch"]
@@ -34,7 +33,6 @@ NUM_KEPT = 3
 """Passes that run with everything kept before the first plan comes into force; the first of them warms up."""
 _NUM_KEPT_AGAIN = 2
 """The same later on: the first one maps memory that had been given back."""
-_MIN_SCATTER = 0.01
 _NUM_ERRORS = 1.3
 """A difference of so many standard errors is evidence."""
 _MIN_TRIED, _MAX_TRIED = 3, 10
@@ -374,7 +372,7 @@ class MoveSearch:
     def _scatter(self) -> float:
         """Standard deviation of one pass, relative to it."""
         seen = [*self._offs, *self._kept.offs, *offs(self._slowdowns)]
-        return max(_MIN_SCATTER, 1.48 * median(seen) if seen else 0.0)
+        return scatter(seen)
 
     @property
     def _error(self) -> float:

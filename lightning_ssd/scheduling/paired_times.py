@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import mean, median
 
-__all__ = ["WINDOW", "PairedTimes", "offs", "typical"]
+__all__ = ["WINDOW", "PairedTimes", "offs", "scatter", "typical"]
 
 WINDOW = 16
 """So many passes of one sort count, at most."""
 _NUM_BLOCKS = 4
+_MIN_SCATTER = 0.01
 
 
 class PairedTimes:
@@ -80,3 +81,8 @@ def offs(times: Sequence[float]) -> list[float]:
 def typical(times: Sequence[float]) -> float:
     """The lower third: whatever disturbs a pass makes it longer."""
     return sorted(times)[(len(times) - 1) // 3]
+
+
+def scatter(seen: Sequence[float]) -> float:
+    """Standard deviation of one pass, relative to it, from how far passes were off (:func:`offs`)."""
+    return max(_MIN_SCATTER, 1.48 * median(seen) if seen else 0.0)

@@ -24,7 +24,7 @@ from itertools import combinations, pairwise
 from statistics import median
 
 from lightning_ssd.planning.plan import Plan, Prediction, Route
-from lightning_ssd.scheduling.paired_times import offs
+from lightning_ssd.scheduling.paired_times import offs, scatter
 
 __all__ = ["StepModel"]
 
@@ -32,7 +32,6 @@ _WINDOW = 8
 _MAX_PLANS = 16
 _LEAST_SHARE = 0.25
 """Of the fastest measured plan: no line leads below this."""
-_MIN_SCATTER = 0.01
 _FIRST_DOUBT, _MIN_DOUBT = 0.25, 0.02
 """What a promise may be off by before any could be judged, and at least afterwards (relative)."""
 _MIN_JUDGED = 3
@@ -172,14 +171,13 @@ class StepModel:
     def _worth(self) -> float:
         """Of what is thought, in passes that were measured: by how much these scatter, and how good promises were."""
         times = [off for one in self._followed.values() for off in offs(list(one.steps))]
-        scatter = max(1.48 * median(times) if times else 0.0, _MIN_SCATTER)
         off_by = [
             abs(one.promise.step_s / median(one.steps) - 1)
             for one in self._followed.values()
             if one.promise is not None and len(one.steps) >= _MIN_JUDGED
         ][-_NUM_JUDGED:]
         doubt = max(median(off_by), _MIN_DOUBT) if len(off_by) > 1 else _FIRST_DOUBT
-        return min((scatter / doubt) ** 2, 1.0)
+        return min((scatter(times) / doubt) ** 2, 1.0)
 
 
 def _posterior(thought: float, worth: float, measured: float, num: int) -> float:

@@ -18,18 +18,24 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.optimizer import paged_states
 from lightning_ssd.parameters.guard import is_guarded
-from tests.parameters.test_device_training import HOSTILE, USES, Uncounted, losses_of_all_weights
+from tests.parameters.test_device_training import (
+    HOSTILE,
+    NUM_BYTES,
+    NUM_WEIGHTS,
+    USES,
+    Uncounted,
+    losses_of_all_weights,
+)
 from tests.parameters.test_device_weights import eventually
 from tests.parameters.test_everything_away import HOLDERS, PROGRAMS, Loop, gradient_twice
-from tests.parameters.test_paged_weights import MIN_TENSOR, NUM_BLOCKS, VOCABULARY, WIDTH, batches, same
+from tests.parameters.test_paged_weights import MIN_TENSOR, batches, same
 from tests.support.faults import FaultyBackend, eio
-from tests.support.late import late_copies
+from tests.support.late_offloaders import late_offloaders
 from tests.support.pretended_training import on, pretended_device
 from tests.support.pretended_weights import weights_of
 
 GRADIENTS = {"gradients": "offload", "optimizer_states": "offload"}
-NUM_GRADIENTS = 1 + 3 * NUM_BLOCKS
-NUM_BYTES = 4 * (NUM_BLOCKS * 9 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+NUM_GRADIENTS = NUM_WEIGHTS
 Opened = Callable[..., Offloader]
 
 
@@ -46,18 +52,8 @@ def policy(**options: Any) -> OffloadPolicy:
 @pytest.fixture
 def opened(spill_dir: Path) -> Iterator[Opened]:
     """Makes offloaders for a device whose copies end late; they are closed at the end."""
-    made = []
-    with late_copies(max_delay_s=0.001) as copies:
-
-        def make(**options: Any) -> Offloader:
-            hardware = HardwareProfile(paths=[spill_dir], host_memory=options.pop("host_memory", 0))
-            named = {name: options.pop(name) for name in ("_wrap_backend",) if name in options}
-            made.append(Offloader(policy=policy(**options), hardware=hardware, _copies=copies, **named))
-            return made[-1].open()
-
+    with late_offloaders(spill_dir, policy) as make:
         yield make
-        for offloader in made:
-            offloader.close()
 
 
 def gone(model: nn.Module) -> list[str]:

@@ -41,6 +41,7 @@ from tests.parameters.test_paged_weights import (
 from tests.support.faults import FaultyBackend, eio
 from tests.support.interrupted_points import PointsIn
 from tests.support.late import late_copies
+from tests.support.late_offloaders import late_offloaders
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_training import on, pretended_device
 from tests.support.pretended_weights import weights_of
@@ -65,18 +66,8 @@ def policy(**options: Any) -> OffloadPolicy:
 @pytest.fixture
 def opened(spill_dir: Path) -> Iterator[Opened]:
     """Makes offloaders for a device whose copies end late; they are closed at the end."""
-    made = []
-    with late_copies(max_delay_s=0.001) as copies:
-
-        def make(**options: Any) -> Offloader:
-            hardware = HardwareProfile(paths=[spill_dir], host_memory=options.pop("host_memory", 0))
-            named = {name: options.pop(name) for name in ("_wrap_backend",) if name in options}
-            made.append(Offloader(policy=policy(**options), hardware=hardware, _copies=copies, **named))
-            return made[-1].open()
-
+    with late_offloaders(spill_dir, policy) as make:
         yield make
-        for offloader in made:
-            offloader.close()
 
 
 def written(offloader: Offloader) -> int:
