@@ -243,9 +243,18 @@ class LivePasses:
         # Without a plan, what the last pass took: none that is like it is the worse for it.
         peak_bytes = (0 if cursor is None else cursor.target_bytes) or self._accounting.window_peak_bytes
         room_bytes = None if available_bytes is None else int(_SAVED_SHARE * available_bytes)
-        if cursor is not None and cursor.limit_bytes is not None and cursor.followed is not None:
-            room_bytes = cursor.limit_bytes  # what else needs memory is known
-        self._heap_policy.expect(peak_bytes, self._accounting.counters.saved_peak_bytes, room_bytes)
+        limit_bytes = None if cursor is None else cursor.limit_bytes
+        if (
+            limit_bytes is not None
+            and cursor is not None
+            and cursor.followed is not None
+            and cursor.limits_total_memory
+        ):
+            room_bytes = limit_bytes  # what else needs memory is known
+        is_limited = cursor is None or limit_bytes is not None
+        self._heap_policy.expect(
+            peak_bytes, self._accounting.counters.saved_peak_bytes, room_bytes, is_limited=is_limited
+        )
         self._heap_policy.enter(_heap_mode(cursor))
 
     def stalled(self, begin: Stamp, end: Stamp) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_ssd.memory.huge_heap import HugeHeap
-from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, has_whole_pages, trim
+from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, has_whole_pages, live_heap_bytes, trim
 from lightning_ssd.memory.readings import level_bytes
 
 __all__ = ["HeapMode", "HeapPolicy"]
@@ -19,7 +18,11 @@ _MIN_RELAXED_S = 0.2
 """Between borders that are closer than this, changing to and fro would cost more than it saves."""
 _LOOK_S = 0.001
 """Asking for the resident set takes about 10 us; in a millisecond little is allocated."""
+_LOOK_KEPT_S = 0.005
 _SLACK_SHARE = 1 / 8
+_FREE_SHARE = 1 / 2
+"""Of what moving makes room for, free memory that may stay where nobody has asked for less memory: the heap of passes
+that are all alike needs no more after some of them, and giving it back costs them a fifth of their time."""
 _MIN_SLACK_BYTES, _MAX_SLACK_BYTES = 16 << 20, 128 << 20
 """Free memory that never has to return: this share of all that is saved, within these bounds."""
 
@@ -67,10 +70,15 @@ class HeapPolicy:
         self._level = level
         self._last_border_s = 0.0
         self._next_look_s = 0.0
-        self._is_watched = self._is_scarce = self._has_holes = False
-        self._other_bytes = 0
-        """Resident besides saved tensors, as far as it cannot return."""
+        self._is_watched = self._is_kept = self._is_scarce = self._has_holes = False
+        self._needed_bytes = 0
+        """Resident at the worst moment of such passes, without what was free; as far as it is known."""
+        self._unheaped_bytes: int | None = None
+        """Resident besides blocks of malloc in use, when nothing was free; ``None``: nobody knows."""
+        self._kept_bytes = 0
+        """Resident at the worst moment of passes that kept everything, as far as it was seen."""
         self._peak_bytes = 0
+        self._is_limited = True
         self._slack_bytes = _MIN_SLACK_BYTES
 
     def enter(self, mode: HeapMode) -> None:
@@ -84,7 +92,7 @@ class HeapPolicy:
             # beside it.
             trim()
         self._has_holes = mode is not HeapMode.RELAXED
-        self._is_watched = mode is HeapMode.TRIM
+        self._is_watched, self._is_kept = mode is HeapMode.TRIM, mode is HeapMode.RELAXED
         self._next_look_s = 0.0
         if mode is HeapMode.MAP_EACH:
             self._threshold.fix()
@@ -94,17 +102,24 @@ class HeapPolicy:
         else:
             self._threshold.restore()
 
-    def expect(self, peak_bytes: int, saved_bytes: int, room_bytes: int | None = None) -> None:
+    def expect(
+        self, peak_bytes: int, saved_bytes: int, room_bytes: int | None = None, *, is_limited: bool = True
+    ) -> None:
         """What the next pass will take; before it enters.
 
         Args:
             peak_bytes: memory of saved tensors at the worst moment, as far as anybody knows.
             saved_bytes: of all that is saved, moved or not.
             room_bytes: what these and free memory may take together; ``None``: unknown.
+            is_limited: whether somebody has asked for less memory; else no time is given for it.
         """
-        self._peak_bytes = peak_bytes
         self._slack_bytes = min(max(int(_SLACK_SHARE * saved_bytes), _MIN_SLACK_BYTES), _MAX_SLACK_BYTES)
         self._is_scarce = room_bytes is not None and room_bytes < peak_bytes + self._slack_bytes
+        if abs(peak_bytes - self._peak_bytes) > self._slack_bytes:
+            self._needed_bytes = 0  # such passes are no longer the same
+        self._needed_bytes = max(self._needed_bytes - self._slack_bytes // 8, 0)
+        self._peak_bytes = peak_bytes
+        self._is_limited = is_limited
 
     @property
     def is_ours(self) -> bool:
@@ -117,30 +132,47 @@ class HeapPolicy:
 
     def look(self, resident_bytes: int) -> None:
         """So much is taken by saved tensors now. Called often, by workers too, so that nothing is raised."""
-        if not self._is_watched:
+        if not (self._is_watched or (self._is_kept and self._huge is not None)):
             return
         now_s = time.perf_counter()
         if now_s < self._next_look_s:
             return
-        self._next_look_s = now_s + _LOOK_S
-        if self._huge is not None:
+        self._next_look_s = now_s + (_LOOK_S if self._is_watched else _LOOK_KEPT_S)
+        if self._is_watched and self._huge is not None:
             self._huge.look()
         try:
-            other = self._level() - resident_bytes
+            level = self._level()
+            if not self._is_watched:
+                self._kept_bytes = max(self._kept_bytes, level)
+            elif level > self._needed_bytes + self._may_be_free_bytes:
+                self._needed_bytes = max(self._needed_bytes, self._without_free(level))
         except OSError:  # out of file descriptors, say: memory can return a millisecond later
             return
-        if other < self._other_bytes:
-            self._other_bytes = other
-        elif other - self._other_bytes > max(self._peak_bytes - resident_bytes, 0) + self._slack_bytes:
-            trim()
-            with contextlib.suppress(OSError):
-                self._other_bytes = max(self._level() - resident_bytes, 0)
+
+    @property
+    def _may_be_free_bytes(self) -> int:
+        if self._is_limited or not self._needed_bytes:
+            return self._slack_bytes
+        return max(self._slack_bytes, int(_FREE_SHARE * (self._kept_bytes - self._needed_bytes)))
+
+    def _without_free(self, level: int) -> int:
+        """Give free memory back if there is much of it; return what is needed."""
+        live = live_heap_bytes()
+        if live is not None and self._unheaped_bytes is not None:
+            free = max(level - live - self._unheaped_bytes, 0)
+            if free <= self._slack_bytes:
+                # Such as gradients and what a loss needs: trimming would take holes from tensors that come next.
+                return level - free
+        trim()
+        level = self._level()
+        self._unheaped_bytes = None if live is None else level - live
+        return level
 
     def border(self) -> None:
         """A backward is over."""
-        self._is_watched = False
+        self._is_watched = self._is_kept = False
         now_s = time.perf_counter()
-        if self._threshold is not None and now_s - self._last_border_s > _MIN_RELAXED_S:
+        if self._threshold is not None and self._huge is None and now_s - self._last_border_s > _MIN_RELAXED_S:
             self._threshold.restore()
         self._last_border_s = now_s
 

@@ -24,6 +24,7 @@ __all__ = [
     "free_heap_bytes",
     "has_whole_pages",
     "is_glibc",
+    "live_heap_bytes",
     "malloc_name",
     "reuses_holes",
     "trim",
@@ -50,13 +51,26 @@ def free_heap_bytes() -> int:
     Pages that were given back in the middle of the heap count as free there, too, so that what is resident besides
     blocks in use is the upper bound. Takes some 0.2 ms.
     """
+    heap = _heap()
+    return 0 if heap is None else max(min(heap.fordblks, anonymous_bytes() - heap.uordblks - heap.hblkhd), 0)
+
+
+def live_heap_bytes() -> int | None:
+    """Return what blocks of malloc hold that are in use; ``None`` where it is not glibc from 2.33 on.
+
+    Takes some 0.2 ms, in which other threads wait for their memory.
+    """
+    heap = _heap()
+    return None if heap is None else heap.uordblks + heap.hblkhd
+
+
+def _heap() -> _MallInfo2 | None:
     libc, _ = _glibc()
     if libc is None or not hasattr(libc, "mallinfo2"):
-        return 0
+        return None
     libc.mallinfo2.restype = _MallInfo2
-    heap = libc.mallinfo2()
-    free_bytes: int = min(heap.fordblks, anonymous_bytes() - heap.uordblks - heap.hblkhd)
-    return max(free_bytes, 0)
+    heap: _MallInfo2 = libc.mallinfo2()
+    return heap
 
 
 class _DlInfo(ctypes.Structure):

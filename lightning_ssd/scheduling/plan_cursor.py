@@ -67,7 +67,7 @@ class PlanCursor:
         """Whether something was moved for lack of room, without a plan."""
         self._candidates = list(plans)
         self.returns_memory = returns_memory
-        self._limits_total_memory = limits_total_memory
+        self.limits_total_memory = limits_total_memory
         self._room_bytes = room_bytes
         self._full_bytes = int(_FULL * room_bytes) or None
         self._num_placed = 0
@@ -95,7 +95,7 @@ class PlanCursor:
     @property
     def may_move(self) -> bool:
         """Whether memory is to return while the pass runs; known before its first storage."""
-        if self._candidates and not self._limits_total_memory:
+        if self._candidates and not self.limits_total_memory:
             return any(known.plan.moves for known in self._candidates)
         return self._room_bytes == 0 or self.limit_bytes is not None
 
