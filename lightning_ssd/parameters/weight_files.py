@@ -157,6 +157,28 @@ class FiledStorage(MappedStorage):
             self._is_private = True
             self._view.hide()
 
+    def fill(self, region: Region) -> None:
+        """Replace the bytes by those of other memory, through the system's page cache: what is written over is not read
+        before, as touching its pages would. Nobody may look at it meanwhile.
+
+        Raises:
+            StorageError: the system refuses. The bytes are of no use then.
+        """
+        left, offset = region.view(), self._extent.offset
+        with self._arena.use() as direct:
+            try:
+                # The arena's own descriptor may go around the page cache, which wants other addresses.
+                fd = os.open(f"/proc/self/fd/{direct}", os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    while left:
+                        count = os.pwrite(fd, left, offset)
+                        left, offset = left[count:], offset + count
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                what = f"a gradient could not be written to {self._arena.path}"
+                raise as_storage_error(error, what) from error
+
     def forget(self) -> None:
         super().forget()
         self._arena.free(self._extent)
