@@ -13,8 +13,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -210,15 +209,6 @@ class PagedGradients:
             for mapped in [mapped for mapped in self._retired if not mapped.key.alive()]:
                 self._retired.remove(mapped)
                 mapped.forget()
-
-    @contextmanager
-    def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
-        """While an optimizer uses the gradients of these parameters, and then of those that follow."""
-        yield
-        for parameter in parameters:
-            mapped = self._memory.get(id(parameter))
-            if mapped is not None:
-                mapped.send_out()
 
     def send_out(self) -> None:
         """All leave memory that something has touched, such as clipping; what is gone is forgotten."""
