@@ -206,7 +206,7 @@ class PagedWeights(ABC, Generic[Memory]):
         for weights in shared_weights(module, self._min_nbytes, self._device):
             weight = self.pager.find(weights.storage)
             if weight is not None:
-                weight.names = weights.names
+                weight.names, weight.is_frozen = weights.names, weights.is_frozen
                 self.pager.add(places[weights.names[0]], weight)
 
     def _stand_in(self, places: Mapping[str, Place]) -> None:

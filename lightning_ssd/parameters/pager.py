@@ -15,7 +15,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,10 +25,14 @@ from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
 from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
 __all__ = ["MappedPager", "Pager", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
+
+_SCRATCH_BYTES = 4 << 20
+"""So much of a file is shown at a time only to have it read."""
 
 Place = tuple[str, object | None]
 """Name of a unit, and the module whose forward uses it, or FSDP2's group that gathers it; ``None``: not known (yet), or
@@ -65,6 +69,8 @@ class Weight(Generic[Memory]):
 
     names: list[str]
     memory: Memory
+    is_frozen: bool = False
+    """Whether it is not trained, as far as is known."""
 
 
 class Unit(Generic[Memory]):
@@ -244,7 +250,9 @@ class Pager(ABC, Generic[Memory]):
         if not self.is_closed:
             with self._lock:
                 for unit in self._units_of(parameters):
-                    self._send_out(unit, strays=True)
+                    self._send_out(unit)
+                if not following and self._ahead is not None:  # it may just have left
+                    self._request_ahead(self._ahead)
 
     def _units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit[Memory]]:
         found = [unit for p in parameters if (unit := self.by_storage.get(_cdata(p))) is not None]
@@ -282,6 +290,8 @@ class Pager(ABC, Generic[Memory]):
             latch = self._request(unit)
             if ahead is not None and ahead is not unit:
                 self._request_ahead(ahead)
+            if following is not None and (further := self._order.after(following)) is not None:
+                self._request_further(self.units[further.unit])
         self._wait(unit, latch)
 
     def _wait(self, unit: Unit[Memory], latch: Latch | None) -> None:
@@ -303,6 +313,9 @@ class Pager(ABC, Generic[Memory]):
     def _request_ahead(self, unit: Unit[Memory]) -> None:
         """Have a unit brought in that is likely to be used next. The lock is held."""
         self._request(unit)
+
+    def _request_further(self, unit: Unit[Memory]) -> None:
+        """Of the one that is likely to come after that. The lock is held."""
 
     def _request(self, unit: Unit[Memory]) -> Latch | None:
         """Have a unit brought in, if it is neither here nor on its way; return what opens when it is."""
@@ -372,6 +385,33 @@ class Pager(ABC, Generic[Memory]):
 
 class MappedPager(Pager[MappedStorage]):
     """On a CPU, where weights are parts of files: pages come and go, and whoever touches one finds its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._further: queue.SimpleQueue[Unit[MappedStorage] | None] = queue.SimpleQueue()
+        self._further_has_ended = Latch()
+        _thread.start_new_thread(self._serve_further, ())
+
+    def _request_further(self, unit: Unit[MappedStorage]) -> None:
+        """It comes to the page cache, and not to the memory of this process: a second reader keeps the drive busy."""
+        if unit.resident_bytes is None:
+            self._further.put(unit)
+
+    def _serve_further(self) -> None:
+        scratch = FileView(_SCRATCH_BYTES)
+        while (unit := self._further.get()) is not None:
+            for weight in list(unit.weights):
+                # Of what is trained so much in the page cache would drive out what is used and written sooner.
+                if weight.is_frozen and not self.is_closed:
+                    with suppress(OSError, MemoryError):  # whoever uses it is told
+                        weight.memory.read(scratch)
+            scratch.send_out(0, _SCRATCH_BYTES)
+        self._further_has_ended.open()
+
+    def close(self) -> None:
+        super().close()
+        self._further.put(None)
+        self._further_has_ended.wait()
 
     def _send_out(self, unit: Unit[MappedStorage], *, strays: bool = False) -> None:
         if not self._is_idle(unit) or (unit.resident_bytes is None and not strays):
