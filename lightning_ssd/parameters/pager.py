@@ -2,7 +2,7 @@
 
 What is guessed, and what threads do at once, is a matter of time and memory alone. That no weight is ever wrong is seen
 to by what moves them: on a CPU whoever touches one that is not in memory finds its bytes, a page at a time
-(:class:`MappedPager`); on a device it comes back before anybody gets to it (``device_pager.py``).
+(``mapped_pager.py``); on a device it comes back before anybody gets to it (``device_pager.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,15 +24,10 @@ import torch
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.common.waiting import Latch
-from lightning_ssd.errors import OffloaderClosedError, StorageError
-from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
-from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
-__all__ = ["MappedPager", "Pager", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
-
-_SCRATCH_BYTES = 4 << 20
-"""So much of a file is shown at a time only to have it read."""
+__all__ = ["Pager", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
 
 Place = tuple[str, object | None]
 """Name of a unit, and the module whose forward uses it, or FSDP2's group that gathers it; ``None``: not known (yet), or
@@ -381,54 +376,6 @@ class Pager(ABC, Generic[Memory]):
                 self.by_storage = {}
                 self._requests.put(None)  # behind all requests that there are
         self._has_ended.wait()
-
-
-class MappedPager(Pager[MappedStorage]):
-    """On a CPU, where weights are parts of files: pages come and go, and whoever touches one finds its bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._further: queue.SimpleQueue[Unit[MappedStorage] | None] = queue.SimpleQueue()
-        self._further_has_ended = Latch()
-        _thread.start_new_thread(self._serve_further, ())
-
-    def _request_further(self, unit: Unit[MappedStorage]) -> None:
-        """It comes to the page cache, and not to the memory of this process: a second reader keeps the drive busy."""
-        if unit.resident_bytes is None:
-            self._further.put(unit)
-
-    def _serve_further(self) -> None:
-        scratch = FileView(_SCRATCH_BYTES)
-        while (unit := self._further.get()) is not None:
-            for weight in list(unit.weights):
-                # Of what is trained so much in the page cache would drive out what is used and written sooner.
-                if weight.is_frozen and not self.is_closed:
-                    with suppress(OSError, MemoryError):  # whoever uses it is told
-                        weight.memory.read(scratch)
-            scratch.send_out(0, _SCRATCH_BYTES)
-        self._further_has_ended.open()
-
-    def close(self) -> None:
-        super().close()
-        self._further.put(None)
-        self._further_has_ended.wait()
-
-    def _send_out(self, unit: Unit[MappedStorage], *, strays: bool = False) -> None:
-        if not self._is_idle(unit) or (unit.resident_bytes is None and not strays):
-            return
-        for weight in list(unit.weights):
-            weight.memory.send_out()
-        self.resident_bytes -= unit.resident_bytes or 0
-        unit.resident_bytes = unit.coming = None
-
-    def _bring_in(self, unit: Unit[MappedStorage]) -> None:
-        for weight in list(unit.weights):
-            try:
-                weight.memory.bring_in()
-            except StorageError:  # it says all
-                raise
-            except OSError as refusal:
-                raise unreadable(weight.names, weight.memory.nbytes, refusal) from refusal
 
 
 def _cdata(parameter: torch.Tensor) -> int:
