@@ -35,6 +35,7 @@ from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_parameters import PagedParameters
 from lightning_ssd.parameters.paged_weights import MappedWeights
 from lightning_ssd.parameters.residents import Needs, Residents
+from lightning_ssd.parameters.update_pages import UpdatePages
 from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
@@ -205,6 +206,8 @@ def _with_parameters(
     backend, directories, _ = _open_directories(stack, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank)
     stack.callback(files.close)
+    pages = UpdatePages()
+    stack.callback(pages.close)
     weights = gradients = None
     if policy.parameters != "keep":
         weights = MappedWeights(
@@ -230,7 +233,7 @@ def _with_parameters(
         if policy.gradients == "offload":
             threshold.fix()  # what is freed while the model is built is given back, too
     wear = parts.wear or open_wear_meter(environment)
-    return replace(parts, parameters=PagedParameters(weights, gradients, files), wear=wear)
+    return replace(parts, parameters=PagedParameters(weights, gradients, files, pages), wear=wear)
 
 
 def _is_device(environment: Environment) -> bool:

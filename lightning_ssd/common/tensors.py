@@ -19,6 +19,7 @@ import torch
 
 __all__ = [
     "PLAIN_TYPES",
+    "Piece",
     "Region",
     "StorageKey",
     "TensorSpec",
@@ -57,6 +58,16 @@ class Region(NamedTuple):
         """The bytes themselves, writable. Valid while the memory is."""
         view: memoryview = _view_memory(self.address, self.nbytes, _WRITABLE)
         return view
+
+
+class Piece(NamedTuple):
+    """Some elements of a tensor's flat form; of a DTensor, of what this process has of it."""
+
+    tensor: torch.Tensor
+    start: int
+    """First element."""
+    stop: int
+    """One after the last element."""
 
 
 def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:

@@ -11,6 +11,8 @@ import torch
 
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.memory.mmap import (
+    ADVISE_HUGE,
+    HUGE_PAGE_BYTES,
     MAP_FAILED,
     NO_ACCESS,
     PAGE_BYTES,
@@ -26,9 +28,10 @@ __all__ = ["FileView", "drop_pages"]
 
 _FIXED = 0x10  # MAP_FIXED and MAP_NORESERVE, which Python does not name (everywhere)
 _NORESERVE = 0x4000
-_WILLNEED = 3  # MADV_WILLNEED, MADV_DONTNEED and MADV_POPULATE_READ (Linux 5.14), likewise
+_WILLNEED = 3  # MADV_WILLNEED, MADV_DONTNEED, MADV_POPULATE_READ and MADV_POPULATE_WRITE (Linux 5.14), likewise
 _DONTNEED = 4
 _POPULATE_READ = 22
+_POPULATE_WRITE = 23
 _MAYMOVE = 1  # MREMAP_MAYMOVE and MREMAP_DONTUNMAP (Linux 5.7; of files 5.13)
 _DONTUNMAP = 4
 _POPULATE_BYTES = 16 << 20
@@ -44,17 +47,23 @@ class FileView:
 
     Args:
         nbytes: of the range.
+        offset: of the file, which will be shown at the beginning of the range: what the page cache has in huge pages is
+            mapped in huge pages then.
         keeps: an object that lives as long as the view.
 
     Raises:
         MemoryError: the system has no such range of addresses left.
     """
 
-    def __init__(self, nbytes: int, *, keeps: object = None) -> None:
+    def __init__(self, nbytes: int, *, offset: int = 0, keeps: object = None) -> None:
         self._keeps = keeps
         self._length = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
-        self._map = map_anonymous(self._length, READ_WRITE, _NORESERVE)  # unmapped in C, whatever it shows then
-        self.address = address_of(self._map)
+        is_huge = self._length >= HUGE_PAGE_BYTES
+        reserved = self._length + HUGE_PAGE_BYTES if is_huge else self._length
+        self._map = map_anonymous(reserved, READ_WRITE, _NORESERVE)  # unmapped in C, whatever it shows then
+        address = address_of(self._map)
+        self._skipped = (offset - address) % HUGE_PAGE_BYTES if is_huge else 0
+        self.address = address + self._skipped
 
     def show(self, start: int, fd: int, offset: int, nbytes: int, *, shared: bool = False) -> None:
         """Show ``nbytes`` bytes of a file from ``offset`` on, at ``start`` of the range; both are whole pages.
@@ -67,30 +76,58 @@ class FileView:
         mapped = libc.mmap(self.address + start, nbytes, READ_WRITE, flags, fd, offset)
         if mapped is None or mapped == MAP_FAILED:
             raise MemoryError(f"the system cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
+        if shared:
+            self._advise_huge(start, nbytes)
+
+    def _advise_huge(self, start: int, nbytes: int) -> None:
+        """Read in pieces of that size, too, and each is one page fault. Kernels without the feature refuse."""
+        if nbytes >= HUGE_PAGE_BYTES:
+            libc.madvise(self.address + start, nbytes, ADVISE_HUGE)
 
     def hide(self) -> None:
         """Let nobody touch the range any more: who does ends the process."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
         libc.mmap(self.address, self._length, NO_ACCESS, flags, -1, 0)
 
-    def bring_in(self, start: int, nbytes: int) -> None:
+    def bring_in(self, start: int, nbytes: int, *, changes: bool = False) -> None:
         """Read a part from its file, as far as the system's page cache has it not, and map it.
 
         Blocks, without the GIL. A kernel before 5.14 is asked to read ahead what it will, and maps at the first touch.
         To ask for that besides takes ten times the core time, and no less time: it reads page by page.
+
+        Args:
+            start: in the range, a page.
+            nbytes: how much, whole pages.
+            changes: all of it will be written to, which costs a page fault for each page that is not mapped so. To a
+                shared part this counts as writing.
 
         Raises:
             OSError: the drive refuses (``EIO``): to touch it would end the process.
         """
         for at in range(start, start + nbytes, _POPULATE_BYTES):
             part = self.address + at, min(_POPULATE_BYTES, start + nbytes - at)
-            if libc.madvise(*part, _POPULATE_READ):
+            if libc.madvise(*part, _POPULATE_WRITE if changes else _POPULATE_READ):
                 code = ctypes.get_errno()
                 if code == errno.EINVAL:
                     libc.madvise(*part, _WILLNEED)
                     continue
                 code = errno.EIO if code == errno.EFAULT else code  # so the system names a touch that would be SIGBUS
                 raise OSError(code, os.strerror(code))
+
+    def read(self, fd: int, offset: int, nbytes: int) -> None:
+        """Have bytes of a file come to the system's page cache, by showing them here for a moment, part by part.
+
+        As fast as :meth:`bring_in`, and in large pieces, which cost less when they are mapped later; ``readahead`` and
+        its like read single pages. The last part stays.
+
+        Raises:
+            OSError: the drive refuses.
+        """
+        for at in range(0, nbytes, self._length):
+            part = min(self._length, nbytes - at)
+            self.show(0, fd, offset + at, part)
+            self._advise_huge(0, part)
+            self.bring_in(0, part)
 
     def send_out(self, start: int, nbytes: int) -> None:
         """Take a shared part out of this process; the next touch brings it back, with all that was written to it.
@@ -121,7 +158,7 @@ class FileView:
         num_elements = 1
         for size in shape:
             num_elements *= size
-        array = array_type(num_elements * dtype.itemsize).from_buffer(self._map, start)
+        array = array_type(num_elements * dtype.itemsize).from_buffer(self._map, self._skipped + start)
         array.view = self  # type: ignore[attr-defined]  # for what the view keeps
         return torch.frombuffer(array, dtype=dtype).as_strided(shape, stride)
 

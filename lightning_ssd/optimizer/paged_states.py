@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_ssd.common.dtensor import even_numel, has_shape, is_shard
+from lightning_ssd.common.dtensor import even_numel, has_shape, is_shard, local_of
 from lightning_ssd.common.profiling import spanned
 from lightning_ssd.common.status_line import StatusLine
+from lightning_ssd.common.tensors import Piece
 from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.optimizer.checkpoint.gather import TensorSpool
 from lightning_ssd.optimizer.checkpoint.loading import load_states
@@ -48,10 +49,10 @@ _MAX_SLOTS_BYTES = 2 << 30
 _MAX_MOVES = 4
 
 Groups = Sequence[Mapping[str, Any]]
-Updating = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], contextlib.AbstractContextManager[None]]
+Updating = Callable[[Sequence[Piece], Sequence[Piece]], contextlib.AbstractContextManager[None]]
 
 
-def _nothing(now: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+def _nothing(now: Sequence[Piece], following: Sequence[Piece]) -> contextlib.AbstractContextManager[None]:
     """All parameters are in memory."""
     return contextlib.nullcontext()
 
@@ -245,15 +246,21 @@ class PagedStates:
         self._store.prefetch(index for index in order if index not in here)
         watch = None if self.is_elementwise else Watch(self._partition.parameters)
         doing = None if self._has_updated else "Laying out optimizer states, in the first step"
-        given = [[self._partition.parameters[part.parameter] for _, part in visit.active] for visit in visits]
+        given = [[self._piece(part) for _, part in visit.active] for visit in visits]
         with StatusLine(doing) as line:
             for position, visit in enumerate(line.over(visits, lambda visit: self._expected_bytes(visit.index))):
                 following = given[position + 1] if position + 1 < len(given) else ()
                 with self._updating(given[position], following):
                     self._update(visit, changes, keep=position >= len(visits) - self._store.num_slots)
                     if watch is not None:
-                        watch.check(given[position])
+                        watch.check([piece.tensor for piece in given[position]])
         self._has_updated = True
+
+    def _piece(self, part: Part) -> Piece:
+        """What an update of a part touches."""
+        parameter = self._partition.parameters[part.parameter]
+        is_whole = parameter in self.lent or self._partition.is_whole(part)
+        return Piece(parameter, 0, local_of(parameter).numel()) if is_whole else Piece(parameter, part.start, part.stop)
 
     def _expected_bytes(self, index: int) -> int:
         return self._partition.subgroups[index].expected_bytes
@@ -267,7 +274,8 @@ class PagedStates:
                 for (_, part), group in zip(visit.active, visit.groups, strict=True)
             ]
             piece, group = min(pairs, key=lambda pair: even_numel(pair[0]) or math.inf)  # some are empty
-            with self._updating([piece], [piece]):
+            touched = [Piece(piece, 0, local_of(piece).numel())]
+            with self._updating(touched, touched):
                 lifted = to_master(piece, {})[0] if self._trials.has_master(piece) else piece
                 self._rehearsal.play(lifted, group, changes.closure, num_calls=len(visits))
 

@@ -1,8 +1,8 @@
 """Gradients that wait in files from their accumulation to the update.
 
-As soon as a gradient has been accumulated, its bytes go to memory that shows a file, and that memory becomes the
-parameter's ``grad``. Its pages leave at once: to the system's page cache, which writes them to the drive where memory
-is short or time has passed. Whoever asks for the gradient finds its bytes, and accumulating adds to them in place.
+As soon as a gradient has been accumulated, its bytes go to a file, and memory that shows it becomes the parameter's
+``grad``. They are in the system's page cache then, which writes them to the drive where memory is short or time has
+passed. Whoever asks for the gradient finds its bytes, and accumulating adds to them in place.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.dtensor import ShardedParameter, local_of
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.common.tensors import TensorSpec, holders
+from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
 from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
 from lightning_ssd.parameters.units import is_plain, sharded_by_name
-from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles, is_mapped
+from lightning_ssd.parameters.weight_files import FiledStorage, WeightFiles, is_mapped
 
 __all__ = ["PagedGradients"]
 
@@ -62,8 +61,8 @@ class PagedGradients:
         # By the number of the parameter. No reference to it: torch.utils.swap_tensors refuses even a weak one.
         self._hooks: dict[int, RemovableHandle] = {}
         self._reductions: list[Reduction] = []
-        self._memory: dict[int, MappedStorage] = {}
-        self._retired: list[MappedStorage] = []
+        self._memory: dict[int, FiledStorage] = {}
+        self._retired: list[FiledStorage] = []
         """Memory that somebody else still had when its parameter needed some."""
         self._has_warned = self._is_closed = False
         self._pid = os.getpid()
@@ -175,12 +174,16 @@ class PagedGradients:
                     self._retired.append(mapped)
                     del self._memory[id(parameter)]
                 mapped = self._files.map_new(gradient.nbytes)
+            waiting = TensorSpec.of(gradient)._replace(offset=0).view(mapped.show())
+            self._memory[id(parameter)] = mapped
+            if not _is_dense(gradient):
+                return waiting.copy_(gradient)
+            address = gradient.untyped_storage().data_ptr() + int(gradient.storage_offset()) * gradient.itemsize
+            mapped.fill(Region(address, gradient.nbytes))
         except (StorageError, MemoryError) as error:
             self._warn(error)
             return None
-        waiting = TensorSpec.of(gradient)._replace(offset=0).view(mapped.show())
-        self._memory[id(parameter)] = mapped
-        return waiting.copy_(gradient)
+        return waiting
 
     def _warn(self, error: BaseException) -> None:
         if not self._has_warned:
@@ -207,15 +210,6 @@ class PagedGradients:
                 self._retired.remove(mapped)
                 mapped.forget()
 
-    @contextmanager
-    def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
-        """While an optimizer uses the gradients of these parameters, and then of those that follow."""
-        yield
-        for parameter in parameters:
-            mapped = self._memory.get(id(parameter))
-            if mapped is not None:
-                mapped.send_out()
-
     def send_out(self) -> None:
         """All leave memory that something has touched, such as clipping; what is gone is forgotten."""
         self._forget()
@@ -236,6 +230,12 @@ class PagedGradients:
             mapped.make_private()
         self._memory.clear()
         self._retired.clear()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it is all of the bytes from its first element on, in whatever order."""
+    is_all = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return is_all or tensor.is_contiguous()
 
 
 def _counts(parameter: torch.Tensor) -> tuple[int, int, int]:

@@ -7,14 +7,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ssd.common.tensors import Piece
 from lightning_ssd.parameters.device_gradients import DeviceGradients
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Pager
+from lightning_ssd.parameters.update_pages import UpdatePages
 from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.telemetry.stats import OffloadStats
 
@@ -29,6 +30,8 @@ class PagedParameters:
     gradients: PagedGradients | DeviceGradients | None = None
     files: WeightFiles | None = None
     """Of both, on a CPU."""
+    pages: UpdatePages | None = None
+    """Of both, around an update on a CPU."""
 
     @property
     def pager(self) -> Pager[Any] | None:
@@ -70,15 +73,18 @@ class PagedParameters:
             self.weights.will_be_updated(optimizer)
 
     @contextmanager
-    def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
-        """While an optimizer updates these parameters, and then those that follow.
+    def updating(self, now: Sequence[Piece], following: Sequence[Piece]) -> Iterator[None]:
+        """While an optimizer updates these pieces of parameters, and then those that follow.
 
         Raises:
             StorageError: a drive refuses to read them.
         """
+        parameters, next_ones = [piece.tensor for piece in now], [piece.tensor for piece in following]
+        on_device = self.gradients if isinstance(self.gradients, DeviceGradients) else None
         with (
-            nullcontext() if self.gradients is None else self.gradients.updating(parameters, following),
-            nullcontext() if self.weights is None else self.weights.pager.updating(parameters, following),
+            nullcontext() if self.pages is None else self.pages.updating(now, following),
+            nullcontext() if on_device is None else on_device.updating(parameters, next_ones),
+            nullcontext() if self.weights is None else self.weights.pager.updating(parameters, next_ones),
         ):
             yield
 

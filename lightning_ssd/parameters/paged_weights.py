@@ -33,7 +33,8 @@ from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.file_mapping import drop_pages
 from lightning_ssd.memory.malloc import trim
-from lightning_ssd.parameters.pager import MappedPager, Memory, Pager, Place, Weight
+from lightning_ssd.parameters.mapped_pager import MappedPager
+from lightning_ssd.parameters.pager import Memory, Pager, Place, Weight
 from lightning_ssd.parameters.residents import Residents
 from lightning_ssd.parameters.source_files import SourceFiles, SourceStorage
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, weights_of, why_it_stays
@@ -206,7 +207,7 @@ class PagedWeights(ABC, Generic[Memory]):
         for weights in shared_weights(module, self._min_nbytes, self._device):
             weight = self.pager.find(weights.storage)
             if weight is not None:
-                weight.names = weights.names
+                weight.names, weight.is_frozen = weights.names, weights.is_frozen
                 self.pager.add(places[weights.names[0]], weight)
 
     def _stand_in(self, places: Mapping[str, Place]) -> None:

@@ -2,7 +2,7 @@
 
 What is guessed, and what threads do at once, is a matter of time and memory alone. That no weight is ever wrong is seen
 to by what moves them: on a CPU whoever touches one that is not in memory finds its bytes, a page at a time
-(:class:`MappedPager`); on a device it comes back before anybody gets to it (``device_pager.py``).
+(``mapped_pager.py``); on a device it comes back before anybody gets to it (``device_pager.py``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ import torch
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.common.waiting import Latch
-from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
-from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
-__all__ = ["MappedPager", "Pager", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
+__all__ = ["Pager", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
 
 Place = tuple[str, object | None]
 """Name of a unit, and the module whose forward uses it, or FSDP2's group that gathers it; ``None``: not known (yet), or
@@ -65,6 +64,8 @@ class Weight(Generic[Memory]):
 
     names: list[str]
     memory: Memory
+    is_frozen: bool = False
+    """Whether it is not trained, as far as is known."""
 
 
 class Unit(Generic[Memory]):
@@ -244,7 +245,9 @@ class Pager(ABC, Generic[Memory]):
         if not self.is_closed:
             with self._lock:
                 for unit in self._units_of(parameters):
-                    self._send_out(unit, strays=True)
+                    self._send_out(unit)
+                if not following and self._ahead is not None:  # it may just have left
+                    self._request_ahead(self._ahead)
 
     def _units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit[Memory]]:
         found = [unit for p in parameters if (unit := self.by_storage.get(_cdata(p))) is not None]
@@ -282,6 +285,8 @@ class Pager(ABC, Generic[Memory]):
             latch = self._request(unit)
             if ahead is not None and ahead is not unit:
                 self._request_ahead(ahead)
+            if following is not None and (further := self._order.after(following)) is not None:
+                self._request_further(self.units[further.unit])
         self._wait(unit, latch)
 
     def _wait(self, unit: Unit[Memory], latch: Latch | None) -> None:
@@ -303,6 +308,9 @@ class Pager(ABC, Generic[Memory]):
     def _request_ahead(self, unit: Unit[Memory]) -> None:
         """Have a unit brought in that is likely to be used next. The lock is held."""
         self._request(unit)
+
+    def _request_further(self, unit: Unit[Memory]) -> None:
+        """Of the one that is likely to come after that. The lock is held."""
 
     def _request(self, unit: Unit[Memory]) -> Latch | None:
         """Have a unit brought in, if it is neither here nor on its way; return what opens when it is."""
@@ -368,27 +376,6 @@ class Pager(ABC, Generic[Memory]):
                 self.by_storage = {}
                 self._requests.put(None)  # behind all requests that there are
         self._has_ended.wait()
-
-
-class MappedPager(Pager[MappedStorage]):
-    """On a CPU, where weights are parts of files: pages come and go, and whoever touches one finds its bytes."""
-
-    def _send_out(self, unit: Unit[MappedStorage], *, strays: bool = False) -> None:
-        if not self._is_idle(unit) or (unit.resident_bytes is None and not strays):
-            return
-        for weight in list(unit.weights):
-            weight.memory.send_out()
-        self.resident_bytes -= unit.resident_bytes or 0
-        unit.resident_bytes = unit.coming = None
-
-    def _bring_in(self, unit: Unit[MappedStorage]) -> None:
-        for weight in list(unit.weights):
-            try:
-                weight.memory.bring_in()
-            except StorageError:  # it says all
-                raise
-            except OSError as refusal:
-                raise unreadable(weight.names, weight.memory.nbytes, refusal) from refusal
 
 
 def _cdata(parameter: torch.Tensor) -> int:

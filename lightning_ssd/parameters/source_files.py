@@ -143,6 +143,9 @@ class SourceStorage(MappedStorage):
             )
             raise self._source.error
 
+    def read(self, scratch: FileView) -> None:
+        scratch.read(self._source.fd, self._offset - self._start, self._shown_bytes)
+
     def send_out(self) -> None:
         view = self._view
         try:

@@ -41,3 +41,7 @@ class UseOrder:
             self._next[self._last] = use
         self._last = use
         return self._next.get(use)
+
+    def after(self, use: Use) -> Use | None:
+        """The use that came after this one the last time, which need not have begun; ``None``: it is not known."""
+        return self._next.get(use)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from lightning_ssd.common.rounding import round_up
-from lightning_ssd.common.tensors import Region, StorageKey
+from lightning_ssd.common.tensors import Region, StorageKey, storage_of
 from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
@@ -27,7 +27,7 @@ from lightning_ssd.memory.mmap import PAGE_BYTES, libc
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 
-__all__ = ["FiledStorage", "MappedStorage", "WeightFiles", "is_mapped", "unreadable"]
+__all__ = ["FiledStorage", "MappedStorage", "WeightFiles", "filed_storage", "is_mapped", "unreadable"]
 
 _WAIT_BEFORE = 1  # SYNC_FILE_RANGE_WAIT_BEFORE
 _sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", None)
@@ -98,6 +98,17 @@ class MappedStorage(ABC):
             view.bring_in(0, self._shown_bytes)
 
     @abstractmethod
+    def read(self, scratch: FileView) -> None:
+        """Have the bytes come to the system's page cache. Blocks.
+
+        Args:
+            scratch: shows them meanwhile.
+
+        Raises:
+            OSError: the drive refuses.
+        """
+
+    @abstractmethod
     def send_out(self) -> None:
         """Take the pages out of this process, unless something would be lost."""
 
@@ -138,9 +149,40 @@ class FiledStorage(MappedStorage):
         """Whether one of these has its file."""
         return any(arena is self._arena for arena in arenas)
 
+    def read(self, scratch: FileView) -> None:
+        self.read_part(0, self.nbytes, scratch)
+
     def send_out(self) -> None:
         if self._view is not None and not self._is_private:  # else what was written would be lost
             self._view.send_out(0, self._extent.nbytes)
+
+    def read_part(self, start: int, nbytes: int, scratch: FileView) -> None:
+        """As :meth:`read`, of some bytes and the rest of their pages."""
+        first = start // PAGE_BYTES * PAGE_BYTES
+        if not self._is_private:
+            with self._arena.use() as fd:
+                scratch.read(fd, self._extent.offset + first, round_up(start + nbytes, PAGE_BYTES) - first)
+
+    def bring_in_part(self, start: int, nbytes: int, *, changes: bool) -> None:
+        """Read and map some bytes, and the rest of their pages. Blocks.
+
+        Args:
+            start: the first one.
+            nbytes: how many.
+            changes: all of them will be written to.
+
+        Raises:
+            OSError: the drive refuses.
+        """
+        view, first = self._view, start // PAGE_BYTES * PAGE_BYTES
+        if view is not None and not self._is_private:
+            view.bring_in(first, round_up(start + nbytes, PAGE_BYTES) - first, changes=changes)
+
+    def send_out_part(self, start: int, nbytes: int) -> None:
+        """As :meth:`send_out`, of some bytes and the rest of their pages."""
+        view, first = self._view, start // PAGE_BYTES * PAGE_BYTES
+        if view is not None and not self._is_private:
+            view.send_out(first, round_up(start + nbytes, PAGE_BYTES) - first)
 
     def make_private(self) -> None:
         """Where the system allows no more private memory, it stays as it is, which is as good, but for a fork."""
@@ -157,9 +199,47 @@ class FiledStorage(MappedStorage):
             self._is_private = True
             self._view.hide()
 
+    def fill(self, region: Region) -> None:
+        """Replace the bytes by those of other memory, through the system's page cache: what is written over is not read
+        before, as touching its pages would. Nobody may look at it meanwhile.
+
+        Raises:
+            StorageError: the system refuses. The bytes are of no use then.
+        """
+        left, offset = region.view(), self._extent.offset
+        with self._arena.use() as direct:
+            try:
+                # The arena's own descriptor may go around the page cache, which wants other addresses.
+                fd = os.open(f"/proc/self/fd/{direct}", os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    while left:
+                        count = os.pwrite(fd, left, offset)
+                        left, offset = left[count:], offset + count
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                what = f"a gradient could not be written to {self._arena.path}"
+                raise as_storage_error(error, what) from error
+
     def forget(self) -> None:
         super().forget()
         self._arena.free(self._extent)
+
+
+def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:
+    """What shows the memory of a tensor in a file of ours; ``None``: it lies elsewhere."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        _, reference = _mapped.get(storage_of(tensor)._cdata, (None, _nothing))
+    except (NotImplementedError, RuntimeError):  # it has no storage
+        return None
+    found = reference()
+    return found if isinstance(found, FiledStorage) else None
+
+
+def _nothing() -> None:
+    """Of a tensor whose memory shows no file."""
 
 
 @dataclass(slots=True)
@@ -352,7 +432,7 @@ class WeightFiles:
 
 
 def _shown(arena: Arena, extent: Extent) -> FileView:
-    view = FileView(extent.nbytes)
+    view = FileView(extent.nbytes, offset=extent.offset)
     arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
     return view
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.memory.mmap import PAGE_BYTES
+from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, PAGE_BYTES
+from tests.support.process_memory import read_bytes
 
 NBYTES = 64 * PAGE_BYTES
 
@@ -97,3 +99,41 @@ def test_parts_are_whole_pages_within_the_range(start: int, offset: int, fd: int
     view = FileView(NBYTES)
     with pytest.raises(ValueError, match="whole pages within the range"):
         view.show(start, fd, offset, NBYTES)
+
+
+def test_mapped_to_be_written_to_no_page_is_a_fault(fd: int) -> None:
+    view, tensor = shown(fd, shared=True)
+    expected = in_file(fd)
+    view.bring_in(0, NBYTES, changes=True)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    tensor[::PAGE_BYTES].bitwise_xor_(255)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < NBYTES // PAGE_BYTES // 4
+    assert bytes(byte ^ 255 if at % PAGE_BYTES == 0 else byte for at, byte in enumerate(expected)) == in_file(fd)
+
+
+@pytest.mark.parametrize("opened", [os.O_RDONLY, os.O_RDWR | os.O_DIRECT])
+def test_what_was_read_is_in_the_page_cache(opened: int, spill_dir: Path) -> None:
+    path = spill_dir / "file"
+    path.write_bytes(os.urandom(3 * NBYTES))
+    again = os.open(path, opened)
+    os.fsync(again)
+    os.posix_fadvise(again, 0, 0, os.POSIX_FADV_DONTNEED)
+    scratch, before = FileView(NBYTES), read_bytes()
+    scratch.read(again, PAGE_BYTES, 2 * NBYTES)
+    assert read_bytes() - before >= 2 * NBYTES
+    assert resident_kib(scratch) <= NBYTES // 1024
+    view, before = FileView(2 * NBYTES), read_bytes()
+    view.show(0, again, PAGE_BYTES, 2 * NBYTES)
+    tensor = view.tensor(0, torch.uint8, (2 * NBYTES,), (1,))
+    assert bytes(tensor.numpy()) == path.read_bytes()[PAGE_BYTES : PAGE_BYTES + 2 * NBYTES]
+    assert read_bytes() == before
+    os.close(again)
+
+
+@pytest.mark.parametrize("offset", [0, PAGE_BYTES, 5 << 20])
+def test_a_large_range_begins_where_huge_pages_of_the_file_do(offset: int) -> None:
+    view = FileView(HUGE_PAGE_BYTES, offset=offset)
+    assert (view.address - offset) % HUGE_PAGE_BYTES == 0
+    tensor = view.tensor(0, torch.uint8, (HUGE_PAGE_BYTES,), (1,))
+    assert tensor.data_ptr() == view.address
+    assert not tensor.count_nonzero()

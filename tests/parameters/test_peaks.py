@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import Offloader
+from lightning_ssd.parameters.weight_files import FiledStorage
 from tests.parity.models import gpt2, hugging_face_loss, tokens
 from tests.parity.test_models_away import adapted
 from tests.support.everything_away import all_away, large, storage_bytes
@@ -148,3 +149,23 @@ def test_frozen_neighbours_of_trained_weights_that_wait_are_not_written(spill_di
 
 def _states_written(offloader: Offloader) -> int:
     return sum(one.written_bytes for one in offloader.optimizer_stats)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "trained"])
+def test_what_is_frozen_is_read_two_units_ahead(kind: str, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the page cache: two units are in memory at a time all the same."""
+    read: list[int] = []
+    real = FiledStorage.read
+    monkeypatch.setattr(FiledStorage, "read", lambda memory, view: (read.append(memory.key.cdata), real(memory, view)))
+    with all_away(spill_dir, min_tensor_bytes="64KiB") as offloader:
+        watched = Watched(offloader, spill_dir, adapted if kind == "frozen" else lambda model: model)
+        unit = max(storage_bytes(large(block)) for block in watched.model.transformer.h)
+        for number in range(3):
+            watched.is_watching = number == 2
+            watched.step(number)
+        assert watched.peaks["forward"] <= 2 * unit * MARGIN + (4 << 20), "and what is shown to be read"
+        pager = offloader._parts.parameters.pager
+        assert pager is not None
+        frozen = {weight.memory.key.cdata for weight in pager.weights if weight.is_frozen}
+    assert set(read) <= frozen
+    assert bool(read) == (kind == "frozen")

@@ -56,3 +56,12 @@ def test_a_new_order_is_learnt_at_once() -> None:
     shorter = [use for use in step(4) if use.unit != 2]
     assert len(list(mistakes(order, shorter))) == 2
     assert not list(mistakes(order, shorter))
+
+
+def test_what_comes_after_the_next_one_is_known_without_a_use() -> None:
+    order = UseOrder()
+    list(mistakes(order, step(3) * 2))
+    assert order.after(Use(0, Phase.FORWARD)) == Use(1, Phase.FORWARD)
+    assert order.after(Use(2, Phase.FORWARD)) == Use(2, Phase.BACKWARD)
+    assert order.after(Use(0, Phase.EVALUATION)) is None
+    assert order.visit(Use(0, Phase.FORWARD)) == Use(1, Phase.FORWARD), "asking is no use"

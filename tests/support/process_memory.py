@@ -37,5 +37,14 @@ def shown_bytes(directory: Path) -> int:
 
 def dirtied_bytes() -> int:
     """What this process has written so far, or changed in files so that the system has to write it."""
+    return _io("write_bytes")
+
+
+def read_bytes() -> int:
+    """What drives had to read for this process so far."""
+    return _io("read_bytes")
+
+
+def _io(name: str) -> int:
     lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

@@ -1,0 +1,171 @@
+"""A gradient that goes to its file takes the place of the last one: the same bytes, and nothing is read for it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd.parameters.paged_gradients import PagedGradients
+from lightning_ssd.parameters.weight_files import WeightFiles, is_mapped
+from lightning_ssd.storage.posix import PosixBackend
+from tests.support.process_memory import read_bytes
+
+SIDE = 1024
+
+
+@pytest.fixture
+def files(spill_dir: Path) -> Iterator[WeightFiles]:
+    backend = PosixBackend([spill_dir])
+    opened = WeightFiles(backend, [spill_dir])
+    yield opened
+    opened.close()
+    backend.close()
+
+
+@pytest.fixture
+def gradients(files: WeightFiles) -> Iterator[PagedGradients]:
+    waiting = PagedGradients(files, min_nbytes=1)
+    yield waiting
+    waiting.close()
+
+
+def evict(files: WeightFiles) -> None:
+    """Write what was changed, and let the page cache forget it."""
+    files.sync()
+    for arena in files._arenas:
+        with arena.use() as fd:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def accumulated(gradients: PagedGradients, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """As if autograd had just made it."""
+    parameter.grad = gradient
+    del gradient
+    gradients._exchange(parameter)
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def test_the_last_gradient_is_not_read(files: WeightFiles, gradients: PagedGradients) -> None:
+    parameter = nn.Parameter(torch.zeros(SIDE, SIDE))
+    accumulated(gradients, parameter, torch.randn(SIDE, SIDE))
+    parameter.grad = None
+    evict(files)
+    before = read_bytes()
+    expected = torch.randn(SIDE, SIDE)
+    found = accumulated(gradients, parameter, expected.clone())
+    assert read_bytes() == before
+    assert is_mapped(found.untyped_storage())
+    evict(files)
+    assert torch.equal(found, expected)
+    assert read_bytes() - before >= expected.nbytes, "this file system does not tell what is read"
+
+
+def overlapping(offset: int) -> torch.Tensor:
+    return torch.randn(16).as_strided((4, 4), (0, 1), offset)
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.randn(30, 50),
+    "less than a page": lambda: torch.randn(3),
+    "a page and a bit": lambda: torch.randn(1027),
+    "transposed": lambda: torch.randn(30, 50).t(),
+    "channels last": lambda: torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),
+    "bfloat16": lambda: torch.randn(30, 50).bfloat16(),
+    "complex": lambda: torch.randn(30, 50, dtype=torch.complex64),
+    "conjugated": lambda: torch.randn(30, 50, dtype=torch.complex64).conj(),
+    "conjugated, transposed": lambda: torch.randn(30, 50, dtype=torch.complex64).mH,
+    "negated": lambda: torch._neg_view(torch.randn(30, 50)),
+    "a part, as of a shard": lambda: torch.randn(90, 50)[30:60],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_of_every_layout(layout: str, files: WeightFiles, gradients: PagedGradients) -> None:
+    parameter = nn.Parameter(torch.zeros_like(LAYOUTS[layout]()))
+    for _ in range(2):  # the second one goes where the first one was
+        gradient = LAYOUTS[layout]()
+        expected = gradient.clone()
+        strides, flags = gradient.stride(), (gradient.is_conj(), gradient.is_neg())
+        found = accumulated(gradients, parameter, gradient)
+        assert is_mapped(found.untyped_storage())
+        evict(files)
+        assert torch.equal(found, expected)
+        assert (found.stride(), (found.is_conj(), found.is_neg())) == (strides, flags)
+        parameter.grad = None
+
+
+def test_a_gradient_that_covers_itself_fails_as_copying_it_does(gradients: PagedGradients) -> None:
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        accumulated(gradients, parameter, overlapping(4))
+
+
+class Refusing:
+    """The system's ``pwrite``, which gives up in the middle of the second piece.
+
+    Args:
+        ending: what it raises.
+    """
+
+    def __init__(self, ending: BaseException) -> None:
+        self._ending, self._real, self._num = ending, os.pwrite, 0
+
+    def __call__(self, fd: int, data: memoryview, offset: int) -> int:
+        self._num += 1
+        if self._num > 1:
+            raise self._ending
+        return self._real(fd, data[: len(data) // 2], offset)
+
+
+def test_pieces_make_a_whole(gradients: PagedGradients, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:1000], offset))
+    expected = torch.randn(64, 64)
+    found = accumulated(gradients, nn.Parameter(torch.zeros(64, 64)), expected.clone())
+    assert torch.equal(found, expected)
+
+
+def test_a_refused_write_leaves_the_gradient_in_memory(
+    files: WeightFiles, gradients: PagedGradients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter, expected = nn.Parameter(torch.zeros(SIDE, SIDE)), torch.randn(SIDE, SIDE)
+    accumulated(gradients, parameter, torch.zeros(SIDE, SIDE))
+    parameter.grad = None
+    used = [arena.used_bytes for arena in files._arenas]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", Refusing(OSError(errno.EIO, "broken")))
+        with pytest.warns(UserWarning, match="could not be written .*it stays in memory"):
+            found = accumulated(gradients, parameter, expected.clone())
+    assert torch.equal(found, expected)
+    assert not is_mapped(found.untyped_storage())
+    del found
+    parameter.grad = None
+    gc.collect()  # the error of this test holds the frames that it came through
+    assert is_mapped(accumulated(gradients, parameter, expected.clone()).untyped_storage())
+    assert [arena.used_bytes for arena in files._arenas] == used, "the place is used again"
+
+
+def test_an_interrupt_in_the_middle_leaves_the_gradient_in_memory(
+    gradients: PagedGradients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter, expected = nn.Parameter(torch.zeros(SIDE, SIDE)), torch.randn(SIDE, SIDE)
+    accumulated(gradients, parameter, torch.zeros(SIDE, SIDE))
+    parameter.grad = None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", Refusing(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            accumulated(gradients, parameter, expected.clone())
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, expected)
+    assert not is_mapped(parameter.grad.untyped_storage())
+    found = accumulated(gradients, parameter, expected.clone())
+    assert is_mapped(found.untyped_storage())
+    assert torch.equal(found, expected)
