@@ -43,6 +43,11 @@ give (`hardware.write_rate`), and without them with those of a short trial.
 _METRICS = """\
 `OffloadMonitor` logs these to the Trainer's loggers; `offloader.drain_metrics()` gives them to loops of your own. A row
 over several steps, or of several processes, is merged as the last columns say. A key without a value is absent.
+
+Within a budget other plans are tried between steps of the best one. The values of `plan/` are of the plan that the step
+has followed: they go back and forth while plans are compared, and come to rest afterwards. `plan/num_plans` counts
+plans that were made from a profile, not trials. `plan/slowdown_ratio` and `plan/moving_cost_s_per_gib` are absent then:
+nothing is compared with keeping everything.
 """
 
 

@@ -11,8 +11,9 @@ storages, or look further ahead. Which of them is faster on this machine only pa
 * When no rival is left that comes near, or trying has cost too much, the best one is *settled*. After many passes, or
   when passes have become slower, those that come near it are tried again.
 
-No plan whose peak is thought to be above the limit is ever tried. One whose measured peak was above it is given up at
-once for one that moves more, and none that moves as little is tried again.
+No plan whose peak is thought to be above the limit is ever tried. One whose measured peak was above it, such as where a
+drive has refused writes, is given up at once for one that moves more, and none that moves as little is tried before the
+others are tried again.
 """
 
 from __future__ import annotations
@@ -20,12 +21,23 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from lightning_ssd.planning.plan import Route
 from lightning_ssd.scheduling.paired_times import WINDOW, PairedTimes, offs, scatter, typical
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
 from lightning_ssd.scheduling.search_phase import State
 from lightning_ssd.scheduling.step_model import StepModel
+from lightning_ssd.scheduling.trial_rules import (
+    FIRST_RECHECK,
+    MAX_RECHECK,
+    NUM_ERRORS,
+    NUM_SLOWER,
+    OUT_OF_HAND,
+    SLOWER,
+    are_slower,
+    num_owed,
+)
 
 __all__ = ["BudgetSearch"]
 
@@ -35,17 +47,22 @@ _NEAR = 1.05
 """Rivals that are thought to take longer than so many times the best plan's time are not tried."""
 _MIN_GAIN = 0.01
 """For less, no plan gives way."""
-_WINS_BY, _LOSES_BY = 2.5, 1.3
+_WINS_BY = 2.5
 """Standard errors: many rivals are looked at, several times each, so that some seem fast by chance."""
 _FAR_OFF = 0.1
 """A rival that is slower by this much and its uncertainty loses after one pass."""
-_OUT_OF_HAND = 0.5
-"""Where it is slower by this much, its very first pass counts, too."""
-_SPENT, _SPENT_OVER = 0.016, 100
-"""Of the time of all passes, what trying may cost; in the beginning, of this many passes."""
-_NUM_SLOWER, _SLOWER = 3, 1.05
-_FIRST_RECHECK, _MAX_RECHECK = 64, 512
 _MAX_KNOWN = 64
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Of a rival. It begins and ends by one assignment, since Ctrl-C may come before and after each call."""
+
+    rival: StoredPlan
+    is_rivals_turn: bool = True
+    num_passes: int = 0
+    tried: list[tuple[int, float]] = field(default_factory=list)
+    """Passes that counted: their numbers and seconds."""
 
 
 class BudgetSearch:
@@ -61,19 +78,17 @@ class BudgetSearch:
         """How often another plan has become the best one."""
         self._best: StoredPlan | None = None
         self._others: list[StoredPlan] = []
-        self._rival: StoredPlan | None = None  # on trial
-        self._is_rivals_turn = False
+        self._is_compared = False  # with another one, by measurement
+        self._trial: _Trial | None = None
         self._num_to_skip = 1
         self._in_block = 0  # passes that counted since the turn began
         self._times = PairedTimes()  # of the best plan
-        self._tried: list[tuple[int, float]] = []  # passes of the rival that counted
-        self._num_rivals_passes = 0
         self._offs: deque[float] = deque(maxlen=2 * WINDOW)  # of earlier rivals' passes
         self._ratios: dict[Route, float] = {}  # measured time relative to the best plan
         self._over_bytes = -1  # moved by a plan that was above the limit, as measured: no other one moves so little
         self._num_passes = 0
         self._spent = 0.0  # in passes
-        self._num_settled, self._recheck = 0, _FIRST_RECHECK
+        self._num_settled, self._recheck = 0, FIRST_RECHECK
         self._limit_bytes: int | None = None
 
     # -- what the next pass does ---------------------------------------------------------------------------------
@@ -86,17 +101,20 @@ class BudgetSearch:
     @property
     def chosen(self) -> StoredPlan | None:
         """What the next pass is to follow."""
-        return self._rival if self._is_rivals_turn else self._best
+        trial = self._trial
+        return self._best if trial is None or not trial.is_rivals_turn else trial.rival
 
     @property
     def state(self) -> State:
         """For metrics."""
-        return State.SETTLED if self._rival is None and self._num_settled else State.TRYING
+        return State.SETTLED if self._trial is None and self._num_settled else State.TRYING
 
     @property
     def is_proven(self) -> bool:
-        """Whether the best plan has been measured beside another one, so that no model knows better."""
-        return bool(self._ratios)
+        """Whether no model knows better than to follow the best plan: it has been measured beside another one, or has
+        taken the place of one that was above the limit.
+        """
+        return self._is_compared or (self._best is not None and 0 <= self._over_bytes < self._best.moved_bytes)
 
     def renew(self, best: StoredPlan, others: Sequence[StoredPlan], limit_bytes: int | None) -> None:
         """Plans have been made from a new trace. What was measured of those that do the same is kept.
@@ -108,10 +126,12 @@ class BudgetSearch:
         """
         has_changed = self._best is None or self._best.plan.route != best.plan.route
         self._limit_bytes = limit_bytes
-        self._end_trial()
+        if self._trial is not None:
+            self._end(self._trial)
         if has_changed:
             self._times.clear()
             self._ratios.clear()
+            self._is_compared = False
         self._best, self._num_settled = best, 0
         self._others = [one for one in others if one.plan.route != best.plan.route]
 
@@ -132,83 +152,83 @@ class BudgetSearch:
         self._num_passes += 1
         if limit_bytes is not None:
             self._limit_bytes = limit_bytes
-        route, chosen, best = known.plan.route, self.chosen, self._best
+        chosen, best, trial = self.chosen, self._best, self._trial
         if limit_bytes is not None and peak_bytes > limit_bytes:
             return self._leave(known, peak_bytes, limit_bytes)
-        if chosen is None or best is None or route != chosen.plan.route:
+        if chosen is None or best is None or known.plan.route != chosen.plan.route:
             return None  # it had begun before that was decided
-        if self._is_rivals_turn:
-            return self._rival_passed(best, step_s)
+        if trial is not None and trial.is_rivals_turn:
+            self._rival_passed(trial, step_s)
+            return None
         if self._num_to_skip:
             self._num_to_skip -= 1
             return None
         self._times.add(self._num_passes, step_s)
         self._in_block += 1
-        if self._rival is not None:
-            return self._decide(best) if self._in_block >= _BLOCK else None
-        if self._in_block >= _BLOCK:
-            self._look_for_rival(best, step_s)
+        if self._in_block < _BLOCK:
+            return None
+        if trial is not None:
+            return self._decide(best, trial)
+        self._look_for_rival(best)
         return None
 
-    def _rival_passed(self, best: StoredPlan, step_s: float) -> str | None:
-        self._num_rivals_passes += 1
+    def _rival_passed(self, trial: _Trial, step_s: float) -> None:
+        trial.num_passes += 1
         ratio = step_s / self._times.at(self._num_passes)
         if self._num_to_skip:
             self._num_to_skip -= 1
-            if ratio > 1 + _OUT_OF_HAND:
-                self._tried.append((self._num_passes, step_s))
-                self._give_up(ratio)
-            return None
-        self._tried.append((self._num_passes, step_s))
+            if ratio > 1 + OUT_OF_HAND:
+                trial.tried.append((self._num_passes, step_s))
+                self._give_up(trial, ratio)
+            return
+        trial.tried.append((self._num_passes, step_s))
         self._in_block += 1
-        if self._slowdown > 1 + _FAR_OFF + self._error:
-            self._give_up(self._slowdown)
+        slowdown = self._slowdown(trial)
+        if slowdown > 1 + _FAR_OFF + self._error(trial):
+            self._give_up(trial, slowdown)
         elif self._in_block >= _BLOCK:
-            if self._may_win and not self._has_spent:
-                self._turn(is_rivals=False)
+            if self._goes_on(trial):
+                self._turn(trial, is_rivals=False)
             else:
-                self._give_up(self._slowdown)
-        return None
+                self._give_up(trial, slowdown)
 
-    def _decide(self, best: StoredPlan) -> str | None:
+    def _decide(self, best: StoredPlan, trial: _Trial) -> str | None:
         """The best plan has been timed again after its rival."""
-        rival, slowdown = self._rival, self._slowdown
-        if rival is None:
-            return None
-        if slowdown + self._error * _WINS_BY / _LOSES_BY < 1 and slowdown <= 1 - _MIN_GAIN:
-            self._take_over(rival, slowdown)
+        rival, slowdown = trial.rival, self._slowdown(trial)
+        if slowdown + self._error(trial) * _WINS_BY / NUM_ERRORS < 1 and slowdown <= 1 - _MIN_GAIN:
+            self._take_over(rival, slowdown, trial.tried)
             return (
                 f"another plan takes {slowdown:.2f} of the time under the same budget "
                 f"({rival.moved_bytes} bytes moved, not {best.moved_bytes})"
             )
-        if self._may_win and len(self._tried) < _MAX_TRIED and not self._has_spent:
-            self._turn(is_rivals=True)
+        if len(trial.tried) < _MAX_TRIED and self._goes_on(trial):
+            self._turn(trial, is_rivals=True)
         else:
-            self._give_up(slowdown)
+            self._give_up(trial, slowdown)
         return None
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
-    def _look_for_rival(self, best: StoredPlan, step_s: float) -> None:
+    def _look_for_rival(self, best: StoredPlan) -> None:
         if self._num_settled:
             self._num_settled += 1
             if not self._is_due:
                 return
-            self._recheck = min(2 * self._recheck, _MAX_RECHECK)
+            self._recheck = min(2 * self._recheck, MAX_RECHECK)
             self._ratios = {route: ratio for route, ratio in self._ratios.items() if ratio > _NEAR}
-        rival = None if self._has_spent else self._nearest(best)
+            self._over_bytes = -1  # what was in the way may have gone, such as a full drive
+        rival = None if self._has_spent(None) else self._nearest(best)
         if rival is None:
             self._num_settled = 1
             return
-        self._rival, self._num_settled = rival, 0
-        self._turn(is_rivals=True)
+        trial = _Trial(rival)
+        self._trial, self._num_settled, self._num_to_skip, self._in_block = trial, 0, 1, 0
 
     @property
     def _is_due(self) -> bool:
         """Whether rivals are tried again: after many passes, or because passes have become slower."""
-        last, middle = self._times.last(_NUM_SLOWER), self._times.middle
-        slow_s = max(_SLOWER, 1 + _LOSES_BY * self._scatter) * middle
-        is_slower = len(last) == _NUM_SLOWER and min(last) > slow_s and self._num_settled > _FIRST_RECHECK // 4
+        slow_s = max(SLOWER, 1 + NUM_ERRORS * self._scatter) * self._times.middle
+        is_slower = are_slower(self._times.last(NUM_SLOWER), slow_s) and self._num_settled > FIRST_RECHECK // 4
         return is_slower or self._num_settled >= self._recheck
 
     def _nearest(self, best: StoredPlan) -> StoredPlan | None:
@@ -231,10 +251,10 @@ class BudgetSearch:
 
     def _leave(self, known: StoredPlan, peak_bytes: int, limit_bytes: int) -> str | None:
         """More was resident than there may be: follow the fastest one of those that move more."""
-        route = known.plan.route
+        route, trial = known.plan.route, self._trial
         self._over_bytes = max(self._over_bytes, known.moved_bytes)
-        if self._rival is not None and route == self._rival.plan.route:
-            self._end_trial()
+        if trial is not None and route == trial.rival.plan.route:
+            self._end(trial)
         if self._best is None or route != self._best.plan.route:
             return None
         lower = [
@@ -244,71 +264,70 @@ class BudgetSearch:
         ]
         if not lower:
             return None
-        self._end_trial()
-        self._take_over(self._others[min(lower)[1]], self._ratios.get(route, 1.0))
+        if trial is not None:
+            self._end(trial)
+        chosen = self._others[min(lower)[1]]
+        self._take_over(chosen, self._ratios.get(chosen.plan.route, 1.0))
+        self._is_compared = False
         return f"{peak_bytes} bytes were resident under a budget of {limit_bytes}: a plan that moves more is followed"
 
-    def _take_over(self, rival: StoredPlan, slowdown: float) -> None:
-        old = self._best
-        tried, self._tried = self._tried, []
-        self._end_trial()
-        self._times.clear()
+    def _take_over(self, rival: StoredPlan, slowdown: float, tried: Sequence[tuple[int, float]] = ()) -> None:
+        """Follow a rival that takes so many times the time of the best plan, as some passes have shown."""
+        old, times = self._best, PairedTimes()
         for number, step_s in tried:
-            self._times.add(number, step_s)
-        self._ratios = {route: ratio / slowdown for route, ratio in self._ratios.items()}
+            times.add(number, step_s)
+        ratios = {route: ratio / slowdown for route, ratio in self._ratios.items()}
+        others = [one for one in self._others if one.plan.route != rival.plan.route]
         if old is not None:
-            self._ratios[old.plan.route] = 1 / slowdown
-            self._others = [old, *(one for one in self._others if one.plan.route != rival.plan.route)]
-        self._ratios.pop(rival.plan.route, None)
-        self._best, self.num_changes = rival, self.num_changes + 1
+            ratios[old.plan.route] = 1 / slowdown
+            others.insert(0, old)
+        ratios.pop(rival.plan.route, None)
+        self._trial, self._num_to_skip, self._in_block = None, 1, 0
+        self._best, self._times, self._ratios, self._others = rival, times, ratios, others
+        self._is_compared, self.num_changes = True, self.num_changes + 1
 
-    def _give_up(self, slowdown: float) -> None:
-        if self._rival is not None:
-            self._ratios[self._rival.plan.route] = slowdown
-            while len(self._ratios) > _MAX_KNOWN:
-                del self._ratios[next(iter(self._ratios))]
-        self._end_trial()
+    def _give_up(self, trial: _Trial, slowdown: float) -> None:
+        self._ratios[trial.rival.plan.route] = slowdown
+        self._is_compared = True
+        while len(self._ratios) > _MAX_KNOWN:
+            del self._ratios[next(iter(self._ratios))]
+        self._end(trial)
 
-    def _end_trial(self) -> None:
-        self._spent += self._trial_cost
-        if self._tried:
-            self._offs.extend(offs([step_s for _, step_s in self._tried]))
-        self._rival, self._tried, self._num_rivals_passes = None, [], 0
-        self._turn(is_rivals=False)
+    def _end(self, trial: _Trial) -> None:
+        self._spent += self._cost(trial)
+        self._offs.extend(offs([step_s for _, step_s in trial.tried]))
+        self._trial, self._num_to_skip, self._in_block = None, 1, 0
 
-    def _turn(self, *, is_rivals: bool) -> None:
+    def _turn(self, trial: _Trial, *, is_rivals: bool) -> None:
         """Passes of the other plan follow; the first one maps memory that the one before had not to map."""
-        self._is_rivals_turn, self._num_to_skip, self._in_block = is_rivals, 1, 0
+        trial.is_rivals_turn, self._num_to_skip, self._in_block = is_rivals, 1, 0
+
+    def _goes_on(self, trial: _Trial) -> bool:
+        """Whether the rival may still win."""
+        may_win = self._slowdown(trial) - self._error(trial) <= 1 - _MIN_GAIN
+        return may_win and not self._has_spent(trial)
 
     # -- statistics ----------------------------------------------------------------------------------------------
 
-    @property
-    def _slowdown(self) -> float:
+    def _slowdown(self, trial: _Trial) -> float:
         """Of the rival, beside the best plan at the time of each of its passes."""
-        return typical([step_s / self._times.at(number) for number, step_s in self._tried])
-
-    @property
-    def _may_win(self) -> bool:
-        return self._slowdown - self._error <= 1 - _MIN_GAIN
+        return typical([step_s / self._times.at(number) for number, step_s in trial.tried])
 
     @property
     def _scatter(self) -> float:
         """Standard deviation of one pass, relative to it."""
-        seen = [*self._offs, *self._times.offs, *offs([step_s for _, step_s in self._tried])]
-        return scatter(seen)
+        tried = [] if self._trial is None else [step_s for _, step_s in self._trial.tried]
+        return scatter([*self._offs, *self._times.offs, *offs(tried)])
 
-    @property
-    def _error(self) -> float:
+    def _error(self, trial: _Trial) -> float:
         """What the rival's slowdown is uncertain by."""
-        return _LOSES_BY * self._scatter * math.sqrt(1 / len(self._tried) + 1 / self._times.num_recent)
+        return NUM_ERRORS * self._scatter * math.sqrt(1 / len(trial.tried) + 1 / self._times.num_recent)
 
-    @property
-    def _trial_cost(self) -> float:
-        """Of the present trial, in passes."""
-        if not self._tried:
-            return 0.0
-        return self._num_rivals_passes * max(self._slowdown - 1, 0.0)
+    def _cost(self, trial: _Trial) -> float:
+        """Of a trial, in passes."""
+        return trial.num_passes * max(self._slowdown(trial) - 1, 0.0) if trial.tried else 0.0
 
-    @property
-    def _has_spent(self) -> bool:
-        return self._spent + self._trial_cost > _SPENT * max(self._num_passes, _SPENT_OVER)
+    def _has_spent(self, trial: _Trial | None) -> bool:
+        """Whether trying has cost all that it may, with the present trial."""
+        cost = 0.0 if trial is None else self._cost(trial)
+        return num_owed(self._spent + cost, self._num_passes) > 0

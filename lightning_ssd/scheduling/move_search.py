@@ -26,6 +26,16 @@ from typing import NamedTuple
 
 from lightning_ssd.scheduling.paired_times import WINDOW, PairedTimes, offs, scatter, typical
 from lightning_ssd.scheduling.search_phase import TRANSITIONS, Phase, PhaseEvent, State
+from lightning_ssd.scheduling.trial_rules import (
+    FIRST_RECHECK,
+    MAX_RECHECK,
+    NUM_ERRORS,
+    NUM_SLOWER,
+    OUT_OF_HAND,
+    SLOWER,
+    are_slower,
+    num_owed,
+)
 
 __all__ = ["NUM_KEPT", "Learnt", "MoveSearch"]
 
@@ -33,26 +43,17 @@ NUM_KEPT = 3
 """Passes that run with everything kept before the first plan comes into force; the first of them warms up."""
 _NUM_KEPT_AGAIN = 2
 """The same later on: the first one maps memory that had been given back."""
-_NUM_ERRORS = 1.3
-"""A difference of so many standard errors is evidence."""
 _MIN_TRIED, _MAX_TRIED = 3, 10
 """Of passes in a trial. Where they are surely faster than keeping everything, more would tell nothing."""
 _FAR_OFF = (0.25, 0.1)
 """One pass, two passes are enough, where they are beyond what was asked for by so much more."""
-_OUT_OF_HAND = 0.5
-"""This far beyond it, the first pass that follows a plan counts, too."""
-_NUM_SLOWER, _SLOWER = 3, 1.05
 _BAND = 1.2
 """Costs closer than this lead to plans that no measurement tells apart."""
 _MAX_GROWTH = 3.0
-_FIRST_RECHECK, _MAX_RECHECK = 64, 512
 _FIRST_EXCESS, _MIN_ASKED = 0.2, 0.005
 """The first plan is an experiment: a guess is worth little, and a pass that moves much tells the cost at once. If the
 guess is right, such a pass takes this much longer than one that keeps everything."""
 _GUESSED_REST, _REST, _MAX_REST = 8, 64, 4096
-_SPENT = 0.016
-"""Of the time of all passes, what trying may cost; in the beginning, of this many passes:"""
-_SPENT_OVER = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class MoveSearch:
         self._num_to_keep = NUM_KEPT  # passes that are still to keep, in whatever phase
         self._num_to_skip = 1
         self._is_back = False  # keeping has not been timed yet since it began again
-        self._num_settled, self._recheck = 0, _FIRST_RECHECK
+        self._num_settled, self._recheck = 0, FIRST_RECHECK
         self._rest = _REST if learnt is not None else _GUESSED_REST  # nothing has been measured yet
         self._is_resting = False
         self._rest_cost = cost_s_per_byte  # with which nothing was worth moving
@@ -169,7 +170,7 @@ class MoveSearch:
     def _keep_time(self, step_s: float) -> None:
         keep_s = self.keep_s
         if self._is_back and keep_s is not None:
-            has_changed = abs(step_s / keep_s - 1) > max(_SLOWER - 1, 3 * self._scatter)
+            has_changed = abs(step_s / keep_s - 1) > max(SLOWER - 1, 3 * self._scatter)
             if has_changed and not self._has_restarted:
                 self._restart()
             else:
@@ -233,7 +234,7 @@ class MoveSearch:
         self._num_tried += self._phase is not Phase.SETTLED
         if self._num_to_skip:
             self._num_to_skip -= 1
-            if step_s <= (self._limit + _OUT_OF_HAND) * keep_s:
+            if step_s <= (self._limit + OUT_OF_HAND) * keep_s:
                 return None
         self._moved.append(_Moved(self._num_passes, step_s, predicted_stall_s))
         self.slowdown = typical(self._slowdowns)
@@ -318,7 +319,7 @@ class MoveSearch:
 
     @property
     def _has_spent(self) -> bool:
-        return self._spent + self._trial_cost > _SPENT * max(self._num_passes, _SPENT_OVER)
+        return num_owed(self._spent + self._trial_cost, self._num_passes) > 0
 
     @property
     def _trial_cost(self) -> float:
@@ -330,11 +331,11 @@ class MoveSearch:
     def _look_again(self, keep_s: float) -> None:
         """Keeping is measured again now and then, and when passes have become slower."""
         self._num_settled += 1
-        last = [one.step_s for one in self._moved][-_NUM_SLOWER:]
-        slow_s = max(_SLOWER * self._good_slowdown, self._limit + _NUM_ERRORS * self._scatter) * keep_s
-        is_slower = len(last) == _NUM_SLOWER and min(last) > slow_s
+        last = [one.step_s for one in self._moved][-NUM_SLOWER:]
+        slow_s = max(SLOWER * self._good_slowdown, self._limit + NUM_ERRORS * self._scatter) * keep_s
+        is_slower = are_slower(last, slow_s)
         if is_slower or self._num_settled >= self._recheck:
-            self._recheck = min(2 * self._recheck, _MAX_RECHECK)
+            self._recheck = min(2 * self._recheck, MAX_RECHECK)
             self._forget_good()  # as good as then, or not: the same plan is tried again
             self._measure_keeping(PhaseEvent.DOUBTED)
             self._is_again = not is_slower
@@ -350,8 +351,8 @@ class MoveSearch:
     def _keep_for_long(self) -> None:
         self._rest_cost = self.cost_s_per_byte
         self._measure_keeping(PhaseEvent.REPLANNED)
-        overspent = math.ceil(self._spent / _SPENT) - max(self._num_passes, _SPENT_OVER)
-        self._num_to_keep, self._rest = max(self._rest, overspent), min(2 * self._rest, _MAX_REST)
+        self._num_to_keep = max(self._rest, num_owed(self._spent, self._num_passes))
+        self._rest = min(2 * self._rest, _MAX_REST)
         self._is_resting = True
 
     def _try(self) -> None:
@@ -377,7 +378,7 @@ class MoveSearch:
     @property
     def _error(self) -> float:
         """What the measured slowdown is uncertain by."""
-        return _NUM_ERRORS * self._scatter * math.sqrt(1 / len(self._moved) + 1 / self._kept.num_recent)
+        return NUM_ERRORS * self._scatter * math.sqrt(1 / len(self._moved) + 1 / self._kept.num_recent)
 
     @property
     def _slowdowns(self) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, median
 
@@ -15,59 +16,64 @@ _NUM_BLOCKS = 4
 _MIN_SCATTER = 0.01
 
 
+@dataclass(slots=True)
+class _Block:
+    """Passes one after the other."""
+
+    passes: list[tuple[int, float]]
+    middle: tuple[float, float]
+    """Of their numbers, with their typical seconds. Asked for in every pass."""
+
+
 class PairedTimes:
     """When passes of one sort ran, and how long they took. In between, their time is thought to change evenly."""
 
     def __init__(self) -> None:
-        # Of passes one after the other; and the middle of each block with its typical seconds, asked for in every pass.
-        self._blocks: deque[list[tuple[int, float]]] = deque(maxlen=_NUM_BLOCKS)
-        self._points: deque[tuple[float, float]] = deque(maxlen=_NUM_BLOCKS)
+        self._blocks: deque[_Block] = deque(maxlen=_NUM_BLOCKS)
 
     def __bool__(self) -> bool:
         return bool(self._blocks)
 
     def add(self, number: int, step_s: float) -> None:
         """The pass of this number was one of them."""
-        if self._blocks and self._blocks[-1][-1][0] == number - 1:
-            self._blocks[-1].append((number, step_s))
-            del self._blocks[-1][:-WINDOW]
-        else:
-            self._blocks.append([(number, step_s)])
-            self._points.append((number, step_s))
-        numbers, times = zip(*self._blocks[-1], strict=True)
-        self._points[-1] = (mean(numbers), typical(times))
+        if not self._blocks or self._blocks[-1].passes[-1][0] != number - 1:
+            self._blocks.append(_Block([(number, step_s)], (number, step_s)))
+            return
+        block = self._blocks[-1]
+        block.passes = [*block.passes, (number, step_s)][-WINDOW:]
+        numbers, times = zip(*block.passes, strict=True)
+        block.middle = mean(numbers), typical(times)
 
     def clear(self) -> None:
         """Forget all."""
         self._blocks.clear()
-        self._points.clear()
 
     def at(self, number: int) -> float:
         """Seconds that one of them would have taken in place of the pass of this number."""
-        for (left, left_s), (right, right_s) in pairwise(self._points):
+        for (left, left_s), (right, right_s) in pairwise([block.middle for block in self._blocks]):
             if number < right:
                 share = min(max((number - left) / (right - left), 0.0), 1.0)
                 return left_s + share * (right_s - left_s)
-        return self._points[-1][1]
+        return self._blocks[-1].middle[1]
 
     def last(self, num: int) -> list[float]:
         """Of the latest block, the latest passes; at most so many."""
-        return [step_s for _, step_s in self._blocks[-1][-num:]] if self._blocks else []
+        return [step_s for _, step_s in self._blocks[-1].passes[-num:]] if self._blocks else []
 
     @property
     def middle(self) -> float:
         """Median of the latest block; 0: there is none."""
-        return median([step_s for _, step_s in self._blocks[-1]]) if self._blocks else 0.0
+        return median(self.last(WINDOW)) if self._blocks else 0.0
 
     @property
     def num_recent(self) -> int:
         """Passes in the two latest blocks."""
-        return sum(len(block) for block in list(self._blocks)[-2:])
+        return sum(len(block.passes) for block in list(self._blocks)[-2:])
 
     @property
     def offs(self) -> list[float]:
         """Of each pass from those beside it, relative."""
-        return [off for block in self._blocks for off in offs([s for _, s in block])]
+        return [off for block in self._blocks for off in offs([s for _, s in block.passes])]
 
 
 def offs(times: Sequence[float]) -> list[float]:

@@ -41,7 +41,8 @@ class PlanReport:
     slowdown: float | None = None
     """Typical time of the passes that moved, relative to those that kept everything, both measured."""
     state: State | None = None
-    """What the search for how much may be moved is doing; ``None``: under a budget there is none."""
+    """What the search for how much may be moved is doing; ``None``: under a budget there is none, and the plan of
+    the latest pass may be one on trial."""
     promised_step_s: float | None = None
     """What was predicted before the first pass that followed the plan. :attr:`predicted_step_s` is of the latest pass,
     and leans on what those before it took."""

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from lightning_ssd import OffloadPolicy
 from lightning_ssd.activations.accounting import MemoryAccounting
-from lightning_ssd.errors import BudgetError, OffloaderClosedError
+from lightning_ssd.errors import BudgetError, ConfigError, OffloaderClosedError
 from lightning_ssd.tiers.copy_paths import HostMover
 from tests.parity.models import floats
 from tests.support.faults import always, eio, enospc
@@ -106,6 +107,43 @@ def test_the_budget_is_what_bounds_the_peak(tmp_path: Path) -> None:
     with open_offloader(tmp_path, Setup(activations="auto")) as offloader:
         outcome(trains(3), Session(offloader))
         assert offloader.stats.resident_peak_bytes > LARGE
+
+
+def one_tensor(steps: int) -> Callable[[Session], Any]:
+    """A training whose passes save a single tensor."""
+
+    def program(session: Session) -> Any:
+        x, found = floats(0, ROWS, WIDTH).requires_grad_(), []
+        for step in range(steps):
+            with session.saved():
+                loss = (x * (1 + step)).sin().sum()
+            loss.backward()
+            session.end()
+            found.append(x.grad)
+            x.grad = None
+        return found
+
+    return program
+
+
+@pytest.mark.parametrize("spare_bytes", [-1, 0, 1])
+def test_a_budget_of_one_tensor(spare_bytes: int, tmp_path: Path) -> None:
+    """It is enough for a pass that saves one, to the byte."""
+    nbytes = 4 * ROWS * WIDTH
+    setup = Setup(activations="auto", activation_budget=nbytes + spare_bytes, drained=False, settled=True)
+    with open_offloader(tmp_path, setup) as offloader:
+        got = outcome(one_tensor(40), Session.of(offloader, setup))
+        assert offloader.stats.resident_peak_bytes == nbytes
+    if spare_bytes < 0:
+        assert isinstance(got, Raised)
+        assert f"the smallest possible is {nbytes} bytes" in got.text
+    else:
+        assert_identical(got, outcome(one_tensor(40), Session()))
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="activation_budget=0 leaves no memory at all"):
+        OffloadPolicy(activation_budget=0)
 
 
 def test_an_impossible_budget_names_the_smallest_one_which_works(tmp_path: Path) -> None:

@@ -16,7 +16,16 @@ from lightning_ssd.optimizer.checkpoint.sharded import saved_in_full
 from lightning_ssd.strategies.stragglers import StragglerMonitor
 from tests.support.processes import run_script
 
-SCENARIOS = ("training", "optimizers", "activations", "after_fit", "tensor_parallel", "planned", "checkpoints")
+SCENARIOS = (
+    "training",
+    "optimizers",
+    "activations",
+    "after_fit",
+    "tensor_parallel",
+    "planned",
+    "rivals",
+    "checkpoints",
+)
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 

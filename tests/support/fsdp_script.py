@@ -7,6 +7,7 @@ Run by test_fsdp.py. All scenarios share the processes, since starting these tak
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy
 from lightning_ssd.common.dtensor import as_piece
 from lightning_ssd.monitor import OffloadMonitor
+from lightning_ssd.scheduling import budget_search, trial_rules
 from tests.support.helpers import assert_identical
 from tests.support.trainers import BATCH_SIZE, Net, Unlogged, fit, make_trainer, step_after_fit
 
@@ -300,6 +302,40 @@ class Planned(Sharded):
             ).tolist()
 
 
+class Rivals(Sharded):
+    """Its processes take turns in being slow, so that each thinks other plans fast."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if (self.global_step // 3 + RANK) % 2:
+            time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        offloader = getattr(self.trainer.strategy, "offloader", None)
+        if offloader is not None:
+            kinds = offloader._parts.scheduler._kinds.values()
+            searches = [one for kind in kinds for one in kind.budget_searches.values()]
+            self.num_tried = sum(len(one._ratios) for one in searches)
+            self.peak_bytes = offloader.stats.resident_peak_bytes
+
+
+def rivals(directory: Path) -> None:
+    """Each process tries other plans when it likes: no collective waits for ever, no bit and no budget is lost."""
+    budget = 200_000
+    for recompute in ("", "blocks"):
+        policy = {"activations": "auto", "min_tensor_bytes": 0, "activation_budget": budget}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(budget_search, "_NEAR", 100.0)
+            patch.setattr(trial_rules, "_SPENT", 100.0)
+            _, expected = fit(Rivals, plain(), directory, devices=2, max_epochs=25)
+            strategy = ours(directory, recompute_modules=recompute or (), **policy)
+            _, module = fit(Rivals, strategy, directory, devices=2, max_epochs=25)
+        assert_identical(module.losses, expected.losses)
+        assert_identical(parts(module.state_dict()), parts(expected.state_dict()))
+        assert module.num_tried > 0
+        assert module.peak_bytes <= budget
+
+
 class Saves(L.Callback):
     """Saves while everything is still open."""
 
@@ -373,7 +409,7 @@ def checkpoints(directory: Path) -> None:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (training, optimizers, activations, after_fit, tensor_parallel, planned, checkpoints)
+    for scenario in (training, optimizers, activations, after_fit, tensor_parallel, planned, rivals, checkpoints)
 }
 
 

@@ -426,11 +426,15 @@ class Points:
         if event == "call" or event in ("c_return",):
             self.at(frame, event)
 
+    def key(self, frame: FrameType, event: str) -> tuple[Any, ...]:
+        """What makes two points the same."""
+        return frame.f_code.co_filename, frame.f_code.co_qualname, frame.f_lasti, event
+
     def at(self, frame: FrameType, event: str) -> None:
         code = frame.f_code
         if self.where is not None or not code.co_filename.startswith(PACKAGE) or may_be_closing(frame):
             return
-        point = code.co_filename, code.co_qualname, frame.f_lasti, event
+        point = self.key(frame, event)
         if point in self.seen:
             return
         self.seen.add(point)
