@@ -46,15 +46,17 @@ class HeapPolicy:
     """Lets freed activations leave the process, in passes that free any.
 
     glibc keeps freed tensors for those to come. That is fast, because pages that are mapped anew cost a fault each, and
-    harmless as long as all together is no more than the saved tensors of the pass will take at their worst moment. So
-    free memory stays until that is exceeded, and is given back at once then (``malloc_trim``).
+    harmless as long as the process is no larger than at the worst moment of such passes, where all of it was in use.
+    What is resident beyond that and some slack is given back (``malloc_trim``) if it is free; if it is in use, the
+    worst moment is a worse one than was known. Where nobody has asked for less memory, half of what moving makes room
+    for may stay besides, by the largest size that the process had in passes that kept everything.
 
     Where the limit is one of all memory, or there is little, nothing may stay: glibc maps each tensor on its own
-    (:class:`~lightning_ssd.memory.malloc.MallocThreshold`). A pass that keeps everything needs none of that, nor does
-    the optimizer, whose temporaries are not ours.
+    (:class:`~lightning_ssd.memory.malloc.MallocThreshold`). A pass that keeps everything has glibc as it is without us:
+    it is what moving is held against.
 
     Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
-    move, large tensors lie in the heap, too, and the heap gets huge pages.
+    move and between them, large tensors lie in the heap, too, and the heap gets huge pages.
 
     A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
 
