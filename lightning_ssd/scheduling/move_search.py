@@ -256,13 +256,9 @@ class MoveSearch:
         is_over = is_faster or num >= (_MAX_TRIED // 2 if self._is_known else _MAX_TRIED)
         cost = typical([one.step_s - one.stall_s - self._kept.at(one.number) for one in self._moved])
         is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + error
+        if is_far_off:
+            self._num_turns = 0  # the machine is another one than before, or this is the first plan
         if is_far_off or (num >= _MIN_TRIED and excess > error) or (is_over and excess > error / 2):
-            if not self._num_compared and not is_far_off:
-                # The few passes before the trial may have been fast ones; keeping is no loss, whatever they show.
-                self._compare()
-                return None
-            if is_far_off:
-                self._num_turns = 0  # the machine is another one than before, or this is the first plan
             self._forget_good()
             return self._learn(max(cost / nbytes, _BAND * self.cost_s_per_byte), "less is moved")
         if self._has_spent:

@@ -393,27 +393,3 @@ def test_comparisons_without_a_clock_settle_nothing() -> None:
         else:
             search.moved("first", TOTAL, 1.0, 0.0)
     assert search.state is not State.SETTLED
-
-
-@pytest.mark.parametrize(("keep_s", "is_given_up"), [(0.9, False), (0.78, True)])
-def test_a_plan_is_given_up_for_a_little_only_after_keeping_was_measured_on_both_sides(
-    keep_s: float, is_given_up: bool
-) -> None:
-    search = MoveSearch(1.02, 1e-10)
-    for _ in range(NUM_KEPT):
-        search.kept(0.78)
-    search.submitted()
-    search.planned(1 << 30)
-    told, number = None, 0
-    while not search.keeps and number < 20:
-        told, number = search.moved("plan", 1 << 30, 0.83, 0.0), number + 1
-    assert number < 10
-    assert told is None, "the few passes before may have been fast ones"
-    while search.keeps:
-        search.kept(keep_s)
-    number = 0
-    while told is None and search.state is State.TRYING and number < 20:
-        told, number = search.moved("plan", 1 << 30, 0.83, 0.0), number + 1
-        while search.keeps and told is None:
-            search.kept(keep_s)
-    assert ("less is moved" in (told or "")) is is_given_up
