@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_ssd.planning import planner
-from lightning_ssd.scheduling import scheduler, step_model
+from lightning_ssd.scheduling import paired_times, scheduler, step_model
 from tests.parity.models import floats
 from tests.support.helpers import (
     PLANNING,
@@ -91,9 +91,10 @@ def test_fifty_steps_under_plans_leave_nothing(budget: int | None, tmp_path: Pat
     for name, bound in bounds.items():
         assert after[name] - earlier[name] <= bound, (name, after[name])
     assert after["Measured"] - earlier["Measured"] <= 64
+    assert after["_Block"] <= 2 * paired_times._NUM_BLOCKS, "of the two searches"
     assert after["Trace"] - earlier["Trace"] <= 3
     bounded = {*bounds, "Measured", "Trace", "TracedStorage", "TracedBlock"}
-    bounded |= {"Machine", "TierRates", "_Moved"}
+    bounded |= {"Machine", "TierRates", "_Moved", "_Block"}
     assert {name: n for name, n in after.items() if name not in bounded} == {
         name: n for name, n in before.items() if name not in bounded
     }
@@ -146,7 +147,7 @@ import faulthandler, os, sys, time, torch
 faulthandler.dump_traceback_later(240, exit=True)
 import lightning_ssd as s
 from lightning_ssd.planning import planner
-from lightning_ssd.scheduling import scheduler, step_model
+from lightning_ssd.scheduling import paired_times, scheduler, step_model
 make_plan = scheduler.make_plan
 def slow(*args):
     time.sleep(1)
