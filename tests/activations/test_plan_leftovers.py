@@ -92,9 +92,10 @@ def test_fifty_steps_under_plans_leave_nothing(budget: int | None, tmp_path: Pat
         assert after[name] - earlier[name] <= bound, (name, after[name])
     assert after["Measured"] - earlier["Measured"] <= 64
     assert after["_Block"] <= 2 * paired_times._NUM_BLOCKS, "of the two searches"
+    assert after["_Trial"] <= 1
     assert after["Trace"] - earlier["Trace"] <= 3
     bounded = {*bounds, "Measured", "Trace", "TracedStorage", "TracedBlock"}
-    bounded |= {"Machine", "TierRates", "_Moved", "_Block"}
+    bounded |= {"Machine", "TierRates", "_Moved", "_Block", "_Trial"}
     assert {name: n for name, n in after.items() if name not in bounded} == {
         name: n for name, n in before.items() if name not in bounded
     }
