@@ -9,7 +9,13 @@ from collections.abc import Callable
 import torch
 
 from lightning_ssd.memory.huge_heap import HugeHeap
-from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, has_whole_pages, live_heap_bytes, trim
+from lightning_ssd.memory.malloc import (
+    MallocThreshold,
+    besides_blocks_bytes,
+    free_heap_bytes,
+    has_whole_pages,
+    trim,
+)
 from lightning_ssd.memory.readings import level_bytes
 
 __all__ = ["HeapMode", "HeapPolicy"]
@@ -76,9 +82,9 @@ class HeapPolicy:
         self._needed_bytes = 0
         """Resident at the worst moment of such passes, without what was free; as far as it is known."""
         self._unheaped_bytes: int | None = None
-        """Resident besides blocks of malloc in use, when nothing was free; ``None``: nobody knows."""
+        """Of :func:`besides_blocks_bytes`, what was there when nothing was free; ``None``: nobody knows."""
         self._kept_bytes = 0
-        """Resident at the worst moment of passes that kept everything, as far as it was seen."""
+        """Resident at the worst moment of the latest such pass that kept everything and was looked at."""
         self._peak_bytes = 0
         self._is_limited = True
         self._slack_bytes = _MIN_SLACK_BYTES
@@ -94,7 +100,8 @@ class HeapPolicy:
             # beside it.
             trim()
         self._has_holes = mode is not HeapMode.RELAXED
-        self._is_watched, self._is_kept = mode is HeapMode.TRIM, mode is HeapMode.RELAXED
+        self._is_watched = mode is HeapMode.TRIM
+        self._is_kept = mode is HeapMode.RELAXED and self._huge is not None
         self._next_look_s = 0.0
         if mode is HeapMode.MAP_EACH:
             self._threshold.fix()
@@ -134,9 +141,9 @@ class HeapPolicy:
 
     def look(self, resident_bytes: int) -> None:
         """So much is taken by saved tensors now. Called often, by workers too, so that nothing is raised."""
-        if not (self._is_watched or (self._is_kept and self._huge is not None)):
+        if not (self._is_watched or self._is_kept):
             return
-        now_s = time.perf_counter()
+        now_s, is_first = time.perf_counter(), self._next_look_s == 0.0
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + (_LOOK_S if self._is_watched else _LOOK_KEPT_S)
@@ -145,7 +152,7 @@ class HeapPolicy:
         try:
             level = self._level()
             if not self._is_watched:
-                self._kept_bytes = max(self._kept_bytes, level)
+                self._kept_bytes = level if is_first else max(self._kept_bytes, level)
             elif level > self._needed_bytes + self._may_be_free_bytes:
                 self._needed_bytes = max(self._needed_bytes, self._without_free(level))
         except OSError:  # out of file descriptors, say: memory can return a millisecond later
@@ -159,16 +166,15 @@ class HeapPolicy:
 
     def _without_free(self, level: int) -> int:
         """Give free memory back if there is much of it; return what is needed."""
-        live = live_heap_bytes()
-        if live is not None and self._unheaped_bytes is not None:
-            free = max(level - live - self._unheaped_bytes, 0)
+        besides_blocks = besides_blocks_bytes()
+        if besides_blocks is not None and self._unheaped_bytes is not None:
+            free = max(besides_blocks - self._unheaped_bytes, 0)
             if free <= self._slack_bytes:
                 # Such as gradients and what a loss needs: trimming would take holes from tensors that come next.
                 return level - free
         trim()
-        level = self._level()
-        self._unheaped_bytes = None if live is None else level - live
-        return level
+        self._unheaped_bytes = besides_blocks_bytes()
+        return self._level()
 
     def border(self) -> None:
         """A backward is over."""

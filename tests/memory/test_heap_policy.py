@@ -37,14 +37,14 @@ class Heap:
     """A process whose memory the test makes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.used = self.free = 0
+        self.used = self.free = self.mapped = 0
         self.num_trims = 0
         monkeypatch.setattr(module, "trim", self.trim)
-        monkeypatch.setattr(module, "live_heap_bytes", lambda: self.used * MIB)
+        monkeypatch.setattr(module, "besides_blocks_bytes", lambda: self.free * MIB)
         monkeypatch.setattr(module, "_LOOK_S", 0.0)
 
     def level(self) -> int:
-        return (self.used + self.free) * MIB
+        return (self.used + self.free + self.mapped) * MIB
 
     def trim(self) -> bool:
         self.free = 0
@@ -86,6 +86,35 @@ def test_what_was_needed_is_forgotten_slowly_and_at_once_where_passes_change(mon
     heap.used, heap.free = 300, 0
     heap_policy.look(0)
     assert trims_at(533, 17) == 1, "such passes need something else"
+
+
+def test_pages_of_files_hide_no_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that wait, for example, are mapped when the heap is trimmed, and leave later."""
+    heap = Heap(monkeypatch)
+    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
+    heap_policy.enter(HeapMode.TRIM)
+    heap_policy.expect(0, 0)  # 16 MiB may stay
+    heap.used, heap.mapped = 50, 200
+    heap_policy.look(0)
+    heap_policy._needed_bytes = 0
+    heap.num_trims, heap.mapped, heap.free = 0, 0, 150
+    heap_policy.look(0)
+    assert heap.num_trims == 1
+
+
+def test_what_the_latest_pass_that_kept_everything_took_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_whole_pages", lambda: True)
+    monkeypatch.setattr(module, "_LOOK_KEPT_S", 0.0)
+    heap = Heap(monkeypatch)
+    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
+    try:
+        for levels, kept in (((900, 1300, 400), 1300), ((300, 500, 400), 500)):
+            heap_policy.enter(HeapMode.RELAXED)
+            for heap.used in levels:
+                heap_policy.look(0)
+            assert heap_policy._kept_bytes == kept * MIB
+    finally:
+        heap_policy.close()
 
 
 def test_half_of_what_moving_makes_room_for_may_stay_where_nobody_asks_for_less(
@@ -133,7 +162,7 @@ def test_what_cannot_return_is_not_asked_for(is_known: bool, steps: str, monkeyp
     """Gradients, for example, until the optimizer has used them."""
     heap = Heap(monkeypatch)
     if not is_known:
-        monkeypatch.setattr(module, "live_heap_bytes", lambda: None)
+        monkeypatch.setattr(module, "besides_blocks_bytes", lambda: None)
     heap_policy = HeapPolicy(is_ours=True, level=heap.level)
     heap_policy.enter(HeapMode.TRIM)
     heap_policy.expect(10 * MIB, 0)
