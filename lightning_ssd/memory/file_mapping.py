@@ -24,7 +24,10 @@ from lightning_ssd.memory.mmap import (
 )
 from lightning_ssd.memory.page_table import has_copies
 
-__all__ = ["FileView", "drop_pages"]
+__all__ = ["READ_BYTES", "FileView", "drop_pages"]
+
+READ_BYTES = 4 << 20
+"""Of a view that shows files only to have them read (:meth:`FileView.read`)."""
 
 _FIXED = 0x10  # MAP_FIXED and MAP_NORESERVE, which Python does not name (everywhere)
 _NORESERVE = 0x4000
@@ -118,7 +121,7 @@ class FileView:
         """Have bytes of a file come to the system's page cache, by showing them here for a moment, part by part.
 
         As fast as :meth:`bring_in`, and in large pieces, which cost less when they are mapped later; ``readahead`` and
-        its like read single pages. The last part stays.
+        its like read single pages.
 
         Raises:
             OSError: the drive refuses.
@@ -127,7 +130,10 @@ class FileView:
             part = min(self._length, nbytes - at)
             self.show(0, fd, offset + at, part)
             self._advise_huge(0, part)
-            self.bring_in(0, part)
+            try:
+                self.bring_in(0, part)
+            finally:
+                self.send_out(0, part)
 
     def send_out(self, start: int, nbytes: int) -> None:
         """Take a shared part out of this process; the next touch brings it back, with all that was written to it.

@@ -68,6 +68,10 @@ class Visit:
     """Of each of these, the number of its parameter group."""
 
 
+def _all_of(parameter: torch.Tensor) -> Piece:
+    return Piece(parameter, 0, local_of(parameter).numel())
+
+
 class PagedStates:
     """States by parameter, most of them on drives.
 
@@ -260,7 +264,7 @@ class PagedStates:
         """What an update of a part touches."""
         parameter = self._partition.parameters[part.parameter]
         is_whole = parameter in self.lent or self._partition.is_whole(part)
-        return Piece(parameter, 0, local_of(parameter).numel()) if is_whole else Piece(parameter, part.start, part.stop)
+        return _all_of(parameter) if is_whole else Piece(parameter, part.start, part.stop)
 
     def _expected_bytes(self, index: int) -> int:
         return self._partition.subgroups[index].expected_bytes
@@ -274,7 +278,7 @@ class PagedStates:
                 for (_, part), group in zip(visit.active, visit.groups, strict=True)
             ]
             piece, group = min(pairs, key=lambda pair: even_numel(pair[0]) or math.inf)  # some are empty
-            touched = [Piece(piece, 0, local_of(piece).numel())]
+            touched = [_all_of(piece)]
             with self._updating(touched, touched):
                 lifted = to_master(piece, {})[0] if self._trials.has_master(piece) else piece
                 self._rehearsal.play(lifted, group, changes.closure, num_calls=len(visits))

@@ -8,14 +8,11 @@ from contextlib import suppress
 
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError
-from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.parameters.pager import Pager, Unit
 from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
 __all__ = ["MappedPager"]
-
-_SCRATCH_BYTES = 4 << 20
-"""So much of a file is shown at a time only to have it read."""
 
 
 class MappedPager(Pager[MappedStorage]):
@@ -34,7 +31,7 @@ class MappedPager(Pager[MappedStorage]):
 
     def _serve_further(self) -> None:
         try:
-            scratch = FileView(_SCRATCH_BYTES)
+            scratch = FileView(READ_BYTES)
             while (unit := self._further.get()) is not None:
                 self._read_further(unit, scratch)
         finally:
@@ -46,7 +43,6 @@ class MappedPager(Pager[MappedStorage]):
             if weight.is_frozen and not self.is_closed:
                 with suppress(OSError, MemoryError):  # whoever uses it is told
                     weight.memory.read(scratch)
-        scratch.send_out(0, _SCRATCH_BYTES)
 
     def close(self) -> None:
         super().close()

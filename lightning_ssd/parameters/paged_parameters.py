@@ -82,9 +82,10 @@ class PagedParameters:
         parameters, next_ones = [piece.tensor for piece in now], [piece.tensor for piece in following]
         on_device = self.gradients if isinstance(self.gradients, DeviceGradients) else None
         with (
-            nullcontext() if self.pages is None else self.pages.updating(now, following),
             nullcontext() if on_device is None else on_device.updating(parameters, next_ones),
             nullcontext() if self.weights is None else self.weights.pager.updating(parameters, next_ones),
+            # Leaves first: in the end the weights' pager asks for those of the next forward, which stay.
+            nullcontext() if self.pages is None else self.pages.updating(now, following),
         ):
             yield
 

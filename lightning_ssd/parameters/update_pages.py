@@ -13,13 +13,10 @@ import torch
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.common.uninterrupted import Task
-from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.parameters.weight_files import FiledStorage, filed_storage, unreadable
 
 __all__ = ["UpdatePages"]
-
-_SCRATCH_BYTES = 4 << 20
-"""So much of a file is shown at a time only to have it read."""
 
 
 class _Run(NamedTuple):
@@ -83,7 +80,7 @@ class UpdatePages:
         runs, coming = list(_runs_of(now)), self._coming
         if coming is not None and coming[0] == _names_of(now):
             for task in coming[1]:
-                task.result()
+                task.wait()  # what it could not read is read now, and the drive's refusal told then
         self._request(following)
         for run in runs:
             run.bring_in()
@@ -131,6 +128,6 @@ def _runs_in(tensor: torch.Tensor, piece: Piece, *, changes: bool) -> Iterator[_
 
 def _read(runs: Sequence[_Run]) -> None:
     with suppress(MemoryError):  # the system can map no more: they come when it is their turn
-        scratch = FileView(_SCRATCH_BYTES)
+        scratch = FileView(READ_BYTES)
         for run in runs:
             run.read(scratch)

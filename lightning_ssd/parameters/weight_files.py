@@ -231,15 +231,11 @@ def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:
     if tensor.layout is not torch.strided:
         return None
     try:
-        _, reference = _mapped.get(storage_of(tensor)._cdata, (None, _nothing))
+        entry = _mapped.get(storage_of(tensor)._cdata)
     except (NotImplementedError, RuntimeError):  # it has no storage
         return None
-    found = reference()
+    found = None if entry is None else entry[1]()
     return found if isinstance(found, FiledStorage) else None
-
-
-def _nothing() -> None:
-    """Of a tensor whose memory shows no file."""
 
 
 @dataclass(slots=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from lightning_ssd.common.tensors import Piece
 from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.mmap import PAGE_BYTES
+from lightning_ssd.parameters.paged_parameters import PagedParameters
 from lightning_ssd.parameters.update_pages import UpdatePages
 from lightning_ssd.parameters.weight_files import FiledStorage, WeightFiles
 from lightning_ssd.storage.posix import PosixBackend
@@ -198,15 +202,37 @@ def test_closing_waits_for_the_reader(parameters: list[nn.Parameter], pages: Upd
     pages.close()
 
 
+@pytest.mark.parametrize("from_a_thread", [False, True])
 def test_without_threads_they_come_when_it_is_their_turn(
-    parameters: list[nn.Parameter], pages: UpdatePages, monkeypatch: pytest.MonkeyPatch
+    from_a_thread: bool, parameters: list[nn.Parameter], pages: UpdatePages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(task: Task[None]) -> None:
+    def refuse(task: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(Task, "start", refuse)
+    if from_a_thread:  # where the thread of Python is started
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    else:
+        monkeypatch.setattr(Task, "start", refuse)
     expected = [(p.detach() - p.grad).clone() for p in parameters if p.grad is not None]
     for now, following in zip(parameters, [*parameters[1:], parameters[0]], strict=True):
         with pages.updating(whole(now), whole(following)):
             update(now)
     assert all(map(torch.equal, parameters, expected))
+
+
+def test_pages_leave_before_the_pager_asks_for_those_of_the_next_forward() -> None:
+    """It asks for weights that may just have been updated: their pages would leave again."""
+    left = []
+
+    @contextmanager
+    def told(name: str) -> Iterator[None]:
+        yield
+        left.append(name)
+
+    pages, pager = (
+        SimpleNamespace(updating=lambda now, following, name=name: told(name)) for name in ("pages", "pager")
+    )
+    parameters = PagedParameters(weights=SimpleNamespace(pager=pager), pages=pages)  # type: ignore[arg-type]
+    with parameters.updating([], []):
+        pass
+    assert left == ["pages", "pager"]
