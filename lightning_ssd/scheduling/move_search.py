@@ -118,6 +118,7 @@ class MoveSearch:
         self._is_known = False  # the next plan moves no more than that one
         self._num_compared = 0  # passes of the trial after which keeping was last measured
         self._has_restarted = False  # the present trial, because the machine had changed
+        self._was_doubted = False  # once: the few passes before the first plan may have been fast ones
         self._is_again = False  # the next trial is of a plan that was settled: keeping is measured before it alone
 
     # -- what the next pass does -------------------------------------------------------------------------------------
@@ -256,9 +257,13 @@ class MoveSearch:
         is_over = is_faster or num >= (_MAX_TRIED // 2 if self._is_known else _MAX_TRIED)
         cost = typical([one.step_s - one.stall_s - self._kept.at(one.number) for one in self._moved])
         is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + error
-        if is_far_off:
-            self._num_turns = 0  # the machine is another one than before, or this is the first plan
         if is_far_off or (num >= _MIN_TRIED and excess > error) or (is_over and excess > error / 2):
+            if not (is_far_off or self._num_compared or self._was_doubted or self._has_spent):
+                self._was_doubted = True
+                self._compare()
+                return None
+            if is_far_off:
+                self._num_turns = 0  # the machine is another one than before, or this is the first plan
             self._forget_good()
             return self._learn(max(cost / nbytes, _BAND * self.cost_s_per_byte), "less is moved")
         if self._has_spent:

@@ -108,6 +108,52 @@ def test_without_evidence_nothing_is_changed() -> None:
     assert search.state is State.SETTLED
 
 
+def feed(search: MoveSearch, keep_s: Callable[[int], float | None], moved_s: float, passes: int) -> list[float]:
+    """Run passes that keep or move everything, and return the share that each moved.
+
+    Args:
+        keep_s: seconds of a pass that keeps everything, by how many have kept before.
+    """
+    plan, shares, num_kept = object(), [], 0
+    for _ in range(passes):
+        if not search.keeps:
+            shares.append(1.0)
+            search.moved(plan, TOTAL, moved_s, 0.0)
+            continue
+        shares.append(0.0)
+        was_wanted = search.wants_trace
+        search.kept(keep_s(num_kept))
+        num_kept += 1
+        if was_wanted:
+            plan = object()
+            search.submitted()
+            search.planned(TOTAL)
+    return shares
+
+
+def test_a_plan_is_not_given_up_because_the_first_passes_were_fast() -> None:
+    """The two that are timed before the first plan may be so by chance: keeping is measured after the trial, too."""
+    search = MoveSearch(LIMIT)
+    shares = feed(search, lambda num: 0.78 if num < NUM_KEPT else 0.88, 0.83, 40)
+    assert search.state is State.SETTLED
+    assert search.cost_s_per_byte == 0.0, "nothing was given up"
+    assert shares.count(0.0) <= 3 * NUM_KEPT
+
+
+def test_a_plan_is_given_up_where_keeping_is_as_fast_as_before() -> None:
+    search = MoveSearch(LIMIT)
+    shares = feed(search, lambda num: 0.78, 0.83, 2 * NUM_KEPT + 7)
+    assert search.cost_s_per_byte > 0
+    assert shares.count(1.0) <= 6, "once more after keeping"
+
+
+def test_keeping_that_cannot_be_timed_is_asked_for_once() -> None:
+    """Another thread beside each pass, say: then what is known has to do."""
+    search = MoveSearch(LIMIT)
+    feed(search, lambda num: 0.78 if num < NUM_KEPT else None, 0.83, 2 * NUM_KEPT + 7)
+    assert search.cost_s_per_byte > 0
+
+
 def test_what_is_faster_than_keeping_is_settled_soon() -> None:
     """On a CPU where memory that moves is reused, and what is kept is mapped anew."""
     machine = Machine(lambda share: -0.2 * share, guess_s=0.0).run(4 * NUM_KEPT)

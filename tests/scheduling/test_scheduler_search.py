@@ -35,13 +35,14 @@ class Run:
     noise: float = 0.0
     guess_s: float = 0.0
     """Of moving everything, for the first plan."""
+    seed: int = 1
     shares: list[float] = field(default_factory=list)
     """That each pass moved."""
     traced: list[int] = field(default_factory=list)
     told: str = ""
 
     def __call__(self, passes: int, *, clock: type[Clock] = HostClock, count: int = COUNT) -> Run:
-        dice, total = random.Random(1), count * NBYTES
+        dice, total = random.Random(self.seed), count * NBYTES
         machine = Machine(ssd=FAST.ssd, cost_s_per_byte=self.guess_s / total)
         with opened(machine=lambda: machine) as made:
             for number in range(passes):
@@ -80,13 +81,17 @@ def test_where_moving_is_free_all_that_helps_is_moved(clock: type[Clock]) -> Non
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 @pytest.mark.parametrize("cost_s", [0.03, 0.05, 0.1])
 def test_a_part_is_moved_where_all_would_take_too_long(cost_s: float, noise: float, clock: type[Clock]) -> None:
-    """Two per cent were asked for."""
-    run = Run(lambda share: cost_s * share, noise)(100, clock=clock)
-    moving = [share for share in run.shares[-40:] if share]
-    assert len(moving) >= 30, "most passes move something"
-    assert max(cost_s * share for share in moving) <= LIMIT - 1 + 0.012
-    assert min(cost_s * share for share in moving) >= 0.2 * (LIMIT - 1), "and not next to nothing"
-    assert run.excess <= 2, "trying costs at most two passes in a hundred"
+    """Two per cent were asked for. Noise may mislead a search for a while, but rarely."""
+    num_sought = 0
+    for seed in range(10 if noise else 1):
+        run = Run(lambda share: cost_s * share, noise, seed=seed)(100, clock=clock)
+        moving = [share for share in run.shares[-40:] if share]
+        num_sought += len(moving) < 30
+        assert len(moving) >= 24, "most passes move something"
+        assert max(cost_s * share for share in moving) <= LIMIT - 1 + 0.012
+        assert min(cost_s * share for share in moving) >= 0.2 * (LIMIT - 1), "and not next to nothing"
+        assert run.excess <= 2, "trying costs at most two passes in a hundred"
+    assert num_sought <= 1, "one in ten may still be searching after a hundred passes"
 
 
 @pytest.mark.parametrize("guess_s", [0.0, 0.5])
