@@ -272,7 +272,8 @@ class MoveSearch:
         surely = cost + error * keep_s / (2 if is_over else 1)
         may_be_cheaper = self._num_compared > 0 and self.cost_s_per_byte > 0 and not self._is_known
         if may_be_cheaper and _BAND * surely < self.cost_s_per_byte * nbytes:
-            told = self._learn(max(cost / nbytes, self.cost_s_per_byte / _MAX_GROWTH), "more can be moved")
+            least = 0.0 if is_faster else self.cost_s_per_byte / _MAX_GROWTH
+            told = self._learn(max(cost / nbytes, least), "more can be moved")
             if told is not None:
                 self._note_good(nbytes)
                 return told

@@ -163,6 +163,17 @@ def test_what_is_faster_than_keeping_is_settled_soon() -> None:
     assert almost.search.state is not State.SETTLED, "within the scatter of passes"
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_where_moving_is_faster_than_keeping_the_second_plan_moves_everything(noise: float) -> None:
+    """However little the first one dared: no third of the way at a time."""
+    machine = Machine(lambda share: -0.3 * share, guess_s=2.0, noise=noise).run(30)
+    plans = list(dict.fromkeys(share for share in machine.moved if share))
+    assert plans[0] < 0.3
+    assert plans[1:] == [1.0]
+    assert machine.moved.index(1.0) <= 16
+    assert machine.search.state is State.SETTLED
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.005, 0.02])
 @pytest.mark.parametrize(
     ("extra_s", "best"),
