@@ -206,24 +206,49 @@ class FiledStorage(MappedStorage):
         Raises:
             StorageError: the system refuses. The bytes are of no use then.
         """
-        left, offset = region.view(), self._extent.offset
         with self._arena.use() as direct:
             try:
-                # The arena's own descriptor may go around the page cache, which wants other addresses.
-                fd = os.open(f"/proc/self/fd/{direct}", os.O_WRONLY | os.O_CLOEXEC)
-                try:
-                    while left:
-                        count = os.pwrite(fd, left, offset)
-                        left, offset = left[count:], offset + count
-                finally:
-                    os.close(fd)
+                fd = _opened_again(direct)
+                if fd is None:
+                    self._copy_in(region)
+                else:
+                    try:
+                        _write_all(fd, region, self._extent.offset)
+                    finally:
+                        os.close(fd)
             except OSError as error:
                 what = f"a gradient could not be written to {self._arena.path}"
                 raise as_storage_error(error, what) from error
 
+    def _copy_in(self, region: Region) -> None:
+        """Through the memory, whose old bytes are read first: where the drive refuses, touching them is a signal."""
+        view = self._view
+        assert view is not None
+        for start in range(0, region.nbytes, DEFAULT_CHUNK_BYTES):
+            nbytes = min(DEFAULT_CHUNK_BYTES, region.nbytes - start)
+            view.bring_in(start, round_up(nbytes, PAGE_BYTES), changes=True)
+            ctypes.memmove(view.address + start, region.address + start, nbytes)
+
     def forget(self) -> None:
         super().forget()
         self._arena.free(self._extent)
+
+
+def _opened_again(direct: int) -> int | None:
+    """A descriptor for writing through the page cache: the arena's own may go around it, which wants other addresses.
+    ``None``: the system gives none (no ``/proc``, or a sandbox that opens nothing in it).
+    """
+    try:
+        return os.open(f"/proc/self/fd/{direct}", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _write_all(fd: int, region: Region, offset: int) -> None:
+    left = region.view()
+    while left:
+        count = os.pwrite(fd, left, offset)
+        left, offset = left[count:], offset + count
 
 
 def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.weight_files import WeightFiles, is_mapped
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.posix import PosixBackend
 from tests.support.process_memory import read_bytes
 
@@ -100,6 +102,56 @@ def test_bits_of_every_layout(layout: str, files: WeightFiles, gradients: PagedG
         assert torch.equal(found, expected)
         assert (found.stride(), (found.is_conj(), found.is_neg())) == (strides, flags)
         parameter.grad = None
+
+
+@pytest.fixture
+def _nothing_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no ``/proc``."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if str(path).startswith("/proc/self/fd/"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("_nothing_opened_again")
+@pytest.mark.parametrize("layout", [*LAYOUTS, "several chunks"])
+def test_gradients_leave_where_no_file_can_be_opened_again(
+    layout: str, files: WeightFiles, gradients: PagedGradients
+) -> None:
+    make = LAYOUTS.get(layout, lambda: torch.randn(2 * DEFAULT_CHUNK_BYTES // 4 + 1027))
+    parameter = nn.Parameter(torch.zeros_like(make()))
+    for _ in range(2):  # the second one goes where the first one was, which the page cache does not have
+        gradient = make()
+        expected = gradient.clone()
+        found = accumulated(gradients, parameter, gradient)
+        assert is_mapped(found.untyped_storage())
+        evict(files)
+        assert torch.equal(found, expected)
+        parameter.grad = None
+        evict(files)
+
+
+@pytest.mark.usefixtures("_nothing_opened_again")
+def test_without_reopening_a_drive_that_refuses_is_no_signal(files: WeightFiles, gradients: PagedGradients) -> None:
+    parameter, expected = nn.Parameter(torch.zeros(SIDE, SIDE)), torch.randn(SIDE, SIDE)
+    accumulated(gradients, parameter, torch.zeros(SIDE, SIDE))
+    parameter.grad = None
+    evict(files)
+    with files._changing.arenas[0].use() as fd:
+        size = os.fstat(fd).st_size
+        os.ftruncate(fd, 0)
+        try:
+            with pytest.warns(UserWarning, match="could not be written .*it stays in memory"):
+                found = accumulated(gradients, parameter, expected.clone())
+        finally:
+            os.ftruncate(fd, size)
+    assert torch.equal(found, expected)
+    assert not is_mapped(found.untyped_storage())
 
 
 def test_a_gradient_that_covers_itself_fails_as_copying_it_does(gradients: PagedGradients) -> None:
