@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -117,16 +118,24 @@ class FileView:
                 code = errno.EIO if code == errno.EFAULT else code  # so the system names a touch that would be SIGBUS
                 raise OSError(code, os.strerror(code))
 
-    def read(self, fd: int, offset: int, nbytes: int) -> None:
+    def read(self, fd: int, offset: int, nbytes: int, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Have bytes of a file come to the system's page cache, by showing them here for a moment, part by part.
 
         As fast as :meth:`bring_in`, and in large pieces, which cost less when they are mapped later; ``readahead`` and
         its like read single pages.
 
+        Args:
+            fd: of the file.
+            offset: in the file, of the first byte.
+            nbytes: how many.
+            is_wanted: asked before each part; the rest is left where it says no.
+
         Raises:
             OSError: the drive refuses.
         """
         for at in range(0, nbytes, self._length):
+            if not is_wanted():
+                return
             part = min(self._length, nbytes - at)
             self.show(0, fd, offset + at, part)
             self._advise_huge(0, part)

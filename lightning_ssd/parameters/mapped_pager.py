@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
-import queue
-from contextlib import suppress
-
-from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError
-from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
+from lightning_ssd.parameters.cache_reader import CacheReader
 from lightning_ssd.parameters.pager import Pager, Unit
 from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
@@ -20,34 +15,20 @@ class MappedPager(Pager[MappedStorage]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._further: queue.SimpleQueue[Unit[MappedStorage] | None] = queue.SimpleQueue()
-        self._further_has_ended = Latch()
-        _thread.start_new_thread(self._serve_further, ())
+        self._further = CacheReader()
 
-    def _request_further(self, unit: Unit[MappedStorage]) -> None:
-        """It comes to the page cache, and not to the memory of this process: a second reader keeps the drive busy."""
-        if unit.resident_bytes is None:
-            self._further.put(unit)
+    def _request_further(self, unit: Unit[MappedStorage] | None) -> None:
+        """It comes to the page cache, and not to the memory of this process: a second reader keeps the drive busy.
 
-    def _serve_further(self) -> None:
-        try:
-            scratch = FileView(READ_BYTES)
-            while (unit := self._further.get()) is not None:
-                self._read_further(unit, scratch)
-        finally:
-            self._further_has_ended.open()
-
-    def _read_further(self, unit: Unit[MappedStorage], scratch: FileView) -> None:
-        """Of trained weights so much in the page cache would drive out what is used and written sooner."""
-        for weight in list(unit.weights):
-            if weight.is_frozen and not self.is_closed:
-                with suppress(OSError, MemoryError):  # whoever uses it is told
-                    weight.memory.read(scratch)
+        Of trained weights so much in the page cache would drive out what is used and written sooner.
+        """
+        is_away = unit is not None and unit.resident_bytes is None and unit.coming is None
+        wanted = unit.weights if unit is not None and is_away else ()
+        self._further.ask([weight.memory.read for weight in wanted if weight.is_frozen])
 
     def close(self) -> None:
         super().close()
-        self._further.put(None)
-        self._further_has_ended.wait()
+        self._further.close()
 
     def _send_out(self, unit: Unit[MappedStorage], *, strays: bool = False) -> None:
         if not self._is_idle(unit) or (unit.resident_bytes is None and not strays):

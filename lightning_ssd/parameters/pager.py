@@ -285,8 +285,8 @@ class Pager(ABC, Generic[Memory]):
             latch = self._request(unit)
             if ahead is not None and ahead is not unit:
                 self._request_ahead(ahead)
-            if following is not None and (further := self._order.after(following)) is not None:
-                self._request_further(self.units[further.unit])
+            further = None if following is None else self._order.after(following)
+            self._request_further(None if further is None else self.units[further.unit])
         self._wait(unit, latch)
 
     def _wait(self, unit: Unit[Memory], latch: Latch | None) -> None:
@@ -309,8 +309,10 @@ class Pager(ABC, Generic[Memory]):
         """Have a unit brought in that is likely to be used next. The lock is held."""
         self._request(unit)
 
-    def _request_further(self, unit: Unit[Memory]) -> None:
-        """Of the one that is likely to come after that. The lock is held."""
+    def _request_further(self, unit: Unit[Memory] | None) -> None:
+        """The one that is likely to come after that, in place of the last one; ``None``: it is not known. The lock is
+        held.
+        """
 
     def _request(self, unit: Unit[Memory]) -> Latch | None:
         """Have a unit brought in, if it is neither here nor on its way; return what opens when it is."""

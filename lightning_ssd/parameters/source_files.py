@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,8 +144,8 @@ class SourceStorage(MappedStorage):
             )
             raise self._source.error
 
-    def read(self, scratch: FileView) -> None:
-        scratch.read(self._source.fd, self._offset - self._start, self._shown_bytes)
+    def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
+        scratch.read(self._source.fd, self._offset - self._start, self._shown_bytes, is_wanted)
 
     def send_out(self) -> None:
         view = self._view

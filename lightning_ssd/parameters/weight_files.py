@@ -98,11 +98,12 @@ class MappedStorage(ABC):
             view.bring_in(0, self._shown_bytes)
 
     @abstractmethod
-    def read(self, scratch: FileView) -> None:
+    def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         """Have the bytes come to the system's page cache. Blocks.
 
         Args:
-            scratch: shows them meanwhile.
+            scratch: shows them meanwhile, part by part.
+            is_wanted: asked before each part; the rest is left where it says no.
 
         Raises:
             OSError: the drive refuses.
@@ -149,19 +150,19 @@ class FiledStorage(MappedStorage):
         """Whether one of these has its file."""
         return any(arena is self._arena for arena in arenas)
 
-    def read(self, scratch: FileView) -> None:
-        self.read_part(0, self.nbytes, scratch)
+    def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
+        self.read_part(0, self.nbytes, scratch, is_wanted)
 
     def send_out(self) -> None:
         if self._view is not None and not self._is_private:  # else what was written would be lost
             self._view.send_out(0, self._extent.nbytes)
 
-    def read_part(self, start: int, nbytes: int, scratch: FileView) -> None:
+    def read_part(self, start: int, nbytes: int, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         """As :meth:`read`, of some bytes and the rest of their pages."""
         first = start // PAGE_BYTES * PAGE_BYTES
         if not self._is_private:
             with self._arena.use() as fd:
-                scratch.read(fd, self._extent.offset + first, round_up(start + nbytes, PAGE_BYTES) - first)
+                scratch.read(fd, self._extent.offset + first, round_up(start + nbytes, PAGE_BYTES) - first, is_wanted)
 
     def bring_in_part(self, start: int, nbytes: int, *, changes: bool) -> None:
         """Read and map some bytes, and the rest of their pages. Blocks.

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import _thread
+import itertools
 import os
 import resource
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_ssd.common.tensors import Piece
-from lightning_ssd.common.uninterrupted import Task
+from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError
+from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES
+from lightning_ssd.parameters.cache_reader import CacheReader, Read
 from lightning_ssd.parameters.paged_parameters import PagedParameters
 from lightning_ssd.parameters.update_pages import UpdatePages
 from lightning_ssd.parameters.weight_files import FiledStorage, WeightFiles
@@ -40,11 +46,23 @@ def files(spill_dir: Path) -> Iterator[WeightFiles]:
     backend.close()
 
 
+asked: dict[CacheReader, Latch] = {}
+"""Opens when a reader has done what it was asked for last."""
+
+
 @pytest.fixture
-def pages() -> Iterator[UpdatePages]:
+def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[UpdatePages]:
+    real = CacheReader.ask
+
+    def ask(reader: CacheReader, reads: Sequence[Read]) -> None:
+        ended = asked[reader] = Latch()
+        real(reader, [*reads, lambda *_: ended.open()])
+
+    monkeypatch.setattr(CacheReader, "ask", ask)
     opened = UpdatePages()
     yield opened
     opened.close()
+    asked.clear()
 
 
 held: list[FiledStorage] = []
@@ -82,11 +100,10 @@ def update(parameter: nn.Parameter) -> None:
         parameter.sub_(parameter.grad)
 
 
-def settled(pages: UpdatePages) -> None:
+def settled() -> None:
     """What was asked for has come."""
-    assert pages._coming is not None
-    for task in pages._coming[1]:
-        task.result()
+    for ended in asked.values():
+        ended.wait()
 
 
 @pytest.fixture
@@ -111,10 +128,10 @@ def test_the_next_ones_come_and_the_last_ones_leave(
 ) -> None:
     assert shown_bytes(spill_dir) == 0
     with pages.updating(whole(parameters[0]), whole(parameters[1])):
-        settled(pages)
-        assert shown_bytes(spill_dir) == 3 * NBYTES, "the next weight is in the page cache alone"
+        settled()
+        assert shown_bytes(spill_dir) == 2 * NBYTES, "the next ones are in the page cache alone"
         before = read_bytes()
-    assert shown_bytes(spill_dir) == NBYTES
+    assert shown_bytes(spill_dir) == 0
     with pages.updating(whole(parameters[1]), []):
         assert shown_bytes(spill_dir) == 2 * NBYTES
         update(parameters[1])
@@ -136,7 +153,7 @@ def test_no_more_is_changed_than_the_piece(
     first, second = (Piece(parameters[0], start, start + NUMEL // 4) for start in (0, NUMEL // 4))
     before = dirtied_bytes()
     with pages.updating([first], [second]):
-        settled(pages)
+        settled()
         assert shown_bytes(spill_dir) < 2 * NBYTES
     with pages.updating([second], []):
         pass
@@ -161,7 +178,6 @@ def test_ordinary_memory_and_missing_gradients_are_left_alone(pages: UpdatePages
     for one in (parameter, sparse, meta):
         with pages.updating(whole(one), whole(one)):
             pass
-    assert pages._coming is None
 
 
 @pytest.mark.parametrize("when", ["now", "ahead"])
@@ -193,30 +209,54 @@ def test_a_fork_is_left_alone(parameters: list[nn.Parameter], pages: UpdatePages
     assert in_a_fork(enter) == 0
 
 
-def test_closing_waits_for_the_reader(parameters: list[nn.Parameter], pages: UpdatePages) -> None:
-    with pages.updating([], whole(parameters[0])):
-        coming = pages._coming
-    pages.close()
-    assert coming is not None
-    assert [task.is_done for task in coming[1]] == [True, True]
-    pages.close()
+@pytest.fixture
+def slow_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """Of parts of weights, ahead of their update: when each has begun and ended."""
+    seen: list[tuple[float, float]] = []
+    real_show = FileView.show
+
+    def show(view: FileView, *args: Any, **options: Any) -> None:
+        begun_s = time.perf_counter()
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+            seen.append((begun_s, time.perf_counter()))
+        real_show(view, *args, **options)
+
+    monkeypatch.setattr(FileView, "show", show)
+    return seen
 
 
-@pytest.mark.parametrize("from_a_thread", [False, True])
-def test_without_threads_they_come_when_it_is_their_turn(
-    from_a_thread: bool, parameters: list[nn.Parameter], pages: UpdatePages, monkeypatch: pytest.MonkeyPatch
+def test_what_is_read_in_vain_ends_before_anything_else_is_read(
+    parameters: list[nn.Parameter], pages: UpdatePages, slow_reads: list[tuple[float, float]]
 ) -> None:
-    def refuse(task: object) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+    with pages.updating([], [*whole(parameters[0]), *whole(parameters[1])]):
+        time.sleep(0.1)
+    with pages.updating(whole(parameters[2]), whole(parameters[1])):
+        pass
+    pages.close()
+    num_read = len(slow_reads)
+    time.sleep(0.7)
+    assert len(slow_reads) == num_read <= 2, "of three: the second one was not wanted any more"
+    for (_, ended_s), (begun_s, _) in itertools.pairwise(slow_reads):
+        assert ended_s <= begun_s, "two threads read weights at a time"
+
+
+def test_without_threads_they_come_when_it_is_their_turn(
+    parameters: list[nn.Parameter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> int:
         raise RuntimeError("can't start new thread")
 
-    if from_a_thread:  # where the thread of Python is started
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-    else:
-        monkeypatch.setattr(Task, "start", refuse)
     expected = [(p.detach() - p.grad).clone() for p in parameters if p.grad is not None]
+    with monkeypatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", refuse)
+        pages = UpdatePages()
     for now, following in zip(parameters, [*parameters[1:], parameters[0]], strict=True):
         with pages.updating(whole(now), whole(following)):
             update(now)
+    pages.close()
     assert all(map(torch.equal, parameters, expected))
 
 
