@@ -32,8 +32,9 @@ READ_BYTES = 4 << 20
 
 _FIXED = 0x10  # MAP_FIXED and MAP_NORESERVE, which Python does not name (everywhere)
 _NORESERVE = 0x4000
-_WILLNEED = 3  # MADV_WILLNEED, MADV_DONTNEED, MADV_POPULATE_READ and MADV_POPULATE_WRITE (Linux 5.14), likewise
+_WILLNEED = 3  # MADV_WILLNEED, MADV_DONTNEED, MADV_COLD (Linux 5.4), MADV_POPULATE_READ and ..._WRITE (5.14), likewise
 _DONTNEED = 4
+_COLD = 20
 _POPULATE_READ = 22
 _POPULATE_WRITE = 23
 _MAYMOVE = 1  # MREMAP_MAYMOVE and MREMAP_DONTUNMAP (Linux 5.7; of files 5.13)
@@ -142,14 +143,18 @@ class FileView:
             try:
                 self.bring_in(0, part)
             finally:
-                self.send_out(0, part)
+                libc.madvise(self.address, part, _DONTNEED)  # not to be forgotten, as what has been used
 
     def send_out(self, start: int, nbytes: int) -> None:
         """Take a shared part out of this process; the next touch brings it back, with all that was written to it.
 
         The system keeps it in its page cache as long as nothing else needs the room. Of a private part, what was
         written would be lost: see :meth:`send_out_unwritten`.
+
+        It counts as unused from then on. Else the system takes for used what was used often, and drives out first what
+        was just read ahead.
         """
+        libc.madvise(self.address + start, nbytes, _COLD)
         libc.madvise(self.address + start, nbytes, _DONTNEED)
 
     def send_out_unwritten(self, start: int, nbytes: int) -> bool:
@@ -160,6 +165,7 @@ class FileView:
             in what was taken out, so that no moment remains in which it could be missed. A system that cannot do that
             (before Linux 5.13) keeps the part in memory.
         """
+        libc.madvise(self.address + start, nbytes, _COLD)  # as in send_out
         taken = libc.mremap(self.address + start, nbytes, nbytes, _MAYMOVE | _DONTUNMAP, None)
         if taken is None or taken == MAP_FAILED:
             return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_ssd.errors import StorageError
-from lightning_ssd.parameters.cache_reader import CacheReader
+from lightning_ssd.parameters.cache_reader import CacheReader, Read
 from lightning_ssd.parameters.pager import Pager, Unit
 from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
@@ -15,19 +15,32 @@ class MappedPager(Pager[MappedStorage]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._further = CacheReader()
+        self._next, self._further = CacheReader(), CacheReader()
 
-    def _request_further(self, unit: Unit[MappedStorage] | None) -> None:
-        """It comes to the page cache, and not to the memory of this process: a second reader keeps the drive busy.
-
-        Of trained weights so much in the page cache would drive out what is used and written sooner.
+    def _request_ahead(self, unit: Unit[MappedStorage]) -> None:
+        """What is frozen comes to the page cache, and to the memory of this process when its use begins: mapping takes
+        no time. Where anything is trained, gradients that wait to be written would drive out of the page cache what
+        nobody maps.
         """
-        is_away = unit is not None and unit.resident_bytes is None and unit.coming is None
-        wanted = unit.weights if unit is not None and is_away else ()
-        self._further.ask([weight.memory.read for weight in wanted if weight.is_frozen])
+        self._next.ask(_frozen(unit))
+        if not all(weight.is_frozen for weight in unit.weights):
+            super()._request_ahead(unit)
+
+    def _look_ahead(self, ahead: Unit[MappedStorage] | None, further: Unit[MappedStorage] | None) -> None:
+        """Two readers keep the drive busy. So many trained weights in the page cache would drive out what is used and
+        written sooner.
+        """
+        if ahead is None:
+            self._next.ask(())
+        super()._look_ahead(ahead, further)
+        self._further.ask(() if further is None or further is ahead else _frozen(further))
+
+    def _is_late(self, unit: Unit[MappedStorage], expected: Unit[MappedStorage] | None) -> bool:
+        return unit is not expected and super()._is_late(unit, expected)
 
     def close(self) -> None:
         super().close()
+        self._next.close()
         self._further.close()
 
     def _send_out(self, unit: Unit[MappedStorage], *, strays: bool = False) -> None:
@@ -46,3 +59,9 @@ class MappedPager(Pager[MappedStorage]):
                 raise
             except OSError as refusal:
                 raise unreadable(weight.names, weight.memory.nbytes, refusal) from refusal
+
+
+def _frozen(unit: Unit[MappedStorage]) -> list[Read]:
+    """What reads the frozen weights of a unit that is neither in memory nor on its way there."""
+    is_away = unit.resident_bytes is None and unit.coming is None
+    return [weight.memory.read for weight in unit.weights if is_away and weight.is_frozen]

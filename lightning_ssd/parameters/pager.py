@@ -281,13 +281,15 @@ class Pager(ABC, Generic[Memory]):
             left, self._left = self._left, None
             if left is not None and left is not unit and left is not ahead:
                 self._send_out(left, strays=True)
-            self.num_late += unit.resident_bytes is None and unit.coming is None
+            self.num_late += self._is_late(unit, guessed)
             latch = self._request(unit)
-            if ahead is not None and ahead is not unit:
-                self._request_ahead(ahead)
             further = None if following is None else self._order.after(following)
-            self._request_further(None if further is None else self.units[further.unit])
+            self._look_ahead(None if ahead is unit else ahead, None if further is None else self.units[further.unit])
         self._wait(unit, latch)
+
+    def _is_late(self, unit: Unit[Memory], expected: Unit[Memory] | None) -> bool:
+        """Whether nobody has asked for a unit whose use begins."""
+        return unit.resident_bytes is None and unit.coming is None
 
     def _wait(self, unit: Unit[Memory], latch: Latch | None) -> None:
         """Block until a unit that was requested is here. The caller holds no lock.
@@ -309,10 +311,12 @@ class Pager(ABC, Generic[Memory]):
         """Have a unit brought in that is likely to be used next. The lock is held."""
         self._request(unit)
 
-    def _request_further(self, unit: Unit[Memory] | None) -> None:
-        """The one that is likely to come after that, in place of the last one; ``None``: it is not known. The lock is
-        held.
+    def _look_ahead(self, ahead: Unit[Memory] | None, further: Unit[Memory] | None) -> None:
+        """Have units brought in that are likely to be used next, and after that, in place of those that were before;
+        ``None``: none is known. The lock is held.
         """
+        if ahead is not None:
+            self._request_ahead(ahead)
 
     def _request(self, unit: Unit[Memory]) -> Latch | None:
         """Have a unit brought in, if it is neither here nor on its way; return what opens when it is."""

@@ -15,6 +15,7 @@ from lightning_ssd.parameters.mapped_pager import MappedPager
 from lightning_ssd.parameters.pager import Unit, Weight
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles
 from lightning_ssd.storage.posix import PosixBackend
+from tests.support.process_memory import read_bytes, shown_bytes
 
 NUM_PARTS = 3
 """Of each weight, in which it is read."""
@@ -77,10 +78,10 @@ def use(pager: MappedPager, unit: Unit[MappedStorage]) -> None:
 
 
 def test_of_what_was_asked_for_only_the_last_is_read_on(pager: MappedPager, parts: Parts) -> None:
-    pager._request_further(pager.units[0])
+    pager._look_ahead(None, pager.units[0])
     assert parts.has_begun.wait(PATIENCE_S)
     for unit in pager.units[1:4]:
-        pager._request_further(unit)
+        pager._look_ahead(None, unit)
     parts.may_go_on.set()
     parts.wait_for(3)
     assert parts.shown == [0] + NUM_PARTS * [3]
@@ -88,27 +89,46 @@ def test_of_what_was_asked_for_only_the_last_is_read_on(pager: MappedPager, part
 
 def test_what_is_not_expected_any_more_is_not_read_on(pager: MappedPager, parts: Parts) -> None:
     for unit in (*pager.units[:3], pager.units[0]):
-        use(pager, unit)  # after 0 and 1 comes 2
-    assert parts.has_begun.wait(PATIENCE_S)
+        use(pager, unit)  # then come 1 and 2
+    while len(parts.shown) < 2:
+        time.sleep(0.001)
     use(pager, pager.units[3])  # what comes after it is not known
     parts.may_go_on.set()
-    pager._request_further(pager.units[4])
+    pager._look_ahead(None, pager.units[4])
     parts.wait_for(4)
-    assert parts.shown == [2] + NUM_PARTS * [4]
+    pager.close()
+    assert sorted(parts.shown) == [1, 2] + NUM_PARTS * [4]
 
 
 def test_what_is_here_or_on_its_way_is_not_read_again(pager: MappedPager, parts: Parts) -> None:
     parts.may_go_on.set()
     pager.enter(pager.units[0])
-    pager._request_further(pager.units[0])
-    pager._request_further(pager.units[1])
+    pager._look_ahead(pager.units[0], pager.units[0])
+    pager._look_ahead(pager.units[1], pager.units[1])
     parts.wait_for(1)
+    pager.close()
     assert parts.shown == NUM_PARTS * [1]
     pager.leave(pager.units[0])
 
 
+def test_what_comes_next_is_in_the_page_cache_alone(pager: MappedPager, parts: Parts, spill_dir: Path) -> None:
+    parts.may_go_on.set()
+    for unit in (*pager.units[:3], pager.units[0]):
+        use(pager, unit)
+    parts.wait_for(1)
+    parts.wait_for(2)
+    assert shown_bytes(spill_dir) <= 2 * READ_BYTES, "in which it is shown to be read"
+    before = read_bytes()
+    pager.enter(pager.units[1])
+    assert shown_bytes(spill_dir) == NUM_PARTS * READ_BYTES
+    assert pager.resident_bytes == NUM_PARTS * READ_BYTES
+    assert read_bytes() == before
+    assert pager.num_late == 4, "those before the order was known"
+    pager.leave(pager.units[1])
+
+
 def test_closing_waits_for_no_more_than_a_part(pager: MappedPager, parts: Parts) -> None:
-    pager._request_further(pager.units[0])
+    pager._look_ahead(None, pager.units[0])
     assert parts.has_begun.wait(PATIENCE_S)
     closing = threading.Thread(target=pager.close)
     closing.start()
