@@ -109,7 +109,7 @@ class SourceStorage(MappedStorage):
 
     def __init__(self, source: SourceFile, offset: int, nbytes: int, *, verify: bool) -> None:
         start = offset % PAGE_BYTES
-        view = FileView(start + nbytes)
+        view = FileView(start + nbytes, offset=offset - start)
         super().__init__(view, start, nbytes)
         view.show(0, source.fd, offset - start, self._shown_bytes)
         self._source = source
