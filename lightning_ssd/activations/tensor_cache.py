@@ -134,8 +134,8 @@ class TensorCache:
         self._passes = LivePasses(
             self.accounting,
             self._clock,
-            level=partial(level_bytes, device),
-            available=lambda: None if self._is_capturing() else available_bytes(device),
+            level=self._level_bytes,
+            available=self._available_bytes,
             runs_late=copies.is_asynchronous,
             scheduler=scheduler,
             heap_policy=self._heap_policy,
@@ -158,6 +158,23 @@ class TensorCache:
     def _has_weights(self) -> bool:
         """Whether any weight waits on a drive."""
         return self._weights is not None and bool(self._weights.by_storage)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _level_bytes(self) -> int:
+        """In use, as if all weights were in memory that may be there at a time: they come and go, and a plan that was
+        made without them would need their room.
+        """
+        return level_bytes(self._device) + self._weights_to_come_bytes
+
+    def _available_bytes(self) -> int | None:
+        """That could still be had besides these weights; ``None``: unknown."""
+        available = None if self._is_capturing() else available_bytes(self._device)
+        return None if available is None else max(available - self._weights_to_come_bytes, 0)
+
+    @property
+    def _weights_to_come_bytes(self) -> int:
+        return 0 if self._weights is None else self._weights.to_come_bytes
 
     # -- passes --------------------------------------------------------------------------------------------------
 

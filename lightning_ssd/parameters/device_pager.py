@@ -303,6 +303,7 @@ class DevicePager(DeviceMoves):
         """It is none of ours any more."""
         if weight in unit.weights:
             unit.weights.remove(weight)
+            self._window_bytes = None
             self.by_storage.pop(weight.memory.key.cdata, None)
             if weight.memory.is_here:
                 self._count(-weight.memory.nbytes)

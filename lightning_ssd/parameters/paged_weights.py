@@ -30,7 +30,7 @@ from lightning_ssd.common.dtensor import CutWatch, ShardedParameter
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
-from lightning_ssd.errors import forget_frames
+from lightning_ssd.errors import BudgetError, forget_frames
 from lightning_ssd.memory.file_mapping import drop_pages
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.mapped_pager import MappedPager
@@ -113,6 +113,7 @@ class PagedWeights(ABC, Generic[Memory]):
         """Take over the weights of a module. Those that somebody else holds stay.
 
         Raises:
+            BudgetError: the memory budget has no room for what cannot wait. Nothing was taken over.
             OutOfSpaceError: the drives have no room for all of them. None was taken over.
             StorageError: a drive refuses. What was taken over before it did is as good as before.
         """
@@ -120,7 +121,13 @@ class PagedWeights(ABC, Generic[Memory]):
         self._windows = [window for window in self._windows if window.module is not None]
         found = shared_weights(module, self._min_nbytes, self._device)
         places = owners(module, found, watches_compiled=self._watches_compiled)
-        new, trained = self._sorted_out(found, places, self._staying(module, found, places))
+        try:
+            staying = self._staying(module, found, places)
+        except BudgetError as error:
+            forget_frames(error)  # they hold the storages, which would count as held when it is tried again
+            found.clear()
+            raise
+        new, trained = self._sorted_out(found, places, staying)
         self._check_room(new)
         del found
         if new or trained:

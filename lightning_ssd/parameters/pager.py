@@ -117,6 +117,7 @@ class Pager(ABC, Generic[Memory]):
         self._left: Unit[Memory] | None = None
         """Whose forward has ended last. Who looks at its weights then, such as a hook, brings them back unasked."""
         self.is_closed = False
+        self._window_bytes: int | None = None
         self._pid = os.getpid()
         # Guards units and what is counted. A leaf lock; again from a signal handler, which may come while it is held.
         self._lock = threading.RLock()
@@ -142,6 +143,7 @@ class Pager(ABC, Generic[Memory]):
                 return
             unit.weights.append(weight)
             self.by_storage[key] = unit
+            self._window_bytes = None
             if before is not None:
                 before.weights.remove(weight)
 
@@ -170,6 +172,24 @@ class Pager(ABC, Generic[Memory]):
     def weights(self) -> list[Weight[Memory]]:
         """All."""
         return [weight for unit in list(self.units) for weight in list(unit.weights)]
+
+    @property
+    def window_bytes(self) -> int:
+        """What may be in memory at a time, to be used: the largest two units, the present one and the next."""
+        if self._window_bytes is None:
+            with self._lock:
+                sizes = [sum(weight.memory.nbytes for weight in unit.weights) for unit in self.units]
+                self._window_bytes = sum(sorted(sizes)[-2:])
+        return self._window_bytes
+
+    @property
+    def to_come_bytes(self) -> int:
+        """Of that, what is neither in memory nor on its way. Takes no lock once the former is known."""
+        if self.is_closed:
+            return 0
+        coming = [unit for unit in list(self.units) if unit.coming is not None and unit.resident_bytes is None]
+        coming_bytes = sum(weight.memory.nbytes for unit in coming for weight in list(unit.weights))
+        return max(self.window_bytes - self.resident_bytes - coming_bytes, 0)
 
     # -- uses ----------------------------------------------------------------------------------------------------
 
@@ -266,6 +286,7 @@ class Pager(ABC, Generic[Memory]):
                 unit.num_windows = 0
                 for weight in [weight for weight in list(unit.weights) if not weight.memory.key.alive()]:
                     unit.weights.remove(weight)
+                    self._window_bytes = None
                     self.by_storage.pop(weight.memory.key.cdata, None)
                     if not self.is_closed:
                         weight.memory.forget()

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from lightning_ssd.common.dtensor import local_of
-from lightning_ssd.common.formatting import format_sizes, pluralize
+from lightning_ssd.common.formatting import format_size, format_sizes, pluralize
+from lightning_ssd.errors import BudgetError
 from lightning_ssd.memory.malloc import trim
+from lightning_ssd.memory.page_table import file_page_bytes
 from lightning_ssd.memory.readings import anonymous_bytes, host_available_bytes, level_bytes
 from lightning_ssd.parameters.pager import Place
 from lightning_ssd.parameters.units import SharedWeights, is_plain
@@ -51,11 +53,15 @@ class Needs:
             waiting_bytes: of those whose gradients are counted with them.
             here_bytes: gradients that there are already.
         """
-        staying = {"keep": trained_bytes, "auto": trained_bytes - waiting_bytes, "offload": 0}[self.gradients]
         states = _STATES_PER_WEIGHT * trained_bytes
         if trained_bytes and not self.keeps_states:
             states = min(max(int(_STATES_SHARE * states), _MIN_STATES_BYTES), _MAX_STATES_BYTES) + self.state_bytes
-        return max(self.num_gradients * staying - here_bytes, 0) + states
+        return self.gradient_bytes(trained_bytes, waiting_bytes, here_bytes) + states
+
+    def gradient_bytes(self, trained_bytes: int, waiting_bytes: int, here_bytes: int) -> int:
+        """Gradients to come that stay wherever weights wait; see :meth:`coming_bytes`."""
+        staying = {"keep": trained_bytes, "auto": trained_bytes - waiting_bytes, "offload": 0}[self.gradients]
+        return max(self.num_gradients * staying - here_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,14 +126,17 @@ class Residents:
 
         Returns:
             The first names of those that stay.
+
+        Raises:
+            BudgetError: the budget has no room for what cannot wait.
         """
         members: dict[tuple[str, object | None, bool], list[SharedWeights]] = {}
         for weights in movable:
             # What is frozen in a unit waits before what is trained in it.
             members.setdefault((*places[weights.names[0]], not weights.is_frozen), []).append(weights)
         units = [self._unit(held) for held in members.values()]
-        room_bytes = self._room_bytes(module, movable)
         in_flight = sum(sorted(_sizes_by_place(movable, places))[-2:])
+        room_bytes = self._room_bytes(module, movable, in_flight)
         stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=in_flight)
         decision = _Decision(
             room_bytes=room_bytes,
@@ -151,34 +160,80 @@ class Residents:
             is_trained=is_trained,
         )
 
-    def _room_bytes(self, module: nn.Module, movable: Sequence[SharedWeights]) -> int | None:
+    def _room_bytes(self, module: nn.Module, movable: Sequence[SharedWeights], in_flight_bytes: int) -> int | None:
+        """For these weights, and what stays with them.
+
+        Raises:
+            BudgetError: not even what has to stay has room.
+        """
         self._decisions.pop(id(module), None)
         modules = [module, *(other for other, _ in self._alive())]  # others that wait for their gradients and states
         parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(local_of(p))}
         found = [local_of(p.grad) for p in parameters.values() if p.grad is not None]
         gradients = {g.untyped_storage()._cdata: g.untyped_storage() for g in found if is_plain(g)}
-        coming = self._needs.coming_bytes(
+        trained = (
             _trained_bytes(parameters.values()),
             sum(weights.trained_bytes for weights in movable),
             sum(storage.nbytes() for storage in gradients.values() if not is_mapped(storage)),
         )
         trim()  # what malloc keeps of the model's building would count as needed
-        ordinary = [weights for weights in movable if weights.slices is None and not is_mapped(weights.storage)]
+        ordinary = [weights for weights in movable if not _shows_file(weights)]
         here = sum(weights.storage.nbytes() for weights in ordinary)  # what shows a file is not held
-        return self._outlook(weight_bytes=here, coming_bytes=coming).room_bytes
+        resident = level_bytes(_CPU) - sum(map(_shown_bytes, movable))
+        self._check_budget(max(resident - here, 0), self._needs.gradient_bytes(*trained), in_flight_bytes)
+        outlook = self._outlook(resident, weight_bytes=here, coming_bytes=self._needs.coming_bytes(*trained))
+        return outlook.room_bytes
 
-    def _outlook(self, *, weight_bytes: int = 0, coming_bytes: int = 0) -> MemoryOutlook:
-        """Now."""
+    def _check_budget(self, others_bytes: int, gradient_bytes: int, in_flight_bytes: int) -> None:
+        """Whether the budget has room for what is in memory where all weights wait that can.
+
+        Optimizer states are not counted: nobody knows the optimizer yet.
+        """
+        budget, least = self._needs.memory_budget, others_bytes + gradient_bytes + in_flight_bytes
+        if budget is None or least <= budget:
+            return
+        advice = ", or let trained weights wait, too (optimizer_states='offload')" if self._needs.keeps_states else ""
+        raise BudgetError(
+            f"OffloadPolicy.memory_budget={format_size(budget)} cannot be kept, even if all weights wait that can; "
+            f"expected more than {format_size(least)}: {format_size(others_bytes)} that the process holds besides "
+            f"these weights, {format_size(gradient_bytes)} of gradients that stay, and {format_size(in_flight_bytes)} "
+            "of weights in use; saved activations come on top. Raise the budget, lower min_tensor_bytes, so that "
+            f"smaller weights wait{advice}"
+        )
+
+    def _outlook(
+        self, resident_bytes: int | None = None, *, weight_bytes: int = 0, coming_bytes: int = 0
+    ) -> MemoryOutlook:
+        """Now.
+
+        Args:
+            resident_bytes: by this process, without weights that show a file; ``None``: nobody has looked for such.
+            weight_bytes: see :class:`MemoryOutlook`.
+            coming_bytes: see there.
+        """
         held, budget, available = anonymous_bytes(), self._needs.memory_budget, host_available_bytes()
+        resident = level_bytes(_CPU) if resident_bytes is None else resident_bytes
         return MemoryOutlook(
             held_bytes=held,
             available_bytes=None if available is None else available // self._needs.num_processes,
             # The budget is one of all that is resident, code that shows a file included.
-            budget_bytes=None if budget is None else max(budget - (level_bytes(_CPU) - held), 0),
+            budget_bytes=None if budget is None else max(budget - (resident - held), 0),
             weight_bytes=weight_bytes,
             coming_bytes=coming_bytes,
             activation_bytes=self._needs.activation_budget,
         )
+
+
+def _shows_file(weights: SharedWeights) -> bool:
+    return weights.slices is not None or is_mapped(weights.storage)
+
+
+def _shown_bytes(weights: SharedWeights) -> int:
+    """Of pages of a file that are in memory, and leave when the weights wait; 0 where the system does not tell."""
+    try:
+        return file_page_bytes(weights.storage.data_ptr(), weights.storage.nbytes()) if _shows_file(weights) else 0
+    except OSError:
+        return 0
 
 
 def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:

@@ -1,0 +1,195 @@
+"""``memory_budget`` is one of weights, gradients and activations together: kept in each step, or refused before the
+first one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import BudgetError
+from lightning_ssd.memory.page_table import file_page_bytes
+from lightning_ssd.memory.readings import level_bytes
+from lightning_ssd.parameters.weight_files import is_mapped
+
+MIB = 1 << 20
+UNIT_BYTES = 40 * MIB
+"""More than a difference that a plan takes for nothing."""
+CPU = torch.device("cpu")
+FROZEN = {"kind": "frozen", "parameters": "auto", "activations": "auto"}
+TRAINED = FROZEN | {"kind": "trained", "gradients": "auto", "optimizer_states": "offload"}
+
+
+def trained(settings: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """What the worker tells."""
+    command = [sys.executable, "-m", "tests.support.budget_worker", json.dumps(settings), str(directory)]
+    told: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return told
+
+
+@pytest.fixture(scope="module", params=["frozen", "trained"])
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A kind, and what is left by training it without us."""
+    settings = {"kind": request.param, "activations": "keep"}
+    return request.param, trained(settings, tmp_path_factory.mktemp("kept"))["digest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.6, 0.4, 0.25])
+def test_each_step_stays_within_the_budget(share: float, kept: tuple[str, str], spill_dir: Path) -> None:
+    kind, digest = kept
+    everything_mib, settings = (490, FROZEN) if kind == "frozen" else (1290, TRAINED)
+    budget = int(share * everything_mib)
+    told = trained(settings | {"budget_mib": budget}, spill_dir)
+    assert told["error"] is None
+    assert told["digest"] == digest
+    assert max(told["peaks_mib"]) <= budget
+    assert told["waiting_mib"][-1] > 0
+
+
+class Stack(nn.Module):
+    """Frozen units, with a little that is trained between them."""
+
+    def __init__(self, number: int = 4) -> None:
+        super().__init__()
+        width = int((UNIT_BYTES // 4) ** 0.5)
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(number))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(number))
+        self.blocks.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            x = block(x) * scale
+        return x
+
+
+@pytest.fixture
+def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
+    made = []
+
+    def make(**options: Any) -> Offloader:
+        policy = OffloadPolicy(**{"parameters": "auto", "activations": "auto"} | options)
+        made.append(Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])))
+        return made[-1].open()
+
+    yield make
+    for offloader in made:
+        offloader.close()
+
+
+def train(model: Stack, offloader: Offloader, steps: int) -> None:
+    for _ in range(steps):
+        with offloader.saved_tensors(signature="one kind"):
+            loss = model(torch.ones(150, model.blocks[0].in_features)).square().mean()
+        loss.backward()
+        offloader.end_backward()
+
+
+def waiting(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters() if is_mapped(p.untyped_storage()))
+
+
+# -- what comes and goes ---------------------------------------------------------------------------------------------
+
+
+def test_two_units_count_as_in_memory_wherever_they_are(opened: Callable[..., Offloader]) -> None:
+    model, offloader, found = Stack(), opened(parameters="offload"), []
+    offloader.register_module(model)
+    pager, cache = offloader._parts.parameters.pager, offloader._cache
+    assert pager is not None
+    assert cache is not None
+    unit = model.blocks[0].weight.nbytes
+
+    def look(*_: object) -> None:
+        resident, to_come = pager.resident_bytes, pager.to_come_bytes
+        found.append((resident, to_come, cache._level_bytes() - level_bytes(CPU)))
+
+    look()
+    for block in model.blocks:
+        block.register_forward_hook(look)
+    train(model, offloader, 2)
+    look()
+    assert found[0][:2] == (0, 2 * unit)
+    for resident, to_come, reserved in found:
+        assert 0 <= to_come <= 2 * unit - resident
+        assert reserved <= to_come + MIB, "a read may have begun in between"
+    assert found[0][2] >= 2 * unit - MIB
+    assert found[-1][1] < 2 * unit, "the first unit of the next step has been brought in"
+
+
+def test_what_is_left_for_activations_does_not_hang_on_which_weights_are_in_memory_now(
+    opened: Callable[..., Offloader],
+) -> None:
+    """The first pass knows no order, and has one unit in memory; later ones begin with one."""
+    model = Stack()
+    offloader = opened(parameters="offload", memory_budget=level_bytes(CPU) + 10 * UNIT_BYTES)
+    offloader.register_module(model)
+    grown = set()
+    for _ in range(6):
+        train(model, offloader, 1)
+        (kind,) = offloader._parts.scheduler._kinds.values()
+        grown.add(kind.others.grown_bytes)
+    assert kind.others.peak_bytes is not None
+    assert grown == {0}
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_without_room_for_what_cannot_wait_is_refused_before_the_first_step(
+    opened: Callable[..., Offloader],
+) -> None:
+    model = Stack()
+    rest = level_bytes(CPU) - sum(parameter.nbytes for parameter in model.parameters())
+    budget = rest + UNIT_BYTES
+    offloader = opened(memory_budget=budget)
+    with pytest.raises(BudgetError) as raised:
+        offloader.register_module(model)
+    text = str(raised.value)
+    assert text.startswith(f"OffloadPolicy.memory_budget={budget} bytes (")
+    assert "cannot be kept, even if all weights wait that can; expected more than " in text
+    assert " of weights in use; saved activations come on top. Raise the budget" in text
+    assert waiting(model) == 0, "nothing was taken over"
+    least = int(text.split("expected more than ")[1].split(" bytes")[0])
+    assert rest + UNIT_BYTES < least < rest + 4 * UNIT_BYTES
+    other = opened(memory_budget=least + 32 * MIB)
+    other.register_module(model)
+    assert waiting(model) == 4 * model.blocks[0].weight.nbytes
+
+
+# -- weights that show a file ----------------------------------------------------------------------------------------
+
+
+def test_pages_of_a_file_are_counted_as_far_as_they_are_in_memory(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(4 * MIB)}, tmp_path / "weights.pt")
+    weight = torch.load(tmp_path / "weights.pt", mmap=True)["weight"]
+    assert file_page_bytes(weight.data_ptr(), weight.nbytes) <= MIB
+    weight[: 2 * MIB].sum()
+    assert 8 * MIB <= file_page_bytes(weight.data_ptr(), weight.nbytes) <= 10 * MIB
+    assert file_page_bytes(torch.ones(MIB).data_ptr(), MIB) == 0
+
+
+def test_weights_that_were_read_from_their_file_do_not_count_twice(
+    opened: Callable[..., Offloader], tmp_path: Path
+) -> None:
+    torch.save(Stack().state_dict(), tmp_path / "weights.pt")
+    model = Stack()
+    model.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True), assign=True)
+    model.blocks.requires_grad_(False)
+    before = level_bytes(CPU)
+    for block in model.blocks:
+        block.weight.sum()
+    assert level_bytes(CPU) - before > 3 * UNIT_BYTES
+    offloader = opened(memory_budget=before + 6 * UNIT_BYTES, activation_budget=UNIT_BYTES)
+    offloader.register_module(model)
+    assert waiting(model) == 0
+    assert offloader.stats.weights_kept_bytes == 4 * model.blocks[0].weight.nbytes

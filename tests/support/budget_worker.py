@@ -1,0 +1,84 @@
+"""Trains a stack of equal blocks within a memory budget: ``python -m tests.support.budget_worker SETTINGS DIR``.
+
+``SETTINGS`` are JSON: those of the policy, and ``kind`` ("frozen" or "trained"), ``budget_mib`` above what the process
+holds without a model, ``steps``. It prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import BudgetError
+from lightning_ssd.memory.malloc import trim
+from lightning_ssd.memory.readings import read_memory, reset_host_peak
+
+WIDTH, NUM_BLOCKS, ROWS = 1024, 16, 512
+MIB = 1 << 20
+
+
+class Block(nn.Module):
+    """16 MiB of weights, 10 MiB of activations with the rows of a batch, and a small adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(torch.relu(self.up(x))) * self.scale
+        return y
+
+
+def built(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(kind == "trained" or "scale" in name)
+    return model
+
+
+def main(settings: str, directory: str) -> None:
+    options: dict[str, Any] = json.loads(settings)
+    kind, budget, steps = options.pop("kind"), options.pop("budget_mib", None), options.pop("steps", 6)
+    torch.set_num_threads(1)
+    model = built(kind)
+    trim()
+    rest_bytes = (read_memory().host_bytes or 0) - sum(parameter.nbytes for parameter in model.parameters())
+    if budget is not None:
+        options["memory_budget"] = rest_bytes + budget * MIB
+    digest, told = hashlib.sha256(), {"peaks_mib": [], "waiting_mib": [], "error": None}
+    with Offloader(policy=OffloadPolicy(**options), hardware=HardwareProfile(paths=[directory])) as offloader:
+        try:
+            offloader.register_module(model)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+            optimizer = offloader.offload_optimizer(optimizer)
+            for _ in range(steps):
+                reset_host_peak()
+                with offloader.saved_tensors(signature="one kind"):
+                    loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+                loss.backward()
+                offloader.end_backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                offloader.wait_for_plan()
+                digest.update(loss.detach().numpy().tobytes())
+                told["peaks_mib"].append(((read_memory().host_peak_bytes or 0) - rest_bytes) // MIB)
+                told["waiting_mib"].append(offloader.stats.weights_bytes // MIB)
+        except BudgetError as error:
+            told["error"] = str(error)
+        else:
+            for value in model.state_dict().values():
+                digest.update(value.numpy())
+    print(json.dumps(told | {"digest": digest.hexdigest(), "rest_mib": rest_bytes // MIB}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
