@@ -208,14 +208,18 @@ def _with_parameters(
     stack.callback(files.close)
     pages = UpdatePages()
     stack.callback(pages.close)
-    weights = gradients = None
+    weights = gradients = residents = None
+    if policy.parameters == "auto":
+        residents = Residents(_needs(policy, environment))
+        if parts.scheduler is not None:
+            parts.scheduler.make_room = residents.ask_for
     if policy.parameters != "keep":
         weights = MappedWeights(
             files,
             min_nbytes=policy.min_tensor_nbytes,
             trained=policy.optimizer_states == "offload",
             is_replicated=environment.is_replicated,
-            residents=Residents(_needs(policy, environment)) if policy.parameters == "auto" else None,
+            residents=residents,
             verify=policy.verify == "full",
         )
         stack.callback(weights.close)

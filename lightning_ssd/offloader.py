@@ -180,6 +180,7 @@ class Offloader:
             recompute=self.policy.activations in ("recompute", "recompute_offload"),
             heap_policy=parts.heap_policy,
             weights=parts.parameters.pager,
+            steps=parts.parameters.steps,
             meter=None if ssd is None else BandwidthMeter(ssd, expected=environment.expected_rates),
         )
         stack.callback(self._cache.close)
@@ -394,8 +395,9 @@ class Offloader:
         Raises:
             BudgetError: on entry: a budget of the policy cannot be kept by any plan for this model and batch.
         """
-        current = self._opened().new_pass(signature)
-        self._parts.parameters.begin_pass()
+        cache = self._opened()
+        current = cache.new_pass(signature)
+        self._parts.parameters.begin_pass(lambda: cache.is_alone)
         current.keep_until_over(self)  # so that nobody closes us meanwhile
         return current
 

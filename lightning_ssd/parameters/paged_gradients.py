@@ -70,7 +70,7 @@ class PagedGradients:
         self._lock = threading.RLock()
 
     def register_module(self, module: nn.Module) -> None:
-        """From now on gradients of the parameters that are trained wait.
+        """From now on gradients of the parameters that are trained wait, as far as they may, and no others.
 
         Raises:
             OutOfSpaceError: the drives have no room for them.
@@ -84,6 +84,10 @@ class PagedGradients:
         shards = [s for s in shards if s.parameter.requires_grad and (self._waits is None or self._waits(s.parameter))]
         if whole or shards:
             self._before_first()
+        waiting = {id(parameter) for parameter in whole}
+        for parameter in module.parameters():
+            if id(parameter) not in waiting and id(parameter) in self._hooks:
+                self._let_stay(id(parameter))
         new, new_shards = [p for p in whole if not self._has_hook(p)], [s for s in shards if not self._is_told(s)]
         self._files.check_room([local_of(p).nbytes for p in (*new, *(s.parameter for s in new_shards))], changes=True)
         for parameter in new:
@@ -96,6 +100,13 @@ class PagedGradients:
                 "each backward changes %s of gradients, which the system writes to the drive where memory is short",
                 format_sizes(nbytes)[0],
             )
+
+    def _let_stay(self, key: int) -> None:
+        """The next gradients of a parameter stay: its weight has come back to stay, or it is trained no more."""
+        with self._lock:
+            self._hooks.pop(key).remove()
+            if key in self._memory:
+                self._retired.append(self._memory.pop(key))
 
     def _has_hook(self, parameter: torch.Tensor) -> bool:
         handle = self._hooks.get(id(parameter))

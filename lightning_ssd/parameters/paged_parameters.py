@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_ssd.parameters.device_gradients import DeviceGradients
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Pager
+from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.parameters.update_pages import UpdatePages
 from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.telemetry.stats import OffloadStats
@@ -96,10 +97,24 @@ class PagedParameters:
         if self.gradients is not None:
             self.gradients.send_out()
 
-    def begin_pass(self) -> None:
-        """A forward begins: what ``zero_grad(set_to_none=False)`` has touched leaves."""
+    @property
+    def steps(self) -> StepMemory | None:
+        """Wants to know of what comes and goes in a step; ``None``: nobody decides by it."""
+        residents = None if self.weights is None else self.weights.residents
+        return None if residents is None else residents.steps
+
+    def begin_pass(self, is_alone: Callable[[], bool]) -> None:
+        """A forward begins: what ``zero_grad(set_to_none=False)`` has touched leaves.
+
+        Args:
+            is_alone: whether no graph is alive, so that other weights than before may wait from now on.
+        """
         if self.gradients is not None:
             self.gradients.send_out()
+        if self.weights is not None and self.steps is not None and is_alone():
+            for module in self.weights.reconsider():
+                if self.gradients is not None:
+                    self.gradients.register_module(module)
 
     def border(self) -> None:
         """A backward is over.

@@ -30,7 +30,7 @@ from lightning_ssd.common.dtensor import CutWatch, ShardedParameter
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
-from lightning_ssd.errors import BudgetError, forget_frames
+from lightning_ssd.errors import BudgetError, StorageError, forget_frames
 from lightning_ssd.memory.file_mapping import drop_pages
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.mapped_pager import MappedPager
@@ -44,6 +44,8 @@ from lightning_ssd.telemetry.stats import WeightStats
 
 __all__ = ["MappedWeights", "PagedWeights"]
 
+_Choose = Callable[[nn.Module, Sequence[SharedWeights], Mapping[str, Place]], frozenset[str]]
+"""Which of a module's weights that could wait stay."""
 _log = logging.getLogger(__name__)
 _TRIM_BYTES = 64 << 20
 """After so many bytes malloc is told to give back what the weights had: it would keep it for tensors to come."""
@@ -78,7 +80,7 @@ class PagedWeights(ABC, Generic[Memory]):
         self.pager = pager
         self._trained = trained
         self._is_replicated = is_replicated
-        self._residents = residents
+        self.residents = residents
         self._min_nbytes = min_nbytes
         self._device = device
         self._windows: list[Window | Gathering] = []
@@ -117,12 +119,15 @@ class PagedWeights(ABC, Generic[Memory]):
             OutOfSpaceError: the drives have no room for all of them. None was taken over.
             StorageError: a drive refuses. What was taken over before it did is as good as before.
         """
+        self._register(module, None if self.residents is None else self.residents.choose)
+
+    def _register(self, module: nn.Module, choose: _Choose | None) -> None:
         self.pager.border()  # what is gone leaves its place to the new ones
         self._windows = [window for window in self._windows if window.module is not None]
         found = shared_weights(module, self._min_nbytes, self._device)
         places = owners(module, found, watches_compiled=self._watches_compiled)
         try:
-            staying = self._staying(module, found, places)
+            staying = self._staying(module, found, places, choose)
         except BudgetError as error:
             forget_frames(error)  # they hold the storages, which would count as held when it is tried again
             found.clear()
@@ -169,9 +174,44 @@ class PagedWeights(ABC, Generic[Memory]):
         """While it is entered, ``weight.detach()`` may give a copy in memory of the host: for a checkpoint."""
         return nullcontext()
 
-    def _staying(self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, Place]) -> frozenset[str]:
+    def reconsider(self) -> list[nn.Module]:
+        """A forward begins, and nothing else is under way: where steps have shown that more memory is lacking than was
+        thought, or that much is left, have more weights wait, or fewer.
+
+        Returns:
+            Modules of which other weights wait now.
+        """
+        if self.residents is None or self.pager.is_closed:
+            return []
+        spare = self.residents.spare_bytes(window_bytes=self.pager.window_bytes, shown_bytes=self.pager.resident_bytes)
+        changed: list[nn.Module] = []
+        for module in self.residents.modules if spare else ():
+            try:
+                self._register(module, partial(self.residents.reconsider, spare_bytes=spare))
+            except StorageError as error:
+                self.residents.give_up()
+                warnings.warn(
+                    f"memory is short, and no more weights can wait on drives ({error}); they stay in memory, and "
+                    "results are not affected",
+                    stacklevel=5,
+                )
+                break
+            moved = self.residents.moved_bytes
+            if moved:
+                _log.info("%s", self.residents.text)
+                changed.append(module)
+            if moved >= abs(spare):
+                break
+            spare += moved if spare < 0 else -moved
+        if changed:
+            self.pager.border()  # what has come back is none of ours any more
+        return changed
+
+    def _staying(
+        self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, Place], choose: _Choose | None
+    ) -> frozenset[str]:
         """First names of those that could wait and stay."""
-        if self._residents is None:
+        if choose is None:
             return frozenset()
         movable = [
             weights
@@ -179,7 +219,7 @@ class PagedWeights(ABC, Generic[Memory]):
             if self._may_wait(weights)
             and (self.pager.find(weights.storage) is not None or why_it_stays(weights) is None)
         ]
-        return self._residents.choose(module, movable, places)
+        return choose(module, movable, places)
 
     def _may_wait(self, weights: SharedWeights) -> bool:
         return weights.is_frozen or (self._trained and not self._is_replicated)
@@ -234,10 +274,10 @@ class PagedWeights(ABC, Generic[Memory]):
         """Log how much waits, and warn of what the user may not expect, of the last module that was registered."""
         self.pager.border()
         nbytes, held = self.stats.nbytes, self._held
-        if self._residents is None:
+        if self.residents is None:
             _log.info("%s of weights wait on drives between their uses", format_sizes(nbytes)[0])
         else:
-            _log.info("%s", self._residents.text)
+            _log.info("%s", self.residents.text)
             if not nbytes:
                 return
         if held:
@@ -311,7 +351,7 @@ class PagedWeights(ABC, Generic[Memory]):
             if weight is not None:
                 del weights
                 self._put_away(weight)
-            elif (weights.slices is None and (self._residents is None or self._residents.is_short())) and (
+            elif (weights.slices is None and (self.residents is None or self.residents.is_short())) and (
                 self._why_it_stays(weights, (unit_name, None)) is None
             ):
                 one = [weights]
@@ -333,7 +373,7 @@ class PagedWeights(ABC, Generic[Memory]):
             stall_s=self.pager.stall_s,
             stall_backward_s=self.pager.stall_backward_s,
             num_late=self.pager.num_late,
-            kept_bytes=0 if self._residents is None else self._residents.kept_bytes,
+            kept_bytes=0 if self.residents is None else self.residents.kept_bytes,
         )
 
     @property

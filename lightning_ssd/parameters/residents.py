@@ -17,9 +17,16 @@ from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.page_table import file_page_bytes
 from lightning_ssd.memory.readings import anonymous_bytes, host_available_bytes, level_bytes
 from lightning_ssd.parameters.pager import Place
+from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.parameters.units import SharedWeights, is_plain
 from lightning_ssd.parameters.weight_files import is_mapped
-from lightning_ssd.planning.residency import MemoryOutlook, ResidencyUnit, choose_residents
+from lightning_ssd.planning.residency import (
+    MemoryOutlook,
+    ResidencyUnit,
+    SpareMemory,
+    choose_residents,
+    reconsider_residents,
+)
 
 __all__ = ["Needs", "Residents"]
 
@@ -69,16 +76,22 @@ class _Decision:
     """On one module."""
 
     room_bytes: int | None
+    """As it was computed at first; a later decision leaves it."""
     num_units: int
     num_waiting: int
     nbytes: int
     kept_bytes: int
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of weights that wait."""
+        return self.nbytes - self.kept_bytes
+
     def text(self) -> str:
         """One line for the log."""
         if self.room_bytes is None:
             return f"nothing tells how much memory there is: all {format_sizes(self.nbytes)[0]} of weights may wait"
-        waiting, total, room = format_sizes(self.nbytes - self.kept_bytes, self.nbytes, self.room_bytes)
+        waiting, total, room = format_sizes(self.waiting_bytes, self.nbytes, self.room_bytes)
         if not self.num_waiting:
             return f"no weights wait on drives: memory has room for {room}, and {total} could wait"
         units = pluralize(self.num_units, "unit", "units")
@@ -86,9 +99,10 @@ class _Decision:
 
 
 class Residents:
-    """Decides, for each module that is registered, which of the weights that could wait stay in memory.
+    """Decides, for each module that is registered, which of the weights that could wait stay in memory; and again,
+    between steps, when these have shown what else takes memory.
 
-    Gradients and optimizer states are counted before there are any, as AdamW would have them.
+    At first gradients and optimizer states are counted before there are any, as AdamW would have them.
 
     Args:
         needs: of training.
@@ -97,6 +111,12 @@ class Residents:
     def __init__(self, needs: Needs) -> None:
         self._needs = needs
         self._decisions: dict[int, tuple[weakref.ref[nn.Module], _Decision]] = {}
+        self._spare = SpareMemory()
+        self._asked_bytes = 0
+        self._has_given_up = False
+        self.steps = StepMemory()
+        self.moved_bytes = 0
+        """Weights that were told to wait, or to come back, by the last :meth:`reconsider`."""
         self.text = ""
         """What was decided last, for the log."""
 
@@ -104,6 +124,11 @@ class Residents:
     def kept_bytes(self) -> int:
         """Weights that could wait and stay, since there is room."""
         return sum(decision.kept_bytes for _, decision in self._alive())
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """On which it was decided, and that there still are."""
+        return [module for module, _ in self._alive()]
 
     def _alive(self) -> list[tuple[nn.Module, _Decision]]:
         """Modules that there still are, with what was decided on them."""
@@ -130,14 +155,50 @@ class Residents:
         Raises:
             BudgetError: the budget has no room for what cannot wait.
         """
-        members: dict[tuple[str, object | None, bool], list[SharedWeights]] = {}
-        for weights in movable:
-            # What is frozen in a unit waits before what is trained in it.
-            members.setdefault((*places[weights.names[0]], not weights.is_frozen), []).append(weights)
-        units = [self._unit(held) for held in members.values()]
-        in_flight = sum(sorted(_sizes_by_place(movable, places))[-2:])
+        members = _members(movable, places)
+        units = [self._unit(held) for held in members]
+        in_flight = _in_flight_bytes(movable, places)
         room_bytes = self._room_bytes(module, movable, in_flight)
         stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=in_flight)
+        decision = self._decide(module, room_bytes, units, stays)
+        self.text = decision.text()
+        return _names_of(members, stays)
+
+    def reconsider(
+        self, module: nn.Module, movable: Sequence[SharedWeights], places: Mapping[str, Place], *, spare_bytes: int
+    ) -> frozenset[str]:
+        """Decide on one module again.
+
+        Args:
+            module: it was decided on before.
+            movable: see :meth:`choose`.
+            places: see there.
+            spare_bytes: memory that is left, below 0 that is lacking: see :func:`reconsider_residents`.
+
+        Returns:
+            The first names of those that stay.
+        """
+        members = _members(movable, places)
+        units = [self._unit(held) for held in members]
+        stays = [not all(is_mapped(weights.storage) for weights in held) for held in members]
+        in_flight = _in_flight_bytes(movable, places)
+        after = reconsider_residents(units, stays, spare_bytes=spare_bytes, in_flight_bytes=in_flight)
+        decision = self._decide(module, None, units, after)
+        changed = [unit for unit, then, now in zip(units, stays, after, strict=True) if then is not now]
+        self.moved_bytes = sum(unit.weight_bytes for unit in changed)
+        if changed and spare_bytes > 0:
+            self._spare.came_back()
+        spare, moved, waiting = format_sizes(abs(spare_bytes), self.moved_bytes, decision.waiting_bytes)
+        self.text = (
+            f"steps have shown that memory lacks {spare}: {moved} more of weights wait on drives, {waiting} in all"
+            if spare_bytes < 0
+            else f"steps have left {spare} of memory: {moved} of weights come back to stay, {waiting} wait on drives"
+        )
+        return _names_of(members, after)
+
+    def _decide(
+        self, module: nn.Module, room_bytes: int | None, units: Sequence[ResidencyUnit], stays: Sequence[bool]
+    ) -> _Decision:
         decision = _Decision(
             room_bytes=room_bytes,
             num_units=len(units),
@@ -146,9 +207,37 @@ class Residents:
             kept_bytes=sum(unit.weight_bytes for unit, stay in zip(units, stays, strict=True) if stay),
         )
         self._decisions[id(module)] = weakref.ref(module), decision
-        self.text = decision.text()
-        held_in = zip(members.values(), stays, strict=True)
-        return frozenset(weights.names[0] for held, stay in held_in if stay for weights in held)
+        return decision
+
+    # -- again ---------------------------------------------------------------------------------------------------
+
+    def ask_for(self, nbytes: int) -> bool:
+        """Saved activations need so much more; whether weights that stay can make room for any of it."""
+        if self._has_given_up or not self.kept_bytes:
+            return False
+        self._asked_bytes = max(self._asked_bytes, nbytes)
+        return True
+
+    def give_up(self) -> None:
+        """Drives take no more: what was decided stays."""
+        self._has_given_up = True
+
+    def spare_bytes(self, *, window_bytes: int, shown_bytes: int) -> int:
+        """A forward begins, and nothing else is under way: what it is time to reconsider with; 0: nothing.
+
+        Args:
+            window_bytes: what weights that wait may take in memory to be used.
+            shown_bytes: what they take now.
+        """
+        peak_bytes = None if self._has_given_up else self.steps.begin()
+        if self._asked_bytes:
+            spare, self._asked_bytes = -self._asked_bytes, 0
+            self._spare.ran_short()
+            return spare
+        usable = None if peak_bytes is None else self._outlook(level_bytes(_CPU) - shown_bytes).usable_bytes
+        if peak_bytes is None or usable is None:
+            return 0
+        return self._spare.judge(usable, peak_bytes + window_bytes)
 
     def _unit(self, held: Sequence[SharedWeights]) -> ResidencyUnit:
         nbytes = sum(weights.storage.nbytes() for weights in held)
@@ -241,9 +330,22 @@ def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(local_of(parameter).nbytes for parameter in parameters if parameter.requires_grad)
 
 
-def _sizes_by_place(movable: Sequence[SharedWeights], places: Mapping[str, Place]) -> Iterable[int]:
+def _members(movable: Sequence[SharedWeights], places: Mapping[str, Place]) -> list[list[SharedWeights]]:
+    """What waits or stays together: what is frozen in a unit waits before what is trained in it."""
+    members: dict[tuple[str, object | None, bool], list[SharedWeights]] = {}
+    for weights in movable:
+        members.setdefault((*places[weights.names[0]], not weights.is_frozen), []).append(weights)
+    return list(members.values())
+
+
+def _names_of(members: Sequence[Sequence[SharedWeights]], stays: Sequence[bool]) -> frozenset[str]:
+    return frozenset(weights.names[0] for held, stay in zip(members, stays, strict=True) if stay for weights in held)
+
+
+def _in_flight_bytes(movable: Sequence[SharedWeights], places: Mapping[str, Place]) -> int:
+    """Of the largest two units."""
     sizes: dict[Place, int] = {}
     for weights in movable:
         place = places[weights.names[0]]
         sizes[place] = sizes.get(place, 0) + weights.storage.nbytes()
-    return sizes.values()
+    return sum(sorted(sizes.values())[-2:])

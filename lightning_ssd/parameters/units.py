@@ -140,9 +140,15 @@ def why_it_stays(weights: SharedWeights) -> str | None:
 
 
 def _is_held_in_c(tensor: torch.Tensor, known: Iterable[torch.Tensor]) -> bool:
-    """Whether code that is not Python holds a tensor, besides known ones that are views of it."""
-    num_views = sum(other._base is tensor for other in known)
-    return tensor._use_count() > 1 + num_views  # type: ignore[attr-defined,no-any-return]  # in no stub
+    """Whether code that is not Python holds a tensor, besides known ones that are views of it.
+
+    A graph whose backward is over may live on with its loss. Where its gradients went to (``AccumulateGrad``) holds the
+    parameter, and looks at no bytes: of this there is one at most, which is made here if there is none, and so counted.
+    """
+    num_known = 1 + sum(other._base is tensor for other in known)
+    accumulator = torch.autograd.graph.get_gradient_edge(tensor).node if tensor.requires_grad else None
+    num_known += accumulator is not None and tensor.is_leaf
+    return tensor._use_count() > num_known  # type: ignore[attr-defined,no-any-return]  # in no stub
 
 
 @functools.cache
