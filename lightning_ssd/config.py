@@ -97,8 +97,8 @@ class OffloadPolicy:
     parameters: Literal["keep", "offload", "auto"] = "keep"
     """Weights: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
     SSD between its uses: those that are not trained (``requires_grad=False``), and with ``optimizer_states="offload"``
-    the trained ones, too. "auto" lets only as many of these wait as memory lacks when the model is registered; so far
-    on a CPU."""
+    the trained ones, too. "auto" lets only as many of these wait as memory lacks, or ``memory_budget`` requires, when
+    the model is registered and as steps show; so far on a CPU."""
 
     gradients: Literal["keep", "offload", "auto"] = "keep"
     """Gradients: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
@@ -116,7 +116,7 @@ class OffloadPolicy:
 
     memory_budget: Size | None = None
     """Peak of device memory (on CPU: of the process) to stay under; ``None``: as low as ``max_slowdown`` allows. Only
-    with ``activations="auto"``."""
+    with ``activations="auto"``; weights and gradients leave for it with ``parameters="auto"``."""
 
     activation_budget: Size | None = None
     """The same for resident saved activations alone."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.parameters import residents, step_memory
+from lightning_ssd.parameters.units import shared_weights, why_it_stays
 from lightning_ssd.parameters.weight_files import is_mapped
 from lightning_ssd.planning import residency
 from tests.parameters.test_auto import BLOCK_BYTES, TRAINED, blocks_of, waiting
 from tests.parameters.test_everything_away import Loop
-from tests.parameters.test_paged_weights import MIN_TENSOR, built, equal_weights, same, train
+from tests.parameters.test_paged_weights import MIN_TENSOR, batches, built, equal_weights, same, train
 
 GIB = 1 << 30
 
@@ -137,3 +140,126 @@ def test_trained_weights_leave_and_come_back_with_their_gradients(
     assert numbers[16] == numbers[4]
     assert numbers[-1] == 0
     assert options or all(weights == gradients for weights, gradients in seen)
+
+
+# -- when, and what not ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_moves_while_a_graph_is_alive(opened: Callable[..., Offloader], machine: Machine) -> None:
+    plain, model = built(), built()
+    machine.models.append(model)
+    expected, found, seen = [], [], []
+    offloader = opened(model)
+    train(model, offloader, steps=1)
+    train(plain, steps=1)
+    machine.lacks(GIB)
+    train(model, offloader, steps=1)
+    train(plain, steps=1)
+    ids = next(batches(1))
+    for one, losses in ((plain, expected), (model, found)):
+        graphs = []
+        for _ in range(3):
+            with offloader.saved_tensors() if one is model else nullcontext():
+                graphs.append(one(ids).logsumexp(-1).mean())
+            seen.append(len(waiting(model)))
+            if len(graphs) == 1:
+                machine.lacks(GIB if one is plain else -GIB)
+        for graph in graphs:
+            graph.backward()
+        losses += [*graphs, *(p.grad for p in one.parameters() if p.grad is not None)]
+    assert same(found, expected)
+    assert seen == [0, 0, 0, 9, 9, 9]
+
+
+def test_a_weight_that_somebody_holds_stays_until_it_is_let_go(
+    opened: Callable[..., Offloader], machine: Machine
+) -> None:
+    plain, model, seen = built(), built(), []
+    machine.models.append(model)
+    held = [model.blocks[1].up.weight.detach()[1:]]
+    array = model.blocks[2].up.weight.detach().numpy()
+
+    def between(one: nn.Module, step: int) -> None:
+        for weight in (one.blocks[1].up.weight, one.blocks[2].up.weight):
+            weight.data.mul_(1.01)  # both of them see it
+        if one is model:
+            seen.append(waiting(model))
+            assert torch.equal(model.blocks[2].up.weight, torch.from_numpy(array))
+            if held:
+                assert torch.equal(held[0], model.blocks[1].up.weight[1:])
+            machine.lacks(GIB)
+            if step == 4:
+                held.clear()
+
+    expected = train(plain, steps=8, between=between)
+    assert same(train(model, opened(model), steps=8, between=between), expected)
+    assert equal_weights(model, plain)
+    assert "blocks.0.up.weight" in seen[3]
+    assert "blocks.1.up.weight" not in seen[4]
+    assert "blocks.1.up.weight" in seen[-1]
+    assert "blocks.2.up.weight" not in seen[-1]
+
+
+def test_drives_that_are_full_are_told_of_once_and_weights_stay(
+    opened: Callable[..., Offloader], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OutOfSpaceError(errno.ENOSPC, "the drive is full")
+
+    plain, model = built(), built()
+    machine.models.append(model)
+    offloader = opened(model)
+    monkeypatch.setattr("lightning_ssd.parameters.weight_files.WeightFiles.check_room", refuse)
+    machine.lacks(GIB)
+    with pytest.warns(UserWarning, match="no more weights can wait on drives .*drive is full") as told:
+        assert same(train(model, offloader, steps=6), train(plain, steps=6))
+    assert len(told) == 1
+    assert waiting(model) == []
+    assert not offloader._parts.parameters.weights.residents.ask_for(1), "nor does the planner hope for them"
+
+
+def test_what_moves_is_told(
+    opened: Callable[..., Offloader], machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = built()
+    machine.models.append(model)
+    offloader = opened(model)
+    caplog.set_level(logging.INFO, "lightning_ssd")
+    machine.lacks(BLOCK_BYTES // 2)
+    train(model, offloader, steps=3)
+    assert "steps have shown that memory lacks 0.2 MiB: 1.3 MiB more of weights wait on drives, 1.3 MiB" in caplog.text
+    machine.lacks(-GIB)
+    train(model, offloader, steps=8)
+    assert "steps have left 1.00 GiB of memory: <0.01 GiB of weights come back to stay, 0.00 GiB wait" in caplog.text
+    assert len(caplog.records) == 2
+
+
+def test_in_memory_that_is_not_short_nothing_moves_and_no_pass_has_hooks(
+    opened: Callable[..., Offloader], machine: Machine
+) -> None:
+    model = built()
+    machine.models.append(model)
+    offloader = opened(model)
+    machine.lacks(0)
+    for _ in range(20):
+        with offloader.saved_tensors(signature="one kind"):
+            loss = model(next(batches(1))).sum()
+        loss.backward()
+        offloader.end_backward()
+    assert waiting(model) == []
+    assert offloader.stats.num_plain_passes == 19
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+# -- who else may hold a weight --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_graph_that_has_been_used_holds_no_weight(is_used: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    loss = (model(torch.ones(1, 8)) * model[0].weight.sin().sum()).sum()
+    if is_used:
+        loss.backward()
+    reasons = [why_it_stays(weights) for weights in shared_weights(model, 256)]
+    assert [reason is None for reason in reasons] == [is_used] * 2
+    assert loss.grad_fn is not None

@@ -148,6 +148,36 @@ def test_an_impossible_memory_budget_names_what_else_is_in_memory() -> None:
             made.wait()
 
 
+def test_before_a_budget_is_refused_others_are_asked_to_make_room() -> None:
+    asked: list[int] = []
+
+    def make_room(nbytes: int) -> bool:
+        asked.append(nbytes)
+        return len(asked) == 1
+
+    with opened(memory_budget=8 * NBYTES) as made:
+        made.make_room = make_room
+        run_pass(made, make_trace(other=8 * NBYTES))
+        made.wait()
+        assert asked == [smallest_budget(make_trace(), made.machine, PlanObjective())]
+        assert made.cursor("a", level_bytes=0, available_bytes=1 << 40)[1], "what is left is looked at again"
+        run_pass(made, make_trace(other=8 * NBYTES))
+        with pytest.raises(BudgetError):
+            made.wait()
+    assert len(asked) == 2
+
+
+def test_where_the_budget_of_activations_is_in_the_way_nobody_else_is_asked() -> None:
+    asked: list[int] = []
+    for budgets in ({"activation_budget": 1}, {"activation_budget": 1, "memory_budget": 100 * NBYTES}):
+        with opened(**budgets) as made:
+            made.make_room = lambda nbytes: asked.append(nbytes) is None
+            run_pass(made, make_trace())
+            with pytest.raises(BudgetError):
+                made.wait()
+    assert asked == []
+
+
 def named(error: BaseException) -> int:
     """The smallest budget in a message."""
     return int(str(error).split("smallest possible is about ")[1].split(" bytes")[0])

@@ -1,7 +1,7 @@
 """Trains a stack of equal blocks within a memory budget: ``python -m tests.support.budget_worker SETTINGS DIR``.
 
 ``SETTINGS`` are JSON: those of the policy, and ``kind`` ("frozen" or "trained"), ``budget_mib`` above what the process
-holds without a model, ``steps``. It prints one line of JSON.
+holds without a model, ``steps``, ``rows`` of a batch. It prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def built(kind: str) -> nn.Module:
 def main(settings: str, directory: str) -> None:
     options: dict[str, Any] = json.loads(settings)
     kind, budget, steps = options.pop("kind"), options.pop("budget_mib", None), options.pop("steps", 6)
+    rows = options.pop("rows", ROWS)
     torch.set_num_threads(1)
     model = built(kind)
     trim()
@@ -63,7 +64,7 @@ def main(settings: str, directory: str) -> None:
             for _ in range(steps):
                 reset_host_peak()
                 with offloader.saved_tensors(signature="one kind"):
-                    loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+                    loss = model(torch.randn(rows, WIDTH)).square().mean()
                 loss.backward()
                 offloader.end_backward()
                 optimizer.step()
