@@ -18,7 +18,7 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.paged_states import subgroup_bytes
-from lightning_ssd.parameters import residents
+from lightning_ssd.parameters import residents, step_memory
 from lightning_ssd.parameters.residents import Needs
 from lightning_ssd.parameters.weight_files import is_mapped
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
@@ -55,6 +55,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     monkeypatch.setattr(residents, "host_available_bytes", lambda: said.available_bytes)
     monkeypatch.setattr(residents, "anonymous_bytes", lambda: said.held_bytes)
     monkeypatch.setattr(residents, "level_bytes", lambda device: said.held_bytes)
+    monkeypatch.setattr(step_memory, "anonymous_bytes", lambda: said.held_bytes)
+    monkeypatch.setattr(step_memory, "free_heap_bytes", lambda: 0)
     return said
 
 
