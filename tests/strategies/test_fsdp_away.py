@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.distributed.tensor import init_device_mesh
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy, SSDOffloadStrategy
 from lightning_ssd.common.dtensor import local_of, sharded_of
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
-from lightning_ssd.parameters import residents
+from lightning_ssd.parameters import residents, step_memory
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles, is_mapped
+from lightning_ssd.planning import residency
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
 from tests.support.processes import run_script
@@ -95,9 +97,14 @@ Between = Callable[[nn.Module, int], object]
 
 
 def run(
-    model: nn.Module, offloader: Offloader | None, *, steps: int = 3, between: Between = lambda model, step: None
+    model: nn.Module,
+    offloader: Offloader | None,
+    *,
+    steps: int = 3,
+    between: Between = lambda model, step: None,
+    is_watched: bool = False,
 ) -> dict[str, Any]:
-    """Train; ``between`` backward and update."""
+    """Train; ``between`` backward and update. ``is_watched``: the offloader is told of what forward saves."""
     optimizer: Any = torch.optim.AdamW([shard.parameter for shard in sharded_of(model)], lr=1e-2)
     if offloader is not None:
         offloader.register_module(model)
@@ -105,7 +112,8 @@ def run(
     found: dict[str, Any] = {"losses": [], "gradients": []}
     for step in range(steps):
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
+        with offloader.saved_tensors() if offloader is not None and is_watched else nullcontext():
+            loss = model(x).square().mean()
         loss.backward()
         if offloader is not None:
             offloader.end_backward()
@@ -343,11 +351,34 @@ def test_with_auto_as_many_wait_as_memory_lacks(
 ) -> None:
     monkeypatch.setattr(residents, "host_available_bytes", lambda: available)
     monkeypatch.setattr(residents, "anonymous_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(step_memory, "anonymous_bytes", lambda: 1 << 20)
     offloader = opened(parameters="auto", gradients="auto")
     expected = run(sharded(mesh), None)
     assert_identical(run(sharded(mesh), offloader), expected)
     assert offloader.stats.weights_bytes == num_waiting * WIDTH * WIDTH * 4
     assert offloader.stats.weights_kept_bytes == (7 - num_waiting) * WIDTH * WIDTH * 4
+
+
+def test_shards_leave_and_come_back_as_memory_lacks(
+    mesh: Any, opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, waiting = {"available": 1 << 40}, []
+    monkeypatch.setattr(residents, "host_available_bytes", lambda: memory["available"])
+    monkeypatch.setattr(step_memory, "_REST_S", 0.0)
+    monkeypatch.setattr(residency, "_PATIENCE", 2)
+    expected = run(sharded(mesh), None, steps=12)
+    offloader = opened(parameters="auto", gradients="auto")
+
+    def between(model: nn.Module, step: int) -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        in_files = sum(is_mapped(local_of(gradient).untyped_storage()) for gradient in gradients)
+        waiting.append((sum(is_mapped(local.untyped_storage()) for local in locals_of(model)), in_files))
+        memory["available"] = 0 if 2 <= step < 6 else 1 << 40
+
+    assert_identical(run(sharded(mesh), offloader, steps=12, between=between, is_watched=True), expected)
+    assert waiting[2] == (0, 0)
+    assert waiting[6] == (7, 7)
+    assert waiting[-1][0] == 0
 
 
 def test_shards_that_are_unfrozen_while_they_wait(mesh: Any, opened: Callable[..., Offloader]) -> None:
