@@ -282,7 +282,7 @@ class Offloader:
         """Parameters and buffers of ``module`` are no saved activations, whatever view of them autograd saves.
 
         Where the policy offloads parameters, those that are not trained are written to the drive, and wait there
-        between their uses from now on. With "auto" it is decided here how many of them.
+        between their uses from now on. With "auto" it is decided here how many of them, and again between later steps.
 
         Its repeated blocks, or those that ``policy.recompute_modules`` names, are found, and each block's ``forward``
         is stood in for until :meth:`close`: where the policy plans, to learn what they take; where it allows, to
@@ -291,6 +291,7 @@ class Offloader:
         Raises:
             ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names; or it is on a
                 GPU, and the offloader was opened for the CPU.
+            BudgetError: ``memory_budget`` has no room for what cannot wait, with ``parameters="auto"``.
             StorageError: weights cannot be written: the drive is full (:class:`OutOfSpaceError`) or refuses.
         """
         cache, resources = self._opened(), self._resources

@@ -76,7 +76,7 @@ class _Decision:
     """On one module."""
 
     room_bytes: int | None
-    """As it was computed at first; a later decision leaves it."""
+    """Where it was computed, and known."""
     num_units: int
     num_waiting: int
     nbytes: int
@@ -237,7 +237,9 @@ class Residents:
         usable = None if peak_bytes is None else self._outlook(level_bytes(_CPU) - shown_bytes).usable_bytes
         if peak_bytes is None or usable is None:
             return 0
-        return self._spare.judge(usable, peak_bytes + window_bytes)
+        spare = self._spare.judge(usable, peak_bytes + window_bytes)
+        can_move = self.kept_bytes if spare < 0 else sum(decision.waiting_bytes for _, decision in self._alive())
+        return spare if can_move else 0
 
     def _unit(self, held: Sequence[SharedWeights]) -> ResidencyUnit:
         nbytes = sum(weights.storage.nbytes() for weights in held)

@@ -1,6 +1,7 @@
 """Trains a small GPT with frozen blocks, in the memory that there is: ``python -m tests.support.auto_worker MODE DIR``.
 
-``MODE`` is a value of ``OffloadPolicy.parameters``. It prints one line of JSON.
+``MODE`` is a value of ``OffloadPolicy.parameters``. With a third argument something else takes so many MiB after the
+second of six steps, which save more. It prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -38,31 +39,41 @@ class GPT(nn.Module):
         return logits
 
 
-def main(mode: str, directory: str) -> None:
+def main(mode: str, directory: str, ballast_mib: str = "0") -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    budget = {} if mode == "keep" else {"activation_budget": "64MiB"}
-    policy = OffloadPolicy(parameters=mode, activations="auto", **budget)  # type: ignore[arg-type]
-    digest = hashlib.sha256()
+    is_plain, ballast_bytes, waiting = ballast_mib == "0", int(ballast_mib) << 20, []
+    budget = {} if mode == "keep" or not is_plain else {"activation_budget": "64MiB"}
+    policy = OffloadPolicy(
+        parameters=mode,  # type: ignore[arg-type]
+        activations="auto" if is_plain else "keep",
+        **budget,  # type: ignore[arg-type]
+    )
+    digest, ballast = hashlib.sha256(), None
     with Offloader(policy=policy, hardware=HardwareProfile(paths=[directory])) as offloader:
         with offloader.streamed_init():
             model = GPT()
         model.blocks.requires_grad_(False)
         offloader.register_module(model)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        for _ in range(3):
+        for step in range(3 if is_plain else 6):
             with offloader.saved_tensors():
-                loss = model(torch.randint(0, VOCABULARY, (2, 16))).logsumexp(-1).mean()
+                loss = model(torch.randint(0, VOCABULARY, (2, 16 if is_plain else 96))).logsumexp(-1).mean()
             loss.backward()
             offloader.end_backward()
             optimizer.step()
             optimizer.zero_grad()
             digest.update(loss.detach().numpy().tobytes())
+            waiting.append(offloader.stats.weights_bytes)
+            if step == 1 and ballast_bytes:
+                ballast = torch.ones(ballast_bytes, dtype=torch.uint8)
         for value in model.state_dict().values():
             digest.update(value.numpy())
         told = {
             "digest": digest.hexdigest(),
-            "waiting_bytes": offloader.stats.weights_bytes,
+            "waiting_bytes": waiting[-1],
+            "waited_bytes": waiting[0],
+            "ballast_bytes": 0 if ballast is None else ballast.nbytes,
             "kept_bytes": offloader.stats.weights_kept_bytes,
             "blocks_bytes": sum(parameter.nbytes for parameter in model.blocks.parameters()),
         }
