@@ -148,9 +148,14 @@ def capacity_bytes(device: torch.device) -> int | None:
     return _smaller(_read_kib_table(Path("/proc/meminfo")).get("MemTotal"), cgroup_limit_bytes())
 
 
-def host_available_bytes() -> int | None:
-    """What can still be allocated without swapping or being killed: machine and cgroup, whichever has less."""
-    return _smaller(_read_kib_table(Path("/proc/meminfo")).get("MemAvailable"), cgroup_available_bytes())
+def host_available_bytes(cached_bytes: int = 0) -> int | None:
+    """What can still be allocated without swapping or being killed: machine and cgroup, whichever has less.
+
+    Args:
+        cached_bytes: see :func:`cgroup_available_bytes`.
+    """
+    of_group = cgroup_available_bytes(cached_bytes=cached_bytes)
+    return _smaller(_read_kib_table(Path("/proc/meminfo")).get("MemAvailable"), of_group)
 
 
 def cgroup_limit_bytes(proc: Path = Path("/proc/self")) -> int | None:
@@ -163,23 +168,29 @@ def cgroup_limit_bytes(proc: Path = Path("/proc/self")) -> int | None:
     return min(limits, default=None)
 
 
-def cgroup_available_bytes(proc: Path = Path("/proc/self")) -> int | None:
-    """The least room that any limited cgroup from this process's own up to the root has left; ``None``: no limit."""
-    rooms = (max(0, limit - used) for limit, used in _cgroup_levels(proc))
+def cgroup_available_bytes(proc: Path = Path("/proc/self"), *, cached_bytes: int = 0) -> int | None:
+    """The least room that any limited cgroup from this process's own up to the root has left; ``None``: no limit.
+
+    Args:
+        proc: where ``cgroup`` and ``mountinfo`` are.
+        cached_bytes: of files in the page cache whose room is there to be taken, although they are read often.
+    """
+    rooms = (max(0, limit - used) for limit, used in _cgroup_levels(proc, cached_bytes))
     return min(rooms, default=None)
 
 
-def _cgroup_levels(proc: Path) -> Iterator[tuple[int, int]]:
+def _cgroup_levels(proc: Path, cached_bytes: int = 0) -> Iterator[tuple[int, int]]:
     """(limit, bytes used that cannot simply be dropped) of every limited level."""
     for mount, directory in _memory_cgroups(proc, tuple(_read_lines(proc / "cgroup"))):
         is_v2 = (directory / "cgroup.controllers").exists()
         names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        inactive_key = "inactive_file" if is_v2 else "total_inactive_file"
+        prefix = "" if is_v2 else "total_"
         for level in (directory, *directory.parents):
             limit = _read_number(level / names[0])
             if limit is not None and limit < _UNLIMITED:
-                cache = _read_table(level / "memory.stat").get(inactive_key, 0)
+                stat = _read_table(level / "memory.stat")
                 # Unused page cache counts against a cgroup, but the kernel drops it before it refuses memory.
+                cache = stat.get(f"{prefix}inactive_file", 0) + min(stat.get(f"{prefix}active_file", 0), cached_bytes)
                 yield limit, max(0, (_read_number(level / names[1]) or 0) - cache)
             if level == mount:
                 break

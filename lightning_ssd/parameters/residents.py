@@ -234,12 +234,12 @@ class Residents:
             spare, self._asked_bytes = -self._asked_bytes, 0
             self._spare.ran_short()
             return spare
-        usable = None if peak_bytes is None else self._outlook(level_bytes(_CPU) - shown_bytes).usable_bytes
-        if peak_bytes is None or usable is None:
+        if peak_bytes is None:
             return 0
-        spare = self._spare.judge(usable, peak_bytes + window_bytes)
-        can_move = self.kept_bytes if spare < 0 else sum(decision.waiting_bytes for _, decision in self._alive())
-        return spare if can_move else 0
+        waiting_bytes = sum(decision.waiting_bytes for _, decision in self._alive())
+        usable = self._outlook(level_bytes(_CPU) - shown_bytes, waiting_bytes=waiting_bytes).usable_bytes
+        spare = 0 if usable is None else self._spare.judge(usable, peak_bytes + window_bytes)
+        return spare if (self.kept_bytes if spare < 0 else waiting_bytes) else 0
 
     def _unit(self, held: Sequence[SharedWeights]) -> ResidencyUnit:
         nbytes = sum(weights.storage.nbytes() for weights in held)
@@ -272,7 +272,12 @@ class Residents:
         here = sum(weights.storage.nbytes() for weights in ordinary)  # what shows a file is not held
         resident = level_bytes(_CPU) - sum(map(_shown_bytes, movable))
         self._check_budget(max(resident - here, 0), self._needs.gradient_bytes(*trained), in_flight_bytes)
-        outlook = self._outlook(resident, weight_bytes=here, coming_bytes=self._needs.coming_bytes(*trained))
+        outlook = self._outlook(
+            resident,
+            waiting_bytes=sum(weights.storage.nbytes() for weights in movable) - here,
+            weight_bytes=here,
+            coming_bytes=self._needs.coming_bytes(*trained),
+        )
         return outlook.room_bytes
 
     def _check_budget(self, others_bytes: int, gradient_bytes: int, in_flight_bytes: int) -> None:
@@ -293,16 +298,22 @@ class Residents:
         )
 
     def _outlook(
-        self, resident_bytes: int | None = None, *, weight_bytes: int = 0, coming_bytes: int = 0
+        self,
+        resident_bytes: int | None = None,
+        *,
+        waiting_bytes: int = 0,
+        weight_bytes: int = 0,
+        coming_bytes: int = 0,
     ) -> MemoryOutlook:
         """Now.
 
         Args:
             resident_bytes: by this process, without weights that show a file; ``None``: nobody has looked for such.
+            waiting_bytes: of weights that show a file: what of them is in the page cache only fills free memory.
             weight_bytes: see :class:`MemoryOutlook`.
             coming_bytes: see there.
         """
-        held, budget, available = anonymous_bytes(), self._needs.memory_budget, host_available_bytes()
+        held, budget, available = anonymous_bytes(), self._needs.memory_budget, host_available_bytes(waiting_bytes)
         resident = level_bytes(_CPU) if resident_bytes is None else resident_bytes
         return MemoryOutlook(
             held_bytes=held,

@@ -161,7 +161,7 @@ def test_cgroup_v2_takes_the_lowest_limit_up_to_the_mount(tmp_path):
             "fs/job/cgroup.controllers": "memory",
             "fs/job/memory.max": f"{100 * MIB}\n",
             "fs/job/memory.current": f"{70 * MIB}\n",
-            "fs/job/memory.stat": f"anon 1\ninactive_file {20 * MIB}\n",
+            "fs/job/memory.stat": f"anon 1\ninactive_file {20 * MIB}\nactive_file {30 * MIB}\n",
             "fs/job/step/cgroup.controllers": "memory",
             "fs/job/step/memory.max": "max\n",
             "fs/job/step/memory.current": f"{70 * MIB}\n",
@@ -169,6 +169,8 @@ def test_cgroup_v2_takes_the_lowest_limit_up_to_the_mount(tmp_path):
     )
     assert cgroup_limit_bytes(tmp_path) == 100 * MIB
     assert cgroup_available_bytes(tmp_path) == 50 * MIB
+    assert cgroup_available_bytes(tmp_path, cached_bytes=10 * MIB) == 60 * MIB
+    assert cgroup_available_bytes(tmp_path, cached_bytes=100 * MIB) == 80 * MIB
 
 
 def test_cgroup_v1_with_only_a_subtree_mounted(tmp_path):

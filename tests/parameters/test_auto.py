@@ -52,7 +52,7 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     said = Memory()
-    monkeypatch.setattr(residents, "host_available_bytes", lambda: said.available_bytes)
+    monkeypatch.setattr(residents, "host_available_bytes", lambda cached: said.available_bytes)
     monkeypatch.setattr(residents, "anonymous_bytes", lambda: said.held_bytes)
     monkeypatch.setattr(residents, "level_bytes", lambda device: said.held_bytes)
     monkeypatch.setattr(step_memory, "anonymous_bytes", lambda: said.held_bytes)

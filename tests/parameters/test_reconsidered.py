@@ -50,7 +50,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     said = Machine()
-    monkeypatch.setattr(residents, "host_available_bytes", lambda: 10 * GIB - said.held_bytes)
+    monkeypatch.setattr(residents, "host_available_bytes", lambda cached: 10 * GIB - said.held_bytes)
     monkeypatch.setattr(residents, "anonymous_bytes", lambda: said.held_bytes)
     monkeypatch.setattr(residents, "level_bytes", lambda device: said.held_bytes)
     monkeypatch.setattr(step_memory, "anonymous_bytes", lambda: said.held_bytes + said.rise_bytes)

@@ -349,7 +349,7 @@ def test_with_auto_as_many_wait_as_memory_lacks(
     opened: Callable[..., Offloader],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(residents, "host_available_bytes", lambda: available)
+    monkeypatch.setattr(residents, "host_available_bytes", lambda cached: available)
     monkeypatch.setattr(residents, "anonymous_bytes", lambda: 1 << 20)
     monkeypatch.setattr(step_memory, "anonymous_bytes", lambda: 1 << 20)
     offloader = opened(parameters="auto", gradients="auto")
@@ -363,7 +363,7 @@ def test_shards_leave_and_come_back_as_memory_lacks(
     mesh: Any, opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, waiting = {"available": 1 << 40}, []
-    monkeypatch.setattr(residents, "host_available_bytes", lambda: memory["available"])
+    monkeypatch.setattr(residents, "host_available_bytes", lambda cached: memory["available"])
     monkeypatch.setattr(step_memory, "_REST_S", 0.0)
     monkeypatch.setattr(residency, "_PATIENCE", 2)
     expected = run(sharded(mesh), None, steps=12)
