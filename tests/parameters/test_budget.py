@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import BudgetError
+from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.page_table import file_page_bytes
 from lightning_ssd.memory.readings import level_bytes
 from lightning_ssd.parameters.weight_files import is_mapped
@@ -164,6 +166,59 @@ def test_a_budget_without_room_for_what_cannot_wait_is_refused_before_the_first_
     other = opened(memory_budget=least + 32 * MIB)
     other.register_module(model)
     assert waiting(model) == 4 * model.blocks[0].weight.nbytes
+
+
+# -- who makes room --------------------------------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    """Much memory and little work: 20 MiB of frozen weights, 20 MiB of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5 * 1024, 1024).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.table(torch.arange(4)).sum()
+
+
+def tables() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Table() for _ in range(8)))
+
+
+def scaled(model: nn.Module, offloader: Offloader | None, seen: list[int]) -> list[torch.Tensor]:
+    """Losses and gradients."""
+    found = []
+    for _ in range(4):
+        with nullcontext() if offloader is None else offloader.saved_tensors(signature="one kind"):
+            loss = model(torch.ones(5 * 1024, 1024)).sum()
+        loss.backward()
+        if offloader is not None:
+            offloader.end_backward()
+            offloader.wait_for_plan()
+        seen.append(waiting(model))
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+def test_weights_make_room_before_a_budget_is_refused(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if nothing were needed for activations: no plan fits into what is left of the budget."""
+    monkeypatch.setattr("lightning_ssd.planning.residency._UNKNOWN_SHARE", 0.0)
+    expected = scaled(tables(), None, [])
+    model = tables()
+    trim()
+    rest = level_bytes(CPU) - sum(parameter.nbytes for parameter in model.parameters())
+    offloader = opened(memory_budget=rest + 200 * MIB)
+    offloader.register_module(model)
+    seen = [waiting(model)]
+    found = scaled(model, offloader, seen)
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert seen[0] == seen[1] < seen[2] <= seen[-1]
 
 
 # -- weights that show a file ----------------------------------------------------------------------------------------
