@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from lightning_ssd.errors import StorageError
 from lightning_ssd.parameters.cache_reader import CacheReader, Read
-from lightning_ssd.parameters.pager import Pager, Unit
+from lightning_ssd.parameters.pager import Pager, Unit, Weight
 from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
-__all__ = ["MappedPager"]
+__all__ = ["MappedPager", "bring_in"]
 
 
 class MappedPager(Pager[MappedStorage]):
@@ -53,12 +53,21 @@ class MappedPager(Pager[MappedStorage]):
 
     def _bring_in(self, unit: Unit[MappedStorage]) -> None:
         for weight in list(unit.weights):
-            try:
-                weight.memory.bring_in()
-            except StorageError:  # it says all
-                raise
-            except OSError as refusal:
-                raise unreadable(weight.names, weight.memory.nbytes, refusal) from refusal
+            bring_in(weight)
+
+
+def bring_in(weight: Weight[MappedStorage]) -> None:
+    """Block until a weight is in memory.
+
+    Raises:
+        StorageError: the drive refuses.
+    """
+    try:
+        weight.memory.bring_in()
+    except StorageError:  # it says all
+        raise
+    except OSError as refusal:
+        raise unreadable(weight.names, weight.memory.nbytes, refusal) from refusal
 
 
 def _frozen(unit: Unit[MappedStorage]) -> list[Read]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.common.tensors import Piece
+from lightning_ssd.errors import StorageError
 from lightning_ssd.parameters.device_gradients import DeviceGradients
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Pager
+from lightning_ssd.parameters.residents import Residents
 from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.parameters.update_pages import UpdatePages
 from lightning_ssd.parameters.weight_files import WeightFiles
@@ -111,10 +114,21 @@ class PagedParameters:
         """
         if self.gradients is not None:
             self.gradients.send_out()
-        if self.weights is not None and self.steps is not None and is_alone():
-            for module in self.weights.reconsider():
+        if self.weights is not None and self.weights.residents is not None and is_alone():
+            self._reconsider(self.weights, self.weights.residents)
+
+    def _reconsider(self, weights: PagedWeights[Any], residents: Residents) -> None:
+        try:
+            for module in weights.reconsider():
                 if self.gradients is not None:
                     self.gradients.register_module(module)
+        except StorageError as error:
+            residents.give_up()
+            warnings.warn(
+                f"which weights wait on drives cannot be changed any more ({error}); the others stay in memory, and "
+                "results are not affected",
+                stacklevel=4,
+            )
 
     def border(self) -> None:
         """A backward is over.

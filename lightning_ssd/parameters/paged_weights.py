@@ -30,10 +30,10 @@ from lightning_ssd.common.dtensor import CutWatch, ShardedParameter
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
-from lightning_ssd.errors import BudgetError, StorageError, forget_frames
+from lightning_ssd.errors import BudgetError, forget_frames
 from lightning_ssd.memory.file_mapping import drop_pages
 from lightning_ssd.memory.malloc import trim
-from lightning_ssd.parameters.mapped_pager import MappedPager
+from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
 from lightning_ssd.parameters.pager import Memory, Pager, Place, Weight
 from lightning_ssd.parameters.residents import Residents
 from lightning_ssd.parameters.source_files import SourceFiles, SourceStorage
@@ -180,22 +180,16 @@ class PagedWeights(ABC, Generic[Memory]):
 
         Returns:
             Modules of which other weights wait now.
+
+        Raises:
+            StorageError: a drive refuses, or has no room. What has not moved by then is as good as before.
         """
         if self.residents is None or self.pager.is_closed:
             return []
         spare = self.residents.spare_bytes(window_bytes=self.pager.window_bytes, shown_bytes=self.pager.resident_bytes)
         changed: list[nn.Module] = []
         for module in self.residents.modules if spare else ():
-            try:
-                self._register(module, partial(self.residents.reconsider, spare_bytes=spare))
-            except StorageError as error:
-                self.residents.give_up()
-                warnings.warn(
-                    f"memory is short, and no more weights can wait on drives ({error}); they stay in memory, and "
-                    "results are not affected",
-                    stacklevel=5,
-                )
-                break
+            self._register(module, partial(self.residents.reconsider, spare_bytes=spare))
             moved = self.residents.moved_bytes
             if moved:
                 _log.info("%s", self.residents.text)
@@ -516,6 +510,9 @@ class MappedWeights(PagedWeights[MappedStorage]):
 
     def _release(self, weights: SharedWeights, stop: _Stop) -> None:
         """Give weights ordinary memory, such as those that are trained: each update would be written to the drive."""
+        weight = self.pager.find(weights.storage)
+        if weight is not None:
+            bring_in(weight)  # else a drive that fails would end the process
         ordinary = torch.empty(0, dtype=torch.uint8).set_(weights.storage).clone().untyped_storage()
         with self._exchange:
             if not stop.has_come() and why_it_stays(weights) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +18,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.parameters import residents, step_memory
 from lightning_ssd.parameters.units import shared_weights, why_it_stays
-from lightning_ssd.parameters.weight_files import is_mapped
+from lightning_ssd.parameters.weight_files import FiledStorage, is_mapped
 from lightning_ssd.planning import residency
 from tests.parameters.test_auto import BLOCK_BYTES, TRAINED, blocks_of, waiting
 from tests.parameters.test_everything_away import Loop
@@ -204,11 +205,34 @@ def test_drives_that_are_full_are_told_of_once_and_weights_stay(
     offloader = opened(model)
     monkeypatch.setattr("lightning_ssd.parameters.weight_files.WeightFiles.check_room", refuse)
     machine.lacks(GIB)
-    with pytest.warns(UserWarning, match="no more weights can wait on drives .*drive is full") as told:
+    with pytest.warns(UserWarning, match="wait on drives cannot be changed any more .*drive is full") as told:
         assert same(train(model, offloader, steps=6), train(plain, steps=6))
     assert len(told) == 1
     assert waiting(model) == []
     assert not offloader._parts.parameters.weights.residents.ask_for(1), "nor does the planner hope for them"
+
+
+def test_a_weight_that_cannot_be_read_does_not_come_back(
+    opened: Callable[..., Offloader], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = FiledStorage.bring_in
+
+    def bring_in(memory: FiledStorage) -> None:
+        if threading.current_thread().name == "lightning_ssd-weights":  # not where it is used
+            raise OSError(errno.EIO, "the drive fails")
+        real(memory)
+
+    plain, model = built(), built()
+    machine.models.append(model)
+    offloader = opened(model)
+    machine.lacks(GIB)
+    expected, found = train(plain, steps=4), train(model, offloader, steps=4)
+    monkeypatch.setattr(FiledStorage, "bring_in", bring_in)
+    machine.lacks(-GIB)
+    with pytest.warns(UserWarning, match="cannot be changed any more .*could not be read") as told:
+        assert same(found + train(model, offloader, steps=8), expected + train(plain, steps=8))
+    assert len(told) == 1
+    assert len(waiting(model)) == 9
 
 
 def test_what_moves_is_told(
