@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import Piece
-from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.parameters.cache_reader import CacheReader
 from lightning_ssd.parameters.weight_files import FiledStorage, filed_storage, unreadable
 
@@ -26,22 +27,18 @@ class _Run(NamedTuple):
     nbytes: int
     changes: bool
 
-    def bring_in(self) -> None:
-        """Read and map them, to be written to where they will be.
+    def read(self, scratch: FileView, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Into the page cache alone: mapped to be written to, they might be written to the drive before they have
+        changed.
 
         Raises:
-            StorageError: the drive refuses.
-        """
-        try:
-            self.memory.bring_in_part(self.start, self.nbytes, changes=self.changes)
-        except OSError as refusal:
-            raise unreadable(["or gradient that is updated"], self.memory.nbytes, refusal) from refusal
-
-    def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
-        """Ahead of that, into the page cache alone: mapped to be written to, they might be written to the drive before
-        they have changed.
+            OSError: the drive refuses.
         """
         self.memory.read_part(self.start, self.nbytes, scratch, is_wanted)
+
+    def map(self) -> None:
+        """To be written to where they will be. Raises as :meth:`read`."""
+        self.memory.bring_in_part(self.start, self.nbytes, changes=self.changes)
 
 
 class UpdatePages:
@@ -53,6 +50,7 @@ class UpdatePages:
 
     def __init__(self) -> None:
         self._weights, self._gradients = CacheReader(), CacheReader()
+        self._scratch = FileView(READ_BYTES)
         self._pid = os.getpid()
 
     @contextmanager
@@ -66,14 +64,26 @@ class UpdatePages:
             yield
             return
         runs = list(_runs_of(now))
-        for run in runs:
-            run.bring_in()
+        self._bring_in(runs)
         next_runs = list(_runs_of(following))  # no sooner: it puts an end to the reading of these
         self._weights.ask([run.read for run in next_runs if run.changes])
         self._gradients.ask([run.read for run in next_runs if not run.changes])
         yield
         for run in runs:
             run.memory.send_out_part(run.start, run.nbytes)
+
+    def _bring_in(self, runs: Sequence[_Run]) -> None:
+        """All are read before one is mapped.
+
+        Raises:
+            StorageError: the drive refuses.
+        """
+        for bring_in in (partial(_Run.read, scratch=self._scratch), _Run.map):
+            for run in runs:
+                try:
+                    bring_in(run)
+                except OSError as refusal:
+                    raise unreadable(["or gradient that is updated"], run.memory.nbytes, refusal) from refusal
 
     def close(self) -> None:
         """Nothing is read any more. Idempotent."""

@@ -29,7 +29,7 @@ from lightning_ssd.storage.spill_file import Arena, Extent
 
 __all__ = ["FiledStorage", "MappedStorage", "WeightFiles", "filed_storage", "is_mapped", "unreadable"]
 
-_WAIT_BEFORE = 1  # SYNC_FILE_RANGE_WAIT_BEFORE
+_WAIT_BEFORE, _WRITE = 1, 2  # SYNC_FILE_RANGE_WAIT_BEFORE and SYNC_FILE_RANGE_WRITE
 _sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", None)
 
 _mapped: dict[int, tuple[StorageKey, weakref.ref[MappedStorage]]] = {}
@@ -204,6 +204,9 @@ class FiledStorage(MappedStorage):
         """Replace the bytes by those of other memory, through the system's page cache: what is written over is not read
         before, as touching its pages would. Nobody may look at it meanwhile.
 
+        The system begins to write them at once. Else they would fill its page cache until it looks for room there, and
+        drive out what was read ahead.
+
         Raises:
             StorageError: the system refuses. The bytes are of no use then.
         """
@@ -217,6 +220,7 @@ class FiledStorage(MappedStorage):
                         _write_all(fd, region, self._extent.offset)
                     finally:
                         os.close(fd)
+                _begin_writing(direct, self._extent)
             except OSError as error:
                 what = f"a gradient could not be written to {self._arena.path}"
                 raise as_storage_error(error, what) from error
@@ -250,6 +254,13 @@ def _write_all(fd: int, region: Region, offset: int) -> None:
     while left:
         count = os.pwrite(fd, left, offset)
         left, offset = left[count:], offset + count
+
+
+def _begin_writing(fd: int, extent: Extent) -> None:
+    begin = _sync_file_range
+    if begin is not None and begin(fd, ctypes.c_int64(extent.offset), ctypes.c_int64(extent.nbytes), _WRITE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:

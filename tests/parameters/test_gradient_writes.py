@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from lightning_ssd.storage.posix import PosixBackend
 from tests.support.process_memory import read_bytes
 
 SIDE = 1024
+CACHESTAT = 451  # a system call (Linux 6.5) that Python does not name
 
 
 @pytest.fixture
@@ -68,6 +71,26 @@ def test_the_last_gradient_is_not_read(files: WeightFiles, gradients: PagedGradi
     evict(files)
     assert torch.equal(found, expected)
     assert read_bytes() - before >= expected.nbytes, "this file system does not tell what is read"
+
+
+def unwritten_pages(files: WeightFiles) -> int:
+    """How many pages of gradients the system has not written yet."""
+    with files._changing.arenas[0].use() as fd:
+        counted = (ctypes.c_uint64 * 5)()  # in the page cache, dirty, being written, ...
+        whole = (ctypes.c_uint64 * 2)(0, 0)
+        if ctypes.CDLL(None, use_errno=True).syscall(CACHESTAT, fd, whole, counted, 0):
+            pytest.skip(f"this system does not tell what it has written ({os.strerror(ctypes.get_errno())})")
+    return counted[1] + counted[2]
+
+
+def test_a_gradient_is_written_at_once(files: WeightFiles, gradients: PagedGradients) -> None:
+    """Long before the system would do it, after 30 s."""
+    parameter = nn.Parameter(torch.zeros(SIDE, SIDE))
+    accumulated(gradients, parameter, torch.randn(SIDE, SIDE))
+    deadline_s = time.monotonic() + 10
+    while unwritten_pages(files):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def overlapping(offset: int) -> torch.Tensor:

@@ -139,6 +139,26 @@ def test_the_next_ones_come_and_the_last_ones_leave(
     assert read_bytes() == before
 
 
+def test_nothing_is_mapped_to_be_written_to_while_anything_is_read(
+    parameters: list[nn.Parameter], pages: UpdatePages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system might write it before it has changed, and once more after that."""
+    seen: list[tuple[str, int]] = []
+    real = FileView.bring_in
+
+    def bring_in(view: FileView, start: int, nbytes: int, *, changes: bool = False) -> None:
+        before = read_bytes()
+        real(view, start, nbytes, changes=changes)
+        seen.append(("mapped" if changes else "shown", read_bytes() - before))
+
+    monkeypatch.setattr(FileView, "bring_in", bring_in)
+    with pages.updating([*whole(parameters[0]), *whole(parameters[1])], []):
+        pass
+    first = seen.index(("mapped", 0))
+    assert sum(nbytes for _, nbytes in seen[:first]) >= 4 * NBYTES
+    assert not sum(nbytes for _, nbytes in seen[first:])
+
+
 def test_what_was_foreseen_need_not_come(parameters: list[nn.Parameter], pages: UpdatePages, spill_dir: Path) -> None:
     expected = [(p.detach() - p.grad).clone() for p in parameters if p.grad is not None]
     for now, following in ((0, 1), (2, 0), (1, 1)):
