@@ -23,8 +23,11 @@ class MappedPager(Pager[MappedStorage]):
         nobody maps.
         """
         self._next.ask(_frozen(unit))
-        if not all(weight.is_frozen for weight in unit.weights):
+        if self._comes_ahead(unit):
             super()._request_ahead(unit)
+
+    def _comes_ahead(self, unit: Unit[MappedStorage]) -> bool:
+        return not all(weight.is_frozen for weight in list(unit.weights))
 
     def _look_ahead(self, ahead: Unit[MappedStorage] | None, further: Unit[MappedStorage] | None) -> None:
         """Two readers keep the drive busy. So many trained weights in the page cache would drive out what is used and

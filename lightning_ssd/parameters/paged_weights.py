@@ -186,7 +186,7 @@ class PagedWeights(ABC, Generic[Memory]):
         """
         if self.residents is None or self.pager.is_closed:
             return []
-        spare = self.residents.spare_bytes(window_bytes=self.pager.window_bytes, shown_bytes=self.pager.resident_bytes)
+        spare = self.residents.spare_bytes(used_bytes=self.pager.window_bytes, shown_bytes=self.pager.resident_bytes)
         changed: list[nn.Module] = []
         for module in self.residents.modules if spare else ():
             self._register(module, partial(self.residents.reconsider, spare_bytes=spare))

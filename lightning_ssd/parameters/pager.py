@@ -26,6 +26,7 @@ from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
+from lightning_ssd.planning.residency import window_bytes
 
 __all__ = ["Pager", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
 
@@ -175,11 +176,11 @@ class Pager(ABC, Generic[Memory]):
 
     @property
     def window_bytes(self) -> int:
-        """What may be in memory at a time, to be used: the largest two units, the present one and the next."""
+        """What may be in memory at a time, to be used."""
         if self._window_bytes is None:
             with self._lock:
-                sizes = [sum(weight.memory.nbytes for weight in unit.weights) for unit in self.units]
-                self._window_bytes = sum(sorted(sizes)[-2:])
+                sizes = [(sum(weight.memory.nbytes for weight in u.weights), self._comes_ahead(u)) for u in self.units]
+                self._window_bytes = window_bytes(sizes)
         return self._window_bytes
 
     @property
@@ -327,6 +328,10 @@ class Pager(ABC, Generic[Memory]):
         if unit.error is not None:
             error, unit.error, unit.coming = unit.error, None, None
             raise error
+
+    def _comes_ahead(self, unit: Unit[Memory]) -> bool:
+        """Whether it is in memory before its use begins."""
+        return True
 
     def _request_ahead(self, unit: Unit[Memory]) -> None:
         """Have a unit brought in that is likely to be used next. The lock is held."""

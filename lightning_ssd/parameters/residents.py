@@ -26,6 +26,7 @@ from lightning_ssd.planning.residency import (
     SpareMemory,
     choose_residents,
     reconsider_residents,
+    window_bytes,
 )
 
 __all__ = ["Needs", "Residents"]
@@ -157,9 +158,9 @@ class Residents:
         """
         members = _members(movable, places)
         units = [self._unit(held) for held in members]
-        in_flight = _in_flight_bytes(movable, places)
-        room_bytes = self._room_bytes(module, movable, in_flight)
-        stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=in_flight)
+        sizes = _sizes(movable, places)
+        room_bytes = self._room_bytes(module, movable, window_bytes(sizes))
+        stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=_in_flight_bytes(sizes))
         decision = self._decide(module, room_bytes, units, stays)
         self.text = decision.text()
         return _names_of(members, stays)
@@ -181,7 +182,7 @@ class Residents:
         members = _members(movable, places)
         units = [self._unit(held) for held in members]
         stays = [not all(is_mapped(weights.storage) for weights in held) for held in members]
-        in_flight = _in_flight_bytes(movable, places)
+        in_flight = _in_flight_bytes(_sizes(movable, places))
         after = reconsider_residents(units, stays, spare_bytes=spare_bytes, in_flight_bytes=in_flight)
         decision = self._decide(module, None, units, after)
         changed = [unit for unit, then, now in zip(units, stays, after, strict=True) if then is not now]
@@ -222,11 +223,11 @@ class Residents:
         """Drives take no more: what was decided stays."""
         self._has_given_up = True
 
-    def spare_bytes(self, *, window_bytes: int, shown_bytes: int) -> int:
+    def spare_bytes(self, *, used_bytes: int, shown_bytes: int) -> int:
         """A forward begins, and nothing else is under way: what it is time to reconsider with; 0: nothing.
 
         Args:
-            window_bytes: what weights that wait may take in memory to be used.
+            used_bytes: what weights that wait may take in memory to be used.
             shown_bytes: what they take now.
         """
         peak_bytes = None if self._has_given_up else self.steps.begin()
@@ -238,7 +239,7 @@ class Residents:
             return 0
         waiting_bytes = sum(decision.waiting_bytes for _, decision in self._alive())
         usable = self._outlook(level_bytes(_CPU) - shown_bytes, waiting_bytes=waiting_bytes).usable_bytes
-        spare = 0 if usable is None else self._spare.judge(usable, peak_bytes + window_bytes)
+        spare = 0 if usable is None else self._spare.judge(usable, peak_bytes + used_bytes)
         return spare if (self.kept_bytes if spare < 0 else waiting_bytes) else 0
 
     def _unit(self, held: Sequence[SharedWeights]) -> ResidencyUnit:
@@ -251,7 +252,7 @@ class Residents:
             is_trained=is_trained,
         )
 
-    def _room_bytes(self, module: nn.Module, movable: Sequence[SharedWeights], in_flight_bytes: int) -> int | None:
+    def _room_bytes(self, module: nn.Module, movable: Sequence[SharedWeights], used_bytes: int) -> int | None:
         """For these weights, and what stays with them.
 
         Raises:
@@ -271,7 +272,7 @@ class Residents:
         ordinary = [weights for weights in movable if not _shows_file(weights)]
         here = sum(weights.storage.nbytes() for weights in ordinary)  # what shows a file is not held
         resident = level_bytes(_CPU) - sum(map(_shown_bytes, movable))
-        self._check_budget(max(resident - here, 0), self._needs.gradient_bytes(*trained), in_flight_bytes)
+        self._check_budget(max(resident - here, 0), self._needs.gradient_bytes(*trained), used_bytes)
         outlook = self._outlook(
             resident,
             waiting_bytes=sum(weights.storage.nbytes() for weights in movable) - here,
@@ -280,19 +281,19 @@ class Residents:
         )
         return outlook.room_bytes
 
-    def _check_budget(self, others_bytes: int, gradient_bytes: int, in_flight_bytes: int) -> None:
+    def _check_budget(self, others_bytes: int, gradient_bytes: int, used_bytes: int) -> None:
         """Whether the budget has room for what is in memory where all weights wait that can.
 
         Optimizer states are not counted: nobody knows the optimizer yet.
         """
-        budget, least = self._needs.memory_budget, others_bytes + gradient_bytes + in_flight_bytes
+        budget, least = self._needs.memory_budget, others_bytes + gradient_bytes + used_bytes
         if budget is None or least <= budget:
             return
         advice = ", or let trained weights wait, too (optimizer_states='offload')" if self._needs.keeps_states else ""
         raise BudgetError(
             f"OffloadPolicy.memory_budget={format_size(budget)} cannot be kept, even if all weights wait that can; "
             f"expected more than {format_size(least)}: {format_size(others_bytes)} that the process holds besides "
-            f"these weights, {format_size(gradient_bytes)} of gradients that stay, and {format_size(in_flight_bytes)} "
+            f"these weights, {format_size(gradient_bytes)} of gradients that stay, and {format_size(used_bytes)} "
             "of weights in use; saved activations come on top. Raise the budget, lower min_tensor_bytes, so that "
             f"smaller weights wait{advice}"
         )
@@ -355,10 +356,16 @@ def _names_of(members: Sequence[Sequence[SharedWeights]], stays: Sequence[bool])
     return frozenset(weights.names[0] for held, stay in zip(members, stays, strict=True) if stay for weights in held)
 
 
-def _in_flight_bytes(movable: Sequence[SharedWeights], places: Mapping[str, Place]) -> int:
-    """Of the largest two units."""
-    sizes: dict[Place, int] = {}
+def _sizes(movable: Sequence[SharedWeights], places: Mapping[str, Place]) -> list[tuple[int, bool]]:
+    """Of each unit that is brought in together: its size, and whether anything in it is trained."""
+    sizes: dict[Place, tuple[int, bool]] = {}
     for weights in movable:
-        place = places[weights.names[0]]
-        sizes[place] = sizes.get(place, 0) + weights.storage.nbytes()
-    return sum(sorted(sizes.values())[-2:])
+        nbytes, is_trained = sizes.get(places[weights.names[0]], (0, False))
+        known = nbytes + weights.storage.nbytes(), is_trained or not weights.is_frozen
+        sizes[places[weights.names[0]]] = known
+    return list(sizes.values())
+
+
+def _in_flight_bytes(sizes: Sequence[tuple[int, bool]]) -> int:
+    """Of the largest two units: what is frozen is in the page cache before its use, which takes room, too."""
+    return sum(nbytes for nbytes, _ in sorted(sizes)[-2:])

@@ -14,10 +14,10 @@ What is assumed:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["MemoryOutlook", "ResidencyUnit", "SpareMemory", "choose_residents", "reconsider_residents"]
+__all__ = ["MemoryOutlook", "ResidencyUnit", "SpareMemory", "choose_residents", "reconsider_residents", "window_bytes"]
 
 _USABLE_SHARE = 0.9
 """Of all memory that there is: allocators waste some, and other processes grow."""
@@ -86,6 +86,19 @@ class MemoryOutlook:
         """Whether more is held than weights may be left to hold before it is known what else will be needed."""
         usable = self.usable_bytes
         return usable is None or self.held_bytes > (1 - _UNKNOWN_SHARE) * usable
+
+
+def window_bytes(units: Iterable[tuple[int, bool]]) -> int:
+    """What a process has in memory at a time of units that wait, at most: the present one, and the next.
+
+    Args:
+        units: of each its size, and whether it comes to memory before its use begins (else to the page cache).
+    """
+    present = sorted(units, reverse=True)
+    ahead = next((unit for unit in present if unit[1]), None)
+    if ahead is not None:
+        present.remove(ahead)
+    return (present[0][0] if present else 0) + (0 if ahead is None else ahead[0])
 
 
 def choose_residents(

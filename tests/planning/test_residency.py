@@ -15,6 +15,7 @@ from lightning_ssd.planning.residency import (
     SpareMemory,
     choose_residents,
     reconsider_residents,
+    window_bytes,
 )
 
 laws = settings(derandomize=True, deadline=None, max_examples=300, database=None)
@@ -156,6 +157,22 @@ def test_room(changes: dict[str, int | None], usable: int | None, room: int | No
 )
 def test_short(held: int, available: int | None, is_short: bool) -> None:
     assert outlook(held_bytes=held, available_bytes=available).is_short is is_short
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [
+        ([], 0),
+        ([(5, False)], 5),
+        ([(5, True)], 5),
+        ([(5, False), (7, False), (3, False)], 7),
+        ([(5, True), (7, True), (3, True)], 12),
+        ([(5, False), (7, True)], 12),
+        ([(5, False), (7, False), (3, True), (2, True)], 10),
+    ],
+)
+def test_what_is_in_memory_at_a_time(units: list[tuple[int, bool]], expected: int) -> None:
+    assert window_bytes(units) == expected
 
 
 # -- again, after steps ----------------------------------------------------------------------------------------------
