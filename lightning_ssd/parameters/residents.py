@@ -182,7 +182,7 @@ class Residents:
         members = _members(movable, places)
         units = [self._unit(held) for held in members]
         stays = [not all(is_mapped(weights.storage) for weights in held) for held in members]
-        in_flight = _in_flight_bytes(_sizes(movable, places))
+        in_flight = window_bytes(_sizes(movable, places))  # as steps are judged by
         after = reconsider_residents(units, stays, spare_bytes=spare_bytes, in_flight_bytes=in_flight)
         decision = self._decide(module, None, units, after)
         changed = [unit for unit, then, now in zip(units, stays, after, strict=True) if then is not now]
