@@ -135,25 +135,6 @@ def test_units_in_use_count_as_in_memory_wherever_they_are(
     assert min(to_come for _, to_come, _ in found) < window
 
 
-def test_what_is_left_for_activations_does_not_hang_on_which_weights_are_in_memory_now(
-    opened: Callable[..., Offloader],
-) -> None:
-    """The first pass knows no order, and has one unit in memory; later ones begin with one."""
-    model = Stack()
-    model.blocks.requires_grad_(True)
-    everything = {"optimizer_states": "offload", "gradients": "offload"}
-    offloader = opened(parameters="offload", **everything, memory_budget=level_bytes(CPU) + 10 * UNIT_BYTES)
-    offloader.expect_no_optimizer()
-    offloader.register_module(model)
-    grown = set()
-    for _ in range(6):
-        train(model, offloader, 1)
-        (kind,) = offloader._parts.scheduler._kinds.values()
-        grown.add(kind.others.grown_bytes)
-    assert kind.others.peak_bytes is not None
-    assert grown == {0}
-
-
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
