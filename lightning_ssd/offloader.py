@@ -18,7 +18,7 @@ from lightning_ssd._environment import Environment, HostMemory
 from lightning_ssd.activations.parameter_filter import device_of
 from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.common.accelerators import accelerator_of, has_streams, with_index
-from lightning_ssd.common.collectives import AllReduceMin
+from lightning_ssd.common.collectives import AllReduceMin, have_same
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.exit_guard import close_at_exit
 from lightning_ssd.common.first_calls import settle_first_calls
@@ -75,7 +75,8 @@ class Offloader:
         default_directory: used when neither ``hardware.paths`` nor ``$LIGHTNING_SSD_PATHS`` names a directory.
         subdirectory: appended to each directory, so that processes do not meet.
         agree: under several processes that train together: gives the smallest of each number over all of them, so
-            that their plans agree. Called after the 1st, 2nd, 4th ... backward, and by :meth:`offload_optimizer`.
+            that their plans agree. Called after the 1st, 2nd, 4th ... backward, by :meth:`offload_optimizer`, and by
+            :meth:`register_module` where blocks are recomputed.
         is_sharded: processes have shards of the model (FSDP2). Else those that ``agree`` are taken to have all of it
             each, with ``DistributedDataParallel``, which holds what is trained.
         num_local_processes: of this run on this machine, which share its memory, its drives and their wear; default:
@@ -304,9 +305,11 @@ class Offloader:
         if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
             classes = self.policy.recomputable_classes
             blocks = find_blocks(module, classes or ())
+            is_agreed = self._is_agreed(blocks)
             new = {name: block for name, block in blocks.items() if not any(block in known for known in cache.blocks)}
             if new:  # again, or as part of another module: a second stand-in would tell of each call twice
-                watched = Blocks(new, full=self.policy.verify == "full", may_recompute=classes is not None)
+                is_full = self.policy.verify == "full"
+                watched = Blocks(new, full=is_full, may_recompute=classes is not None, is_agreed=is_agreed)
                 cache.blocks.append(resources.enter_context(watched))
             elif not blocks and self.policy.activations != "auto":
                 raise ConfigError(
@@ -315,6 +318,22 @@ class Offloader:
                 )
         cache.parameters.register_module(module)
         self._parts.parameters.tell()
+
+    def _is_agreed(self, blocks: Iterable[str]) -> bool:
+        """Whether all processes are going to recompute these blocks, and no others: what one of them repeats may wait
+        for the same repetition in another one. With "auto" each follows plans of its own.
+
+        Raises:
+            ConfigError: they would recompute others.
+        """
+        if self._agree is None or self.policy.activations == "auto":
+            return False
+        if not have_same(blocks, self._agree):
+            raise ConfigError(
+                "the processes of this run would recompute different blocks; allowed: the same in all of them. Give "
+                f"each the same model and OffloadPolicy.recompute_modules. Here: {', '.join(sorted(blocks)) or 'none'}"
+            )
+        return True
 
     def move_in(self, module: torch.nn.Module) -> None:
         """Before a module is moved to a device: weights that are going to wait are moved one by one, and wait from then

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -32,6 +33,7 @@ __all__ = [
     "as_piece",
     "even_numel",
     "gathered_of",
+    "has_groups_within",
     "has_shape",
     "is_shard",
     "local_of",
@@ -225,27 +227,47 @@ class CutWatch:
 
     _METHODS = ("_init_sharded_param", "reset_sharded_param")
 
+    # Several may watch at once, and end in any order: one stand-in tells all. The lock is a leaf.
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _all: ClassVar[list[CutWatch]] = []
+    _put_back: ClassVar[list[Callable[[], None]]] = []
+
     def __init__(self, told: Callable[[ShardedParameter], None]) -> None:
+        self.told = told
         fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
-        self._class: Any = None if fsdp is None else fsdp.FSDPParam
-        self._earlier = [] if fsdp is None else [getattr(self._class, name) for name in self._METHODS]
-        for name, earlier in zip(self._METHODS, self._earlier, strict=False):
-            setattr(self._class, name, _telling(earlier, told))
+        with self._lock:
+            self._all.append(self)
+            if fsdp is not None and not self._put_back:
+                for name in self._METHODS:
+                    earlier = getattr(fsdp.FSDPParam, name)
+                    self._put_back.append(functools.partial(setattr, fsdp.FSDPParam, name, earlier))
+                    setattr(fsdp.FSDPParam, name, _telling(earlier, self._all))
 
     def remove(self) -> None:
-        """Nothing is told any more."""
-        for name, earlier in zip(self._METHODS, self._earlier, strict=False):
-            setattr(self._class, name, earlier)
+        """Nothing is told any more. Idempotent."""
+        with self._lock:
+            if self in self._all:
+                self._all.remove(self)
+            while not self._all and self._put_back:
+                self._put_back.pop()()
 
 
-def _telling(method: Callable[..., Any], told: Callable[[ShardedParameter], None]) -> Callable[..., Any]:
+def _telling(method: Callable[..., Any], watches: Sequence[CutWatch]) -> Callable[..., Any]:
     @functools.wraps(method)
     def then_tell(fsdp_param: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(fsdp_param, *args, **kwargs)
-        told(ShardedParameter(ShardedGroup("", None), fsdp_param))
+        for watch in tuple(watches):
+            watch.told(ShardedParameter(ShardedGroup("", None), fsdp_param))
         return result
 
     return then_tell
+
+
+def has_groups_within(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 gathers parts of a module on their own while its forward runs."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind: Any = getattr(fsdp, "FSDPModule", None)
+    return kind is not None and any(isinstance(child, kind) for child in module.modules() if child is not module)
 
 
 def _groups_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_ssd.common.dtensor import has_groups_within
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.restore import put_back_all
 from lightning_ssd.recompute.call_inputs import CallInputs
@@ -85,9 +86,17 @@ class Blocks:
         modules: the blocks by name, as :func:`~lightning_ssd.recompute.block_discovery.find_blocks` gives them.
         full: compare every byte that a repetition saves, see ``fingerprint.py``.
         may_recompute: ``False``: only what they are given is wanted, and how long they take.
+        is_agreed: all processes of the run have these blocks, and an observer that recomputes all of them.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], *, full: bool = False, may_recompute: bool = True) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        full: bool = False,
+        may_recompute: bool = True,
+        is_agreed: bool = False,
+    ) -> None:
         self._active = _Active()
         self._wrappers: list[_Wrapper] = []
         self._warned: set[str] = set()
@@ -95,7 +104,7 @@ class Blocks:
         for name, module in modules.items():
             if module not in taken:
                 taken.add(module)
-                block = Recomputable(name=name, full=full)
+                block = Recomputable(name=name, full=full, is_agreed=is_agreed)
                 self._wrappers.append(_Wrapper(block, module, self._active, self._warned, may_recompute))
 
     def __enter__(self) -> Blocks:
@@ -195,7 +204,7 @@ class _Wrapper(MethodPatch):
                 if wants_recompute:
                     observer.block_is_kept()
                 if observer.wants_inputs and self._is_allowed and self._refusal is None:
-                    result, watched = watch(module, self.__wrapped__, inputs, args, kwargs)
+                    result, watched = watch(module, self.__wrapped__, inputs, args, kwargs, self._block)
                     self._watched.append(watched)
                     return result
                 del inputs
@@ -210,6 +219,8 @@ class _Wrapper(MethodPatch):
         checkpointed, state = recompute_blocker(), None
         refusal = inputs.opaque or checkpointed
         reason = refusal or self.why_not()
+        if wanted and reason is None and has_groups_within(module):
+            reason = refusal = "FSDP2 gathers parts of it on their own; give fully_shard the block as a whole"
         if wanted and reason is None:
             state = CallState([module, *inputs.modules], inputs.functions)
             if state.is_unmade:

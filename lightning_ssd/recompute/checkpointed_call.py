@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lightning_ssd.common.accelerators import is_capturing
+from lightning_ssd.common.collectives import MeetingCount
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
 from lightning_ssd.common.restore import num_noted, put_back_the_rest
 from lightning_ssd.common.rng import RandomStates, default_sources
@@ -39,6 +40,7 @@ from lightning_ssd.recompute.fingerprint import Fingerprint
 
 __all__ = ["Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "watch"]
 
+_MEETS = "its forward waits for other processes, which may not run it again"
 # Whoever installed saved-tensor hooks last, and the innermost transform of torch.func. Neither has a public name.
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 _innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
@@ -66,6 +68,9 @@ class Recomputable:
     name: str
     full: bool = False
     """Whether every byte that a repetition saves is compared."""
+    is_agreed: bool = False
+    """Whether all processes recompute the same blocks: else no repetition may wait for another process, which would
+    take what it gets for the answer to something else."""
     changed: str | None = None
     """Why it was found out in a repetition that the block had better be kept."""
     unwritten: set[tuple[int, int]] = field(default_factory=set)
@@ -120,6 +125,12 @@ def recompute(
             f"a {type(module).__name__} edits {call.edits} in place, so that it cannot be recomputed; let it edit a "
             "copy (or a buffer), or name classes of other blocks in OffloadPolicy.recompute_modules"
         )
+    if call.has_met and not block.is_agreed:
+        raise ConfigError(
+            f"a {type(module).__name__} was to run again in backward, and {_MEETS}; use activations='recompute', with "
+            "which all processes recompute the same blocks (in a loop of your own: Offloader(agree=...)), or name "
+            "classes of other blocks in OffloadPolicy.recompute_modules"
+        )
     return result
 
 
@@ -136,12 +147,14 @@ class Watched:
         self._inputs = [VersionProbe(tensor) for tensor in inputs.tensors if is_plain(tensor)]
         self._others: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
 
-    def settle(self, state: CallState) -> None:
-        """The call is over."""
+    def settle(self, state: CallState, *, has_met: bool) -> None:
+        """The call is over. ``has_met``: other processes."""
         edits = state.settle()
         if any(probe.version != probe.saved for probe in self._inputs):
             edits = "an input"
         self.reason = state.opaque if edits is None else f"{edits} is edited in place by it"
+        if has_met:
+            self.reason = self.reason or _MEETS
         self._others = state.probes()
 
     def look(self) -> None:
@@ -157,7 +170,12 @@ class Watched:
 
 
 def watch(
-    module: nn.Module, run: Callable[..., Any], inputs: CallInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    run: Callable[..., Any],
+    inputs: CallInputs,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    block: Recomputable,
 ) -> tuple[Any, Watched]:
     """``run(*args, **kwargs)``, kept, and what it shows of whether it may be recomputed."""
     state = CallState([module, *inputs.modules], inputs.functions)
@@ -168,9 +186,10 @@ def watch(
         watched.look()
         return unpack(packed)
 
+    meetings = MeetingCount()
     with saved_tensors_hooks(pack, look) if pack is not _as_it_is else nullcontext():
         result = run(*args, **kwargs)
-    watched.settle(state)
+    watched.settle(state, has_met=not block.is_agreed and meetings.has_grown)
     return result, watched
 
 
@@ -198,6 +217,8 @@ class _Call:
     ) -> None:
         self.edits: str | None = None
         """After the first run: what it has edited in place that cannot be put back."""
+        self.has_met = False
+        """After the first run: whether it has waited for other processes."""
         self._module = module
         self._run = run
         self._pattern = inputs.pattern
@@ -230,6 +251,7 @@ class _Call:
             return None
         (args, kwargs), self._first = self._first, None
         seen = _seen_by(self._saved, [], wrap=_Saved)
+        meetings = MeetingCount()
         try:
             with seen:
                 result = self._run(*args, **kwargs)
@@ -242,6 +264,7 @@ class _Call:
         self._saved.close()
         if self._saved.has_integers:
             self._output = _fingerprint_of(result)
+        self.has_met = meetings.has_grown
         self.edits = self._state.settle()
         if any(tensor._version != version for tensor, version in self._versions):
             self.edits = "an input"
