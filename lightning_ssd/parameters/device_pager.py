@@ -300,13 +300,9 @@ class DevicePager(DeviceMoves):
             self._drop(unit, weight)
 
     def _drop(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
-        """It is none of ours any more."""
-        if weight in unit.weights:
-            unit.weights.remove(weight)
-            self._window_bytes = None
-            self.by_storage.pop(weight.memory.key.cdata, None)
-            if weight.memory.is_here:
-                self._count(-weight.memory.nbytes)
+        if weight in unit.weights and weight.memory.is_here:
+            self._count(-weight.memory.nbytes)
+        super()._drop(unit, weight)
 
     def put_away(self, weight: Weight[DeviceMemory]) -> None:
         """Write a weight if need be, wait for that, and give its memory back if nobody needs it.

@@ -46,7 +46,6 @@ def _functions(name: str) -> Iterator[Any]:
 
 
 _Tensor: Any = torch.Tensor  # without types: some of these are in no stub
-_Parameter: Any = nn.Parameter
 _Torch: Any = torch
 _METADATA = frozenset(function for name in _NAMES_OF_METADATA.split() for function in _functions(name)) | {
     _Tensor.requires_grad.__get__,
@@ -259,10 +258,11 @@ def _in_pieces(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs:
     return None if results[0] is None else type(results[0])(one for result in results for one in result)
 
 
-class _Guarded(nn.Parameter):
-    """A parameter whose bytes may be away."""
+class _Guarding:
+    """Has the door asked before whatever is done with a tensor."""
 
-    own_class_when_used = nn.Parameter
+    __slots__ = ()
+    own_class_when_used: Any
 
     @classmethod
     # The compiler's graph would have a weight that is away for an input.
@@ -271,32 +271,27 @@ class _Guarded(nn.Parameter):
         return _ask(func, args, kwargs or {})
 
     # These two are asked as attributes, not as functions of PyTorch.
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        own = self.own_class_when_used
         with using([self]):
-            return _Parameter.__deepcopy__(self, memo)
+            return own.__deepcopy__(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        own = self.own_class_when_used
         with using([self], exposes=True):  # what is pickled is the storage
-            return _Parameter.__reduce_ex__(self, protocol)
+            return own.__reduce_ex__(self, protocol)
 
 
-class _GuardedTensor(torch.Tensor):
+class _Guarded(_Guarding, nn.Parameter):
+    """A parameter whose bytes may be away."""
+
+    own_class_when_used = nn.Parameter
+
+
+class _GuardedTensor(_Guarding, torch.Tensor):
     """A gradient whose bytes may be away."""
 
     own_class_when_used = torch.Tensor
-
-    @classmethod
-    @_Torch._disable_dynamo  # type: ignore[untyped-decorator]
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _ask(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        with using([self]):
-            return _Tensor.__deepcopy__(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with using([self], exposes=True):
-            return _Tensor.__reduce_ex__(self, protocol)
 
 
 GUARDED: tuple[type[torch.Tensor], ...] = (_Guarded, _GuardedTensor)

@@ -7,6 +7,8 @@ for telling:
   without a sign in the version; of any tensor that is given the memory of a weight;
 * ``nn.Parameter(weight)`` and ``torch.utils.swap_tensors``, which take plain parameters only, and
   ``torch.Tensor._make_subclass``, which asks no class;
+* ``tensor.set_(weight)``, which asks no class either, and gives a storage without memory memory of its own: whoever
+  reads it finds arbitrary bytes;
 * ``torch.overrides.has_torch_function``, by which modules choose between two implementations: bits would depend on
   where a weight is;
 * setting another current stream in the forward of a unit: it has to wait for the copies of the weights, too, and their
@@ -39,6 +41,7 @@ _push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _data: Any = torch._C.TensorBase.data
 _plain_new = nn.Parameter.__new__
+_plain_set: Any = torch._C.TensorBase.set_
 _plain_subclass: Any = torch.Tensor._make_subclass
 _plain_swap: Any = torch.utils.swap_tensors
 _plain_has_torch_function: Any = torch.overrides.has_torch_function
@@ -96,6 +99,8 @@ class _GuardPatches:
         nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
         self._put_back.append(lambda: delattr(torch.Tensor, "_make_subclass"))
         tensor._make_subclass = staticmethod(_with_memory(_plain_subclass))
+        self._put_back.append(lambda: delattr(torch.Tensor, "set_"))
+        tensor.set_ = _set_storage
         for owner in (torch.cuda, torch.accelerator):
             if (set_stream := getattr(owner, "set_stream", None)) is not None:
                 self._stand_in(owner, "set_stream", _then_follow(set_stream))
@@ -138,6 +143,17 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         _tell_exposed(tensor, replaces=True)
     with using([value] if is_guarded(value) else []):
         _data.__set__(tensor, value)
+
+
+def _set_storage(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """In the place of ``tensor.set_()``: both have the same memory afterwards, and each its own version."""
+    given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+    with using([one for one in (tensor, *given) if is_guarded(one)]):
+        _tell_exposed(tensor, replaces=True)
+        for one in given:
+            _tell_exposed(one, replaces=False)
+        found: torch.Tensor = _plain_set(tensor, *args, **kwargs)
+    return found
 
 
 def _tell_exposed(tensor: torch.Tensor, *, replaces: bool) -> None:

@@ -286,13 +286,18 @@ class Pager(ABC, Generic[Memory]):
             for unit in list(self.units):
                 unit.num_windows = 0
                 for weight in [weight for weight in list(unit.weights) if not weight.memory.key.alive()]:
-                    unit.weights.remove(weight)
-                    self._window_bytes = None
-                    self.by_storage.pop(weight.memory.key.cdata, None)
                     if not self.is_closed:
-                        weight.memory.forget()
+                        weight.memory.forget()  # first: an interrupt would leave its place on the drive to nobody
+                    self._drop(unit, weight)
                 if unit is not self._ahead or not unit.weights:
                     self._send_out(unit, strays=True)
+
+    def _drop(self, unit: Unit[Memory], weight: Weight[Memory]) -> None:
+        """It is none of ours any more. The lock is held."""
+        if weight in unit.weights:
+            unit.weights.remove(weight)
+            self._window_bytes = None
+            self.by_storage.pop(weight.memory.key.cdata, None)
 
     def _use(self, unit: Unit[Memory], phase: Phase) -> None:
         with self._lock:

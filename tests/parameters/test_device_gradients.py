@@ -6,6 +6,7 @@ import copy
 import ctypes
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from tests.parameters.test_device_training import (
 from tests.parameters.test_device_weights import eventually
 from tests.parameters.test_everything_away import HOLDERS, PROGRAMS, Loop, gradient_twice
 from tests.parameters.test_paged_weights import MIN_TENSOR, batches, same
-from tests.support.faults import FaultyBackend, eio
+from tests.support.faults import FaultyBackend, always, eio, enospc
+from tests.support.interrupted_points import PointsIn
+from tests.support.late import late_copies
 from tests.support.late_offloaders import late_offloaders
 from tests.support.pretended_training import on, pretended_device
 from tests.support.pretended_weights import weights_of
@@ -294,7 +297,12 @@ def _foreach(model: nn.Module, optimizer: Any, step: int) -> None:
     model.held.append(torch.stack([g.norm() for g in gradients]).max())
 
 
-UNKIND = [_array, _views, _kept, _exchanged, _one_for_two, _copied, _noise, _foreach]
+def _shared(model: nn.Module, optimizer: Any, step: int) -> None:
+    torch.empty(0).set_(model.blocks[0].up.weight.grad).mul_(0.5)
+    model.blocks[1].up.weight.grad.set_(model.blocks[2].up.weight.grad.clone())
+
+
+UNKIND = [_array, _views, _kept, _exchanged, _one_for_two, _copied, _noise, _foreach, _shared]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -519,6 +527,132 @@ def test_a_drive_that_does_not_give_them_back_ends_training(opened: Opened) -> N
         backward(loop, step=1)
     for one in faulty:
         one.fail_read = None
+
+
+def clip(model: nn.Module) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+class Failing:
+    """Drives that fail from :meth:`begin` on, until they are told to stop."""
+
+    def __init__(self, window: str, **fails: Callable[[], BaseException]) -> None:
+        self._window, self._fails = window, fails
+        self._backends: list[FaultyBackend] = []
+
+    def wrap(self, backend: Any) -> FaultyBackend:
+        self._backends.append(FaultyBackend(backend))
+        return self._backends[-1]
+
+    def begin(self, window: str) -> None:
+        """A part of a step begins: in one of them the drives fail."""
+        for name, error in self._fails.items():
+            for backend in self._backends:
+                setattr(backend, name, always(error) if window == self._window else None)
+
+
+@pytest.mark.parametrize("failure", [eio, enospc])
+@pytest.mark.parametrize("window", ["moving out", "accumulation", "clipping", "update"])
+def test_a_drive_that_takes_nothing_for_a_while_costs_no_bit(window: str, failure: Any, opened: Opened) -> None:
+    failing, found = Failing(window, fail_write=failure), []
+    for offloader in (None, opened(_wrap_backend=failing.wrap)):
+        loop, seen = Loop(offloader), []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*(cannot|could not) be written")
+            for step in range(3):
+                failing.begin("moving out")
+                backward(loop, step=2 * step)
+                failing.begin("accumulation")
+                backward(loop, step=2 * step + 1)
+                failing.begin("clipping")
+                seen += [clip(loop.model), *(p.grad.clone() for p in loop.model.parameters())]
+                failing.begin("update")
+                loop.optimizer.step()
+                failing.begin("end")
+                loop.optimizer.zero_grad()
+        found.append([*seen, *loop.result()])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("window", ["accumulation", "clipping", "update"])
+def test_a_drive_that_gives_nothing_back_says_what_to_do(window: str, opened: Opened) -> None:
+    failing = Failing(window, fail_read=eio)
+    offloader = opened(_wrap_backend=failing.wrap)
+    loop, plain = Loop(offloader), Loop()
+    backward(loop)
+    assert have_left(offloader, loop.model)
+    does: dict[str, Callable[[], object]] = {
+        "accumulation": lambda: backward(loop, step=1),
+        "clipping": lambda: clip(loop.model),
+        "update": lambda: loop.optimizer.step(),
+    }
+    failing.begin(window)
+    with pytest.raises(StorageError) as refused:
+        does[window]()
+    failing.begin("end")
+    assert "from a checkpoint" in " ".join([str(refused.value), *getattr(refused.value, "__notes__", ())])
+    if window == "update":
+        with pytest.raises(RuntimeError, match="an earlier step of this optimizer is incomplete"):
+            loop.optimizer.step()
+        return
+    loop.optimizer.zero_grad()  # what was lost is made anew
+    offloader.send_out_weights()
+    assert same(loop.run(2).result(), plain.run(2).result())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", ["keep", "offload"])
+def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(parameters: Any, spill_dir: Path) -> None:
+    """In accumulation, clipping and update. Then the last checkpoint is loaded, and the step repeated."""
+
+    def step(loop: Loop, seen: list[list[torch.Tensor]] | None = None) -> None:
+        for number in range(2):
+            backward(loop, step=number)
+            if seen is not None:
+                seen.append([p.grad.clone() for p in loop.model.parameters()])
+        clip(loop.model)
+        if seen is not None:
+            seen.append([p.grad.clone() for p in loop.model.parameters()])
+        loop.optimizer.step()
+
+    def load(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        loop.model.load_state_dict(weights)
+        loop.optimizer.load_state_dict(copy.deepcopy(states))
+        loop.found.clear()
+
+    names = ("device_gradients", "device_moves", "device_memory", "device_pager", "guard", "pager")
+    points, num = PointsIn(*(f"parameters/{name}.py" for name in names)), 0
+    with (
+        late_copies(max_delay_s=0) as copies,
+        Offloader(
+            policy=policy(parameters=parameters), hardware=HardwareProfile(paths=[spill_dir]), _copies=copies
+        ) as offloader,
+    ):
+        loop = Loop(offloader).run(1)
+        weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        states = copy.deepcopy(loop.optimizer.state_dict())
+        plain, seen = Loop(), []
+        load(plain)
+        step(plain, seen)
+        expected = plain.result()
+        load(loop)
+        while (where := points.interrupt(lambda: step(loop))) is not None:
+            num += 1
+            for number, parameter in enumerate(loop.model.parameters()):
+                if parameter.grad is not None:
+                    found = parameter.grad.clone()
+                    assert any(torch.equal(found, gradients[number]) for gradients in seen), where
+            load(loop)
+            step(loop)
+            assert same(loop.result(), expected), where
+            load(loop)
+        assert num > 100
+        gc.collect()
+        assert eventually(offloader, lambda: not pager_of(offloader).weights)
+        if parameters == "keep":
+            tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
+            assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
 
 
 # -- on a device whose races are faults --------------------------------------------------------------------------------

@@ -148,6 +148,8 @@ GIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Parameter": lambda weight: nn.Parameter(weight).detach() + 0,
     "its class": lambda weight: type(weight)(weight.data, requires_grad=False).sum(),
     "make_subclass": lambda weight: torch.Tensor._make_subclass(torch.Tensor, weight) + 0,
+    "set_": lambda weight: torch.empty(0).set_(weight) + 0,
+    "source of set_": lambda weight: torch.empty(0).set_(source=weight).mul_(2) + weight,
     "data of a tensor": lambda weight: _with_data(torch.zeros(64, 256), weight) + 0,
     "data of a parameter": lambda weight: _with_data(nn.Parameter(torch.zeros(64, 256)), weight).detach() + 0,
     "grad": lambda weight: torch.func.grad(lambda w: w.square().sum())(weight),
