@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
+from lightning_ssd.parameters.guard import is_guarded
 from lightning_ssd.parameters.guard_patches import guard_patches
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Place, Weight
@@ -62,7 +63,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         guard_patches.add_user(self.pager)
 
     def _why_it_stays(self, weights: SharedWeights, place: Place) -> str | None:
-        if place[1] is None and self._building is None:
+        if place[1] is None and not self._builders:
             return "its forward is compiled as a whole; compile each block instead (block.compile())"
         if weights.slices is not None:
             return "its memory shows a file, and cannot be given back and taken again in place"
@@ -165,16 +166,17 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         """
         if self.pager.is_closed:
             return
-        self._remove_windows()
-        try:
-            self.pager.bring_back_all()
-        finally:
-            self.pager.close()
-            guard_patches.remove_user(self.pager)
+        with ExitStack() as closing:  # each of these, whatever another one raises; the last one first
+            closing.callback(guard_patches.remove_user, self.pager)
+            closing.callback(self.pager.close)
+            closing.callback(self.pager.bring_back_all)
+            closing.callback(self._remove_windows)
 
 
 def _why_it_cannot_wait(weights: SharedWeights) -> str | None:
     """Wherever in a model it is; ``None``: it can."""
+    if any(map(is_guarded, weights.tensors)):
+        return "it waits for another offloader"
     if any(type(tensor) is not nn.Parameter for tensor in weights.tensors):
         return "it is no plain torch.nn.Parameter"
     if any(tensor.is_inference() for tensor in weights.tensors):

@@ -13,7 +13,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Generic
 
@@ -84,7 +84,8 @@ class PagedWeights(ABC, Generic[Memory]):
         self._min_nbytes = min_nbytes
         self._device = device
         self._windows: list[Window | Gathering] = []
-        self._building: int | None = None
+        self._builders: list[int] = []
+        """Threads that build a model, once for each :meth:`streamed_init` that they are in."""
         self._held: dict[str, str] = {}
 
     # -- what is done otherwise on a CPU and on a device -----------------------------------------------------------
@@ -301,24 +302,25 @@ class PagedWeights(ABC, Generic[Memory]):
         With residents, only while memory is short.
 
         A module's weights are whole in memory only until then, and shards until they have been cut. Those that turn out
-        to be trained come back to memory when the model is registered.
+        to be trained come back to memory when the model is registered. Again inside of itself, or in several threads at
+        once: the same.
         """
         hooks: list[RemovableHandle | CutWatch] = []
-        before = self._building
+        thread = threading.get_ident()
         try:
-            self._building = threading.get_ident()
+            self._builders.append(thread)
             hooks.append(register_module_module_registration_hook(self._module_is_registered))
             hooks.append(register_module_parameter_registration_hook(self._parameter_is_registered))
             hooks.append(CutWatch(self._shard_is_cut))
             yield
         finally:
-            self._building = before  # first: an interrupt would leave hooks behind, which do nothing then
+            self._builders.remove(thread)  # first: an interrupt would leave hooks behind, which do nothing then
             for hook in hooks:
                 hook.remove()
 
     @property
     def _builds_here(self) -> bool:
-        return threading.get_ident() == self._building and not self.pager.is_closed
+        return threading.get_ident() in self._builders and not self.pager.is_closed
 
     def _module_is_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if submodule is not None and self._builds_here:
@@ -380,9 +382,9 @@ class PagedWeights(ABC, Generic[Memory]):
         self.pager.resident_peak_bytes = self.pager.resident_bytes
 
     def _remove_windows(self) -> None:
-        for window in self._windows:
-            window.remove()
-        self._windows.clear()
+        with ExitStack() as removing:  # all of them, should one refuse
+            while self._windows:
+                removing.callback(self._windows.pop().remove)
 
 
 class MappedWeights(PagedWeights[MappedStorage]):
@@ -505,7 +507,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         if source is not None:
             return source
         # While a model is built nobody knows what of it will be trained.
-        changes = self._building is None and not weights.is_frozen
+        changes = not self._builders and not weights.is_frozen
         return self._files.write(weights.storage, changes=changes)
 
     def _release(self, weights: SharedWeights, stop: _Stop) -> None:
@@ -528,18 +530,20 @@ class MappedWeights(PagedWeights[MappedStorage]):
         """
         if self.pager.is_closed:
             return
-        self._remove_windows()
-        self.pager.close()
-        try:
-            self._sources.look()
-            self._files.sync()
-        finally:
-            self._sources.close()
-            for weight in self.pager.weights:
-                weight.memory.send_out()
-                weight.memory.make_private()
-            for unit in self.pager.units:
-                unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
+        with ExitStack() as closing:  # each of these, whatever another one raises; the last one first
+            closing.callback(self._let_go)
+            closing.callback(self._sources.close)
+            closing.callback(self._files.sync)
+            closing.callback(self._sources.look)
+            closing.callback(self.pager.close)
+            closing.callback(self._remove_windows)
+
+    def _let_go(self) -> None:
+        for weight in self.pager.weights:
+            weight.memory.send_out()
+            weight.memory.make_private()
+        for unit in self.pager.units:
+            unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
 
 
 def _show(weights: SharedWeights, storage: torch.UntypedStorage) -> None:

@@ -256,5 +256,6 @@ class SourceFiles:
 
     def close(self) -> None:
         """What shows them goes on to do so. Idempotent."""
-        while self._files:
-            os.close(self._files.popitem()[1].fd)
+        with contextlib.ExitStack() as closing:  # all of them, should one refuse
+            while self._files:
+                closing.callback(os.close, self._files.popitem()[1].fd)

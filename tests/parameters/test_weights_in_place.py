@@ -27,6 +27,7 @@ from lightning_ssd.memory.page_table import has_copies
 from lightning_ssd.parameters import source_files
 from lightning_ssd.parameters.file_slices import private_mapping
 from lightning_ssd.parameters.weight_files import is_mapped
+from lightning_ssd.parameters.windows import Window
 from tests.parameters.test_paged_weights import (
     Between,
     Net,
@@ -579,3 +580,23 @@ def test_large_weights_lie_as_huge_pages_of_the_file_do(opened: Make, folder: Pa
     mapping = private_mapping(model.weight.data_ptr())
     assert mapping is not None
     assert (mapping.start - mapping.offset) % HUGE_PAGE_BYTES == 0
+
+
+def test_a_file_that_refuses_to_be_closed_leaves_nothing_of_the_offloader(folder: Path, opened: Make) -> None:
+    model, plain = loaded(saved(folder, num_shards=2)), built()
+    inside = opened(model)
+    weights = inside._parts.parameters.weights
+    assert weights is not None
+    mapped = [weight.memory for weight in weights.pager.weights]
+    sources = list(weights._sources._files.values())
+    os.close(sources[-1].fd)
+    with pytest.raises((OSError, StorageError)):
+        inside.close()
+    assert mapped
+    assert not any(unit.weights for unit in weights.pager.units)
+    assert not any(isinstance(block.__dict__.get("forward"), Window) for block in model.blocks)
+    assert not weights._sources._files
+    for source in sources[:-1]:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(source.fd)
+    assert equal_weights(model, plain)

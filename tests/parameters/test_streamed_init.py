@@ -1,0 +1,132 @@
+"""Models that are built inside of ``streamed_init()``, several at once: the weights of each, and nothing is left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from lightning_ssd import HardwareProfile, Offloader
+from lightning_ssd.common.dtensor import CutWatch
+from tests.parameters.test_paged_weights import built, equal_weights, policy, same, train
+from tests.support.late import late_copies
+from tests.support.patience import PATIENCE_S
+
+Opened = Callable[[], Offloader]
+_METHODS = ("_init_sharded_param", "reset_sharded_param")
+
+
+@pytest.fixture(params=["cpu", "device"])
+def opened(request: pytest.FixtureRequest, spill_dir: Path) -> Iterator[Opened]:
+    """Makes offloaders for a CPU, or for a device whose copies end late; they are closed at the end."""
+    made = []
+    hardware = HardwareProfile(paths=[spill_dir], host_memory=0)
+    with late_copies(max_delay_s=0) as copies:
+        options = {"_copies": copies} if request.param == "device" else {}
+
+        def make() -> Offloader:
+            made.append(Offloader(policy=policy(optimizer_states="offload"), hardware=hardware, **options))
+            return made[-1].open()
+
+        yield make
+        for offloader in made:
+            offloader.close()
+
+
+def weights_of(offloader: Offloader) -> int:
+    return len(offloader._parts.parameters.weights.pager.weights)  # type: ignore[union-attr]
+
+
+def test_threads_build_at_once_and_end_in_any_order(opened: Opened) -> None:
+    torch.manual_seed(0)
+    offloader, plain = opened(), built()
+    begun, ended, models = threading.Event(), threading.Event(), []
+    lock = threading.Lock()  # random numbers are the process' own
+
+    def build_later() -> None:
+        with offloader.streamed_init():
+            begun.set()
+            assert ended.wait(PATIENCE_S)
+            with lock:
+                models.append(built())
+
+    thread = threading.Thread(target=build_later)
+    with offloader.streamed_init():
+        thread.start()
+        assert begun.wait(PATIENCE_S)
+        with lock:
+            models.append(built())
+    num = weights_of(offloader)
+    assert num > 0, "of the thread that was the first one inside"
+    ended.set()
+    thread.join()
+    assert weights_of(offloader) == 2 * num
+    models.append(built())
+    assert weights_of(offloader) == 2 * num, "nobody builds any more"
+    for model in models:
+        offloader.register_module(model)
+        assert equal_weights(model, plain)
+    update = lambda parameters, lr: offloader.offload_optimizer(torch.optim.AdamW(parameters, lr=lr))  # noqa: E731
+    expected = train(plain)
+    for model in models:
+        assert same(train(model, offloader, optimizer=update), expected)
+
+
+def test_what_is_trained_lies_where_changes_do_after_threads_have_built(opened: Opened) -> None:
+    offloader = opened()
+    inner, outer = offloader.streamed_init(), offloader.streamed_init()
+    thread = threading.Thread(target=outer.__enter__)
+    thread.start()
+    thread.join()
+    with inner:
+        pass
+    assert not offloader._parts.parameters.weights._builds_here  # type: ignore[union-attr]
+    outer.__exit__(None, None, None)
+    assert not offloader._parts.parameters.weights._builders  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:13 weights stay in memory.* it waits for another offloader")  # of a device
+@pytest.mark.parametrize("registers", ["inner", "outer"])
+def test_two_offloaders_around_one_building(registers: str, opened: Opened) -> None:
+    plain, expected = built(), train(built())
+    inner, outer = opened(), opened()
+    with outer.streamed_init(), inner.streamed_init():
+        model = built()
+    assert equal_weights(model, plain)
+    offloader = inner if registers == "inner" else outer
+    offloader.register_module(model)
+    update = lambda parameters, lr: offloader.offload_optimizer(torch.optim.AdamW(parameters, lr=lr))  # noqa: E731
+    assert same(train(model, offloader, optimizer=update), expected)
+    train(plain)
+    for one in (inner, outer):
+        one.close()
+        assert equal_weights(model, plain)
+
+
+def test_again_inside_of_itself(opened: Opened) -> None:
+    offloader = opened()
+    with offloader.streamed_init():
+        with offloader.streamed_init():
+            first = built()
+        num = weights_of(offloader)
+        second = built()
+        assert weights_of(offloader) == 2 * num > 0
+    nn.Sequential(nn.Linear(512, 512))
+    assert weights_of(offloader) == 2 * num
+    assert equal_weights(first, second)
+
+
+def test_watches_of_shards_end_in_any_order() -> None:
+    before = [getattr(FSDPParam, name) for name in _METHODS]
+    first, second = CutWatch(lambda shard: None), CutWatch(lambda shard: None)
+    first.remove()
+    assert [getattr(FSDPParam, name) for name in _METHODS] != before, "the second one still watches"
+    second.remove()
+    second.remove()
+    assert [getattr(FSDPParam, name) for name in _METHODS] == before
