@@ -305,7 +305,7 @@ class _HeldHoles:
 
     glibc looks for a hole before it maps an allocation, whatever the threshold. After training without offloading the
     heap is full of large holes; a tensor that is freed there leaves its pages resident until somebody trims. A block
-    that nobody writes to costs addresses only. Where glibc cannot tell what it maps (before 2.33), nothing is held.
+    that nobody writes to costs addresses only.
     """
 
     _M_MMAP_THRESHOLD = -3
@@ -320,8 +320,6 @@ class _HeldHoles:
     def hold(self, nbytes: int) -> None:
         """Hold every hole of at least ``nbytes``. Leaves the mmap threshold changed: the caller sets it next."""
         libc = self._libc
-        if not hasattr(libc, "mallinfo2"):
-            return
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
         libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
         libc.malloc_trim(0)

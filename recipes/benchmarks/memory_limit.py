@@ -3,7 +3,7 @@
     python -m recipes.benchmarks.memory_limit --dir DIR
     python -m recipes.benchmarks.memory_limit --limit 1.5GiB  # of your own; default: half of what the activations take
     python -m recipes.benchmarks.memory_limit --budget none        # without a budget: ours finds the limit itself
-    python -m recipes.benchmarks.memory_limit --parameters         # 2 GiB of weights in 1.2 GiB, everything on the SSD
+    python -m recipes.benchmarks.memory_limit --parameters         # 2 GiB of weights in 1 GiB, everything on the SSD
     python -m recipes.benchmarks.memory_limit --tiny               # a toy size, to try the recipe itself
 
 First plain Lightning trains without a limit; this gives the losses to compare with, and what the training takes. Then
@@ -260,7 +260,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m recipes.benchmarks.memory_limit", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")
-    parser.add_argument("--limit", help="of the group, for example 1.5GiB; default: chosen after the first training")
+    parser.add_argument(
+        "--limit",
+        help="of the group, for example 1.5GiB; default: chosen after the first training; with --parameters 1GiB",
+    )
     parser.add_argument(
         "--budget",
         choices=("half", "none"),
@@ -275,7 +278,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="show what the trainings say")
     args = parser.parse_args(arguments)
     if args.parameters and args.limit is None:
-        args.limit = "600MiB" if args.tiny else "1200MiB"
+        args.limit = "600MiB" if args.tiny else "1GiB"
     try:
         args.limit = None if args.limit is None else parse_size(args.limit, name="--limit")
     except ConfigError as error:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_ssd.common.first_calls import settle_first_calls
+
 __all__ = ["BASELINE", "MODES", "OPTIMIZERS", "SIZES", "Needs", "OptimizerJob", "Sizes", "cache_share", "parse_modes"]
 
 BASELINE = "torch"
@@ -76,6 +78,7 @@ class Sizes:
 
     def model(self) -> nn.Module:
         """The same weights in every process."""
+        settle_first_calls()  # of the square root in an update, say
         generator = torch.Generator(self.device).manual_seed(0)
         made = nn.ParameterList()
         for shape in self.shapes():

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import lightning_ssd
+from lightning_ssd.common.first_calls import settle_first_calls
 from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import read_memory, reset_host_peak
@@ -57,6 +58,7 @@ class Sizes:
 
     def model(self, *, lora: bool) -> nn.Module:
         """The same weights in every process."""
+        settle_first_calls()  # keeping opens no Offloader, which would do so
         torch.manual_seed(0)
         sizes = asdict(self)
         del sizes["batch"]
