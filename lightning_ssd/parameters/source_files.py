@@ -176,11 +176,11 @@ class SourceStorage(MappedStorage):
     def forget(self) -> None:
         """Also see, for the last time, whether the file is what it was: somebody may have copied the weight."""
         if self._view is not None:
+            super().forget()
             with contextlib.suppress(OSError):  # the source keeps a StorageError for the next look
                 self._source.look()
             self._source.num_users -= 1
             self._source.is_left = self._source.num_users == 0
-        super().forget()
 
     def make_private(self) -> None:
         """It is."""

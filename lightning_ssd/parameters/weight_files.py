@@ -124,7 +124,7 @@ class MappedStorage(ABC):
         """In a fork: let nobody see what the parent writes, if it still may."""
 
     def forget(self) -> None:
-        """Nobody holds the storage any more: unmap the memory, then give its place in the file back."""
+        """Nobody holds the storage any more: unmap the memory, then give its place in the file back. Idempotent."""
         self._view = None
 
 
@@ -235,8 +235,9 @@ class FiledStorage(MappedStorage):
             ctypes.memmove(view.address + start, region.address + start, nbytes)
 
     def forget(self) -> None:
-        super().forget()
-        self._arena.free(self._extent)
+        if self._view is not None:  # else it was, and somebody else may have the place by now
+            super().forget()
+            self._arena.free(self._extent)
 
 
 def _opened_again(direct: int) -> int | None:
