@@ -144,9 +144,13 @@ def _is_held_in_c(tensor: torch.Tensor, known: Iterable[torch.Tensor]) -> bool:
 
     A graph whose backward is over may live on with its loss. Where its gradients went to (``AccumulateGrad``) holds the
     parameter, and looks at no bytes: of this there is one at most, which is made here if there is none, and so counted.
+    What was made in inference mode is in no graph.
     """
     num_known = 1 + sum(other._base is tensor for other in known)
-    accumulator = torch.autograd.graph.get_gradient_edge(tensor).node if tensor.requires_grad else None
+    accumulator = None
+    if tensor.requires_grad and not tensor.is_inference():
+        with torch.inference_mode(False):  # there, nothing has an accumulator
+            accumulator = torch.autograd.graph.get_gradient_edge(tensor).node
     num_known += accumulator is not None and tensor.is_leaf
     return tensor._use_count() > num_known  # type: ignore[attr-defined,no-any-return]  # in no stub
 

@@ -298,3 +298,19 @@ def test_a_graph_that_has_been_used_holds_no_weight(is_used: bool) -> None:
     reasons = [why_it_stays(weights) for weights in shared_weights(model, 256)]
     assert [reason is None for reason in reasons] == [is_used] * 2
     assert loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True), (True, True)], ids=["built", "asked", "both"])
+def test_trained_weights_can_wait_in_inference_mode(modes: tuple[bool, bool]) -> None:
+    with torch.inference_mode(modes[0]):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.inference_mode(modes[1]):
+        assert [why_it_stays(weights) for weights in shared_weights(model, 256)] == [None] * 2
+
+
+def test_a_graph_holds_its_weights_in_inference_mode_too() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    loss = (model(torch.ones(1, 8)) * model[0].weight.sin().sum()).sum()
+    with torch.inference_mode():
+        assert all(why_it_stays(weights) is not None for weights in shared_weights(model, 256))
+    loss.backward()
