@@ -111,6 +111,9 @@ class PagedParameters:
 
         Args:
             is_alone: whether no graph is alive, so that other weights than before may wait from now on.
+
+        Raises:
+            StorageError: a drive has refused changed weights or gradients, which may be lost.
         """
         if self.gradients is not None:
             self.gradients.send_out()
@@ -122,7 +125,9 @@ class PagedParameters:
             for module in weights.reconsider():
                 if self.gradients is not None:
                     self.gradients.register_module(module)
-        except StorageError as error:
+        except (StorageError, MemoryError) as error:
+            if self.files is not None and self.files.has_lost:
+                raise
             residents.give_up()
             warnings.warn(
                 f"which weights wait on drives cannot be changed any more ({error}); the others stay in memory, and "

@@ -303,6 +303,8 @@ class WeightFiles:
             self._still, self._changing = (_Files(self._open(opened, directories), first) for _ in range(2))
             opened.pop_all()
         self.written_bytes = 0
+        self.has_lost = False
+        """Whether a drive could not write what was changed. The system tells once, so that it must not be overlooked."""
         self._check: Task[None] | None = None
 
     def _open(self, opened: ExitStack, directories: Sequence[Path]) -> list[Arena]:
@@ -415,7 +417,7 @@ class WeightFiles:
         for arena in self._arenas:
             with arena.use() as fd:
                 if look(fd, ctypes.c_int64(0), ctypes.c_int64(0), _WAIT_BEFORE):
-                    raise _lost(arena, OSError(ctypes.get_errno(), ""))
+                    raise self._lost(arena, OSError(ctypes.get_errno(), ""))
 
     def look_for_losses(self) -> None:
         """Begin to see, in a thread, whether the system could write what it has written; tell what the last look found.
@@ -442,7 +444,12 @@ class WeightFiles:
                 try:
                     os.fdatasync(fd)
                 except OSError as error:
-                    raise _lost(arena, error) from error
+                    raise self._lost(arena, error) from error
+
+    def _lost(self, arena: Arena, error: OSError) -> StorageError:
+        self.has_lost = True
+        what = f"weights or gradients that were changed could not be written to {arena.path}; go on from a checkpoint"
+        return as_storage_error(error, what)
 
     @property
     def are_used(self) -> bool:
@@ -469,11 +476,6 @@ def _shown(arena: Arena, extent: Extent) -> FileView:
     view = FileView(extent.nbytes, offset=extent.offset)
     arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
     return view
-
-
-def _lost(arena: Arena, error: OSError) -> StorageError:
-    what = f"weights or gradients that were changed could not be written to {arena.path}; go on from a checkpoint"
-    return as_storage_error(error, what)
 
 
 def unreadable(names: Sequence[str], nbytes: int, error: OSError) -> StorageError:

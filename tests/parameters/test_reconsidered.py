@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.errors import OutOfSpaceError
+from lightning_ssd.errors import OutOfSpaceError, StorageError
 from lightning_ssd.parameters import residents, step_memory
 from lightning_ssd.parameters.units import shared_weights, why_it_stays
 from lightning_ssd.parameters.weight_files import FiledStorage, is_mapped
@@ -233,6 +233,43 @@ def test_a_weight_that_cannot_be_read_does_not_come_back(
         assert same(found + train(model, offloader, steps=8), expected + train(plain, steps=8))
     assert len(told) == 1
     assert len(waiting(model)) == 9
+
+
+def test_what_the_drive_has_lost_is_no_reason_to_go_on(
+    opened: Callable[..., Offloader], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system tells once, of whatever was written before, and it is a move that hears it."""
+    asked = []
+
+    def tell_once(fd: int) -> None:
+        asked.append(fd)
+        if len(asked) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+
+    model = built()
+    machine.models.append(model)
+    offloader = opened(model)
+    monkeypatch.setattr("os.fdatasync", tell_once)
+    machine.lacks(GIB)
+    with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
+        train(model, offloader, steps=4)
+
+
+def test_where_the_system_maps_no_more_weights_stay(
+    opened: Callable[..., Offloader], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("the system cannot map so much")
+
+    plain, model = built(), built()
+    machine.models.append(model)
+    offloader = opened(model)
+    monkeypatch.setattr("lightning_ssd.parameters.weight_files._shown", refuse)
+    machine.lacks(GIB)
+    with pytest.warns(UserWarning, match="cannot be changed any more .*cannot map so much") as told:
+        assert same(train(model, offloader, steps=6), train(plain, steps=6))
+    assert len(told) == 1
+    assert waiting(model) == []
 
 
 def test_what_moves_is_told(
