@@ -35,6 +35,8 @@ _STATES_PER_WEIGHT = 2
 """AdamW's, in the precision of the weights."""
 _STATES_SHARE, _MIN_STATES_BYTES, _MAX_STATES_BYTES = 1 / 16, 16 << 20, 2 << 30
 """Of optimizer states that wait, what an update has in memory: four of 64 subgroups, within bounds."""
+_MAX_ASKED = 8
+"""So often room is asked for in vain: where each forward begins before the last backward has ended, nothing can move."""
 _CPU = torch.device("cpu")
 
 
@@ -113,7 +115,7 @@ class Residents:
         self._needs = needs
         self._decisions: dict[int, tuple[weakref.ref[nn.Module], _Decision]] = {}
         self._spare = SpareMemory()
-        self._asked_bytes = 0
+        self._asked_bytes = self._num_asked = 0
         self._has_given_up = False
         self.steps = StepMemory()
         self.moved_bytes = 0
@@ -214,8 +216,9 @@ class Residents:
 
     def ask_for(self, nbytes: int) -> bool:
         """Saved activations need so much more; whether weights that stay can make room for any of it."""
-        if self._has_given_up or not self.kept_bytes:
+        if self._has_given_up or not self.kept_bytes or self._num_asked == _MAX_ASKED:
             return False
+        self._num_asked += 1
         self._asked_bytes = max(self._asked_bytes, nbytes)
         return True
 
@@ -232,7 +235,7 @@ class Residents:
         """
         peak_bytes = None if self._has_given_up else self.steps.begin()
         if self._asked_bytes:
-            spare, self._asked_bytes = -self._asked_bytes, 0
+            spare, self._asked_bytes, self._num_asked = -self._asked_bytes, 0, 0
             self._spare.ran_short()
             return spare
         if peak_bytes is None:

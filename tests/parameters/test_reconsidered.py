@@ -172,6 +172,33 @@ def test_nothing_moves_while_a_graph_is_alive(opened: Callable[..., Offloader], 
     assert seen == [0, 0, 0, 9, 9, 9]
 
 
+def test_room_that_no_pause_lets_anybody_make_is_not_waited_for(
+    opened: Callable[..., Offloader], machine: Machine
+) -> None:
+    """Each forward begins before the last backward: the planner is to refuse its budget in the end."""
+    model, ids = built(), next(batches(1))
+    machine.models.append(model)
+    machine.lacks(-GIB)
+    offloader = opened(model)
+    decides = offloader._parts.parameters.weights.residents
+    answers, graphs = [], []
+    for step in range(12):
+        with offloader.saved_tensors():
+            graphs.append(model(ids).sum())
+        if step:
+            graphs.pop(0).backward()
+            offloader.end_backward()
+            answers.append(decides.ask_for(1))
+    assert answers == [True] * 8 + [False] * 3
+    assert waiting(model) == []
+    graphs.pop().backward()
+    offloader.end_backward()
+    with offloader.saved_tensors():
+        model(ids)
+    assert waiting(model) != []
+    assert decides.ask_for(1)
+
+
 def test_a_weight_that_somebody_holds_stays(opened: Callable[..., Offloader], machine: Machine) -> None:
     plain, model, seen = built(), built(), []
     machine.models.append(model)
