@@ -36,7 +36,7 @@ _STATES_PER_WEIGHT = 2
 _STATES_SHARE, _MIN_STATES_BYTES, _MAX_STATES_BYTES = 1 / 16, 16 << 20, 2 << 30
 """Of optimizer states that wait, what an update has in memory: four of 64 subgroups, within bounds."""
 _MAX_ASKED = 8
-"""So often room is asked for in vain: where each forward begins before the last backward has ended, nothing can move."""
+"""So often room is asked for in vain: where forwards begin before the last backward has ended, nothing can move."""
 _CPU = torch.device("cpu")
 
 

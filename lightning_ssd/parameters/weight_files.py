@@ -304,7 +304,7 @@ class WeightFiles:
             opened.pop_all()
         self.written_bytes = 0
         self.has_lost = False
-        """Whether a drive could not write what was changed. The system tells once, so that it must not be overlooked."""
+        """Whether a drive could not write what was changed. The system tells once: it must not be overlooked."""
         self._check: Task[None] | None = None
 
     def _open(self, opened: ExitStack, directories: Sequence[Path]) -> list[Arena]:
