@@ -190,7 +190,8 @@ class PagedWeights(ABC, Generic[Memory]):
         spare = self.residents.spare_bytes(used_bytes=self.pager.window_bytes, shown_bytes=self.pager.resident_bytes)
         changed: list[nn.Module] = []
         for module in self.residents.modules if spare else ():
-            self._register(module, partial(self.residents.reconsider, spare_bytes=spare))
+            with self.residents.undecided_on_failure():
+                self._register(module, partial(self.residents.reconsider, spare_bytes=spare))
             moved = self.residents.moved_bytes
             if moved:
                 _log.info("%s", self.residents.text)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -198,6 +199,16 @@ class Residents:
             else f"steps have left {spare} of memory: {moved} of weights come back to stay, {waiting} wait on drives"
         )
         return _names_of(members, after)
+
+    @contextmanager
+    def undecided_on_failure(self) -> Iterator[None]:
+        """Where what was decided inside is not done, or only in part, what was decided before counts."""
+        before = dict(self._decisions)
+        try:
+            yield
+        except BaseException:
+            self._decisions = before
+            raise
 
     def _decide(
         self, module: nn.Module, room_bytes: int | None, units: Sequence[ResidencyUnit], stays: Sequence[bool]

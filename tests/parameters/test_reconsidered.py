@@ -299,6 +299,28 @@ def test_where_the_system_maps_no_more_weights_stay(
     assert waiting(model) == []
 
 
+def test_what_an_interrupt_has_kept_from_moving_moves_in_the_next_step(
+    opened: Callable[..., Offloader], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    plain, model = built(), built()
+    machine.models.append(model)
+    offloader = opened(model)
+    kept_bytes = offloader.stats.weights_kept_bytes
+    machine.lacks(GIB)
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_ssd.parameters.paged_weights.undisturbed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, offloader, steps=2)
+    train(plain, steps=1)  # the first step shows it
+    assert waiting(model) == []
+    assert offloader.stats.weights_kept_bytes == kept_bytes > 0
+    assert same(train(model, offloader, steps=2), train(plain, steps=2))
+    assert len(waiting(model)) == 9
+
+
 def test_what_moves_is_told(
     opened: Callable[..., Offloader], machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
