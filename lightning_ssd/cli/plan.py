@@ -32,6 +32,7 @@ from lightning_ssd.common.formatting import escape_control, format_sizes, plural
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.planning.candidates import windows
 from lightning_ssd.planning.machine_profile import MachineProfile
 from lightning_ssd.planning.placement import Placement
@@ -291,7 +292,10 @@ def _host_tier(machine: MachineProfile) -> TierRates | None:
 
 def _budget_bytes(budget: str, keep_bytes: int) -> int:
     match = _PERCENT.fullmatch(budget)
-    nbytes = parse_size(budget, name="--budget") if match is None else int(float(match[1]) / 100 * keep_bytes)
+    try:
+        nbytes = parse_size(budget, name="--budget") if match is None else int(float(match[1]) / 100 * keep_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or a part such as 40%") from None
     if not nbytes:
         raise CommandError("a budget above 0", budget, "take a part such as 40%, or a size such as 4GiB")
     return nbytes

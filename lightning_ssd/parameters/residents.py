@@ -303,13 +303,14 @@ class Residents:
         budget, least = self._needs.memory_budget, others_bytes + gradient_bytes + used_bytes
         if budget is None or least <= budget:
             return
-        advice = ", or let trained weights wait, too (optimizer_states='offload')" if self._needs.keeps_states else ""
+        ways = ["raise the budget", "lower min_tensor_bytes so that smaller weights wait"]
+        if self._needs.keeps_states:
+            ways.append("let trained weights wait, too (optimizer_states='offload')")
         raise BudgetError(
             f"OffloadPolicy.memory_budget={format_size(budget)} cannot be kept, even if all weights wait that can; "
             f"expected more than {format_size(least)}: {format_size(others_bytes)} that the process holds besides "
             f"these weights, {format_size(gradient_bytes)} of gradients that stay, and {format_size(used_bytes)} "
-            "of weights in use; saved activations come on top. Raise the budget, lower min_tensor_bytes, so that "
-            f"smaller weights wait{advice}"
+            f"of weights in use; saved activations come on top; {', or '.join(ways)}"
         )
 
     def _outlook(

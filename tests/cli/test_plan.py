@@ -134,6 +134,7 @@ def test_a_gpu_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", NET, "--hardware", "h100"], "drive_write_gb_per_s and drive_read_gb_per_s"),
         (["--model", NET, "--hardware", "conf/trainer/default.yaml"], "a hardware profile with hardware, machine"),
         (["--model", NET, "--hardware", "dgx_h100", "--budget", "lots"], "is not a size"),
+        (["--model", NET, "--hardware", "dgx_h100", "--budget", "lots"], "a part such as 40%"),
         (["--model", NET, "--hardware", "dgx_h100", "--budget", "0%"], "a budget above 0"),
         (["--model", "tests.support.planned_models:no_model", "--hardware", "dgx_h100"], "a torch.nn.Module"),
         (["--model", "tests.support.planned_models:Nett", "--hardware", "dgx_h100"], "can be imported"),
