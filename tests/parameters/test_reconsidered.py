@@ -328,6 +328,7 @@ def test_what_moves_is_told(
     machine.models.append(model)
     offloader = opened(model)
     caplog.set_level(logging.INFO, "lightning_ssd")
+    caplog.clear()
     machine.lacks(BLOCK_BYTES // 2)
     train(model, offloader, steps=3)
     assert "steps have shown that memory lacks 0.2 MiB: 0.8 MiB more of weights wait on drives, 0.8 MiB" in caplog.text

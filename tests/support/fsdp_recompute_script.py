@@ -8,6 +8,7 @@ group gives up.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from datetime import timedelta
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadFSDPStrategy
 from lightning_ssd.errors import ConfigError
-from tests.support.fsdp_script import HARDWARE, RANK, outcome
+from tests.support.fsdp_script import HARDWARE, outcome
 from tests.support.helpers import assert_identical
 from tests.support.patience import PATIENCE_S
 from tests.support.trainers import Block, Net, fit
@@ -115,6 +116,8 @@ class Tensors(Alternating):
             parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
 
 
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+"""Not of a module that a server of forks may have imported before."""
 OWN = ["Odd" if RANK else "Even"]
 
 
