@@ -649,7 +649,9 @@ def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(para
             load(loop)
         assert num > 50
         gc.collect()
-        if parameters == "keep":  # with weights away, too, an interrupt leaves the entry of a gradient: why is not known
+        if (
+            parameters == "keep"
+        ):  # with weights away, too, an interrupt leaves the entry of a gradient: why is not known
             assert eventually(offloader, lambda: not pager_of(offloader).weights)
             tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
             assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
