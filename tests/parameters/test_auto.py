@@ -25,6 +25,7 @@ from recipes.benchmarks.harness.cgroups import GroupUnavailableError
 from recipes.benchmarks.memory_limit import memory_group
 from tests.parameters.test_everything_away import Loop
 from tests.parameters.test_paged_weights import MIN_TENSOR, NUM_BLOCKS, WIDTH, Net, built, equal_weights, same, train
+from tests.support.offloaders import offloaders
 
 KIB, GIB = 1 << 10, 1 << 30
 BLOCK_BYTES = 4 * 8 * WIDTH * WIDTH
@@ -60,23 +61,23 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     return said
 
 
+def policy(**options: Any) -> OffloadPolicy:
+    return OffloadPolicy(**{"parameters": "auto", "activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
+
+
 @pytest.fixture
 def opened(spill_dir: Path, memory: Memory) -> Iterator[Callable[..., Offloader]]:
-    made = []
+    with offloaders(spill_dir, policy) as make:
 
-    def make(*modules: nn.Module, room: int | None = None, coming: int = COMING_BYTES, **options: Any) -> Offloader:
-        """``room``: bytes for weights that may wait; as many are left for activations."""
-        if room is not None:
-            memory.available_bytes = available(2 * room + coming)
-        policy = OffloadPolicy(
-            **{"parameters": "auto", "activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options
-        )
-        made.append(Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])))
-        return made[-1].open(*modules)
+        def with_room(
+            *modules: nn.Module, room: int | None = None, coming: int = COMING_BYTES, **options: Any
+        ) -> Offloader:
+            """``room``: bytes for weights that may wait; as many are left for activations."""
+            if room is not None:
+                memory.available_bytes = available(2 * room + coming)
+            return make(*modules, **options)
 
-    yield make
-    for offloader in made:
-        offloader.close()
+        yield with_room
 
 
 def waiting(model: nn.Module) -> list[str]:

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.page_table import file_page_bytes
 from lightning_ssd.memory.readings import level_bytes
 from lightning_ssd.parameters.weight_files import is_mapped
+from tests.support.offloaders import offloaders
 
 MIB = 1 << 20
 UNIT_BYTES = 40 * MIB
@@ -74,18 +75,14 @@ class Stack(nn.Module):
         return x
 
 
+def policy(**options: Any) -> OffloadPolicy:
+    return OffloadPolicy(**{"parameters": "auto", "activations": "auto"} | options)
+
+
 @pytest.fixture
 def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
-    made = []
-
-    def make(**options: Any) -> Offloader:
-        policy = OffloadPolicy(**{"parameters": "auto", "activations": "auto"} | options)
-        made.append(Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])))
-        return made[-1].open()
-
-    yield make
-    for offloader in made:
-        offloader.close()
+    with offloaders(spill_dir, policy) as make:
+        yield make
 
 
 def train(model: Stack, offloader: Offloader, steps: int) -> None:

@@ -19,6 +19,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
 from lightning_ssd.parameters import weight_files
 from tests.parameters.test_paged_weights import MIN_TENSOR, VOCABULARY, Net, batches, equal_weights, in_a_fork, same
+from tests.support.offloaders import offloaders
 
 EVERYTHING = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}
 Between = Callable[[nn.Module, torch.optim.Optimizer, int], object]
@@ -88,18 +89,14 @@ class Loop:
         return [*self.found, *self.model.state_dict().values(), *(value.clone() for value in held)]
 
 
+def policy(**options: Any) -> OffloadPolicy:
+    return OffloadPolicy(**EVERYTHING | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
+
+
 @pytest.fixture
 def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
-    made = []
-
-    def make(**options: Any) -> Offloader:
-        policy = OffloadPolicy(**EVERYTHING | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
-        made.append(Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])))
-        return made[-1].open()
-
-    yield make
-    for offloader in made:
-        offloader.close()
+    with offloaders(spill_dir, policy) as make:
+        yield make
 
 
 def clip_norm(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -25,6 +25,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, OutOfSpaceError, StorageError
 from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.spill_file import Arena
+from tests.support.offloaders import offloaders
 
 WIDTH, NUM_BLOCKS, VOCABULARY = 128, 4, 600
 MIN_TENSOR = "16KiB"
@@ -115,17 +116,8 @@ def policy(**options: Any) -> OffloadPolicy:
 
 @pytest.fixture
 def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
-    """Makes offloaders, which are closed at the end."""
-    made = []
-
-    def make(*modules: nn.Module, **options: Any) -> Offloader:
-        named = {name: options.pop(name) for name in ("_wrap_backend",) if name in options}
-        made.append(Offloader(policy=policy(**options), hardware=HardwareProfile(paths=[spill_dir]), **named))
-        return made[-1].open(*modules)
-
-    yield make
-    for offloader in made:
-        offloader.close()
+    with offloaders(spill_dir, policy) as make:
+        yield make
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

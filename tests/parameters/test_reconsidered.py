@@ -14,15 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd import Offloader
 from lightning_ssd.errors import OutOfSpaceError, StorageError
 from lightning_ssd.parameters import residents, step_memory
 from lightning_ssd.parameters.units import shared_weights, why_it_stays
 from lightning_ssd.parameters.weight_files import FiledStorage, is_mapped
 from lightning_ssd.planning import residency
-from tests.parameters.test_auto import BLOCK_BYTES, TRAINED, blocks_of, waiting
+from tests.parameters.test_auto import BLOCK_BYTES, TRAINED, blocks_of, policy, waiting
 from tests.parameters.test_everything_away import Loop
-from tests.parameters.test_paged_weights import MIN_TENSOR, batches, built, equal_weights, same, train
+from tests.parameters.test_paged_weights import batches, built, equal_weights, same, train
+from tests.support.offloaders import offloaders
 
 GIB = 1 << 30
 
@@ -66,18 +67,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def opened(spill_dir: Path, machine: Machine) -> Iterator[Callable[..., Offloader]]:
-    made = []
-
-    def make(*modules: nn.Module, **options: Any) -> Offloader:
-        policy = OffloadPolicy(
-            **{"parameters": "auto", "activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options
-        )
-        made.append(Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])))
-        return made[-1].open(*modules)
-
-    yield make
-    for offloader in made:
-        offloader.close()
+    with offloaders(spill_dir, policy) as make:
+        yield make
 
 
 # -- the bits --------------------------------------------------------------------------------------------------------
@@ -221,20 +212,33 @@ def test_a_weight_that_somebody_holds_stays(opened: Callable[..., Offloader], ma
     assert not {"blocks.1.up.weight", "blocks.2.up.weight"} & {*seen[-1]}
 
 
-def test_drives_that_are_full_are_told_of_once_and_weights_stay(
-    opened: Callable[..., Offloader], machine: Machine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("refuses", "error", "told"),
+    [
+        ("WeightFiles.check_room", OutOfSpaceError(errno.ENOSPC, "the drive is full"), "drive is full"),
+        ("_shown", MemoryError("the system cannot map so much"), "cannot map so much"),
+    ],
+    ids=["a full drive", "memory"],
+)
+def test_what_refuses_to_take_weights_is_told_of_once_and_they_stay(
+    refuses: str,
+    error: Exception,
+    told: str,
+    opened: Callable[..., Offloader],
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise OutOfSpaceError(errno.ENOSPC, "the drive is full")
+        raise error
 
     plain, model = built(), built()
     machine.models.append(model)
     offloader = opened(model)
-    monkeypatch.setattr("lightning_ssd.parameters.weight_files.WeightFiles.check_room", refuse)
+    monkeypatch.setattr(f"lightning_ssd.parameters.weight_files.{refuses}", refuse)
     machine.lacks(GIB)
-    with pytest.warns(UserWarning, match="wait on drives cannot be changed any more .*drive is full") as told:
+    with pytest.warns(UserWarning, match=f"wait on drives cannot be changed any more .*{told}") as warned:
         assert same(train(model, offloader, steps=6), train(plain, steps=6))
-    assert len(told) == 1
+    assert len(warned) == 1
     assert waiting(model) == []
     assert not offloader._parts.parameters.weights.residents.ask_for(1), "nor does the planner hope for them"
 
@@ -280,23 +284,6 @@ def test_what_the_drive_has_lost_is_no_reason_to_go_on(
     machine.lacks(GIB)
     with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
         train(model, offloader, steps=4)
-
-
-def test_where_the_system_maps_no_more_weights_stay(
-    opened: Callable[..., Offloader], machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise MemoryError("the system cannot map so much")
-
-    plain, model = built(), built()
-    machine.models.append(model)
-    offloader = opened(model)
-    monkeypatch.setattr("lightning_ssd.parameters.weight_files._shown", refuse)
-    machine.lacks(GIB)
-    with pytest.warns(UserWarning, match="cannot be changed any more .*cannot map so much") as told:
-        assert same(train(model, offloader, steps=6), train(plain, steps=6))
-    assert len(told) == 1
-    assert waiting(model) == []
 
 
 def test_what_an_interrupt_has_kept_from_moving_moves_in_the_next_step(

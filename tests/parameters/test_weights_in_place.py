@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader
+from lightning_ssd import Offloader
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import CorruptionError, StorageError
 from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES
@@ -45,22 +45,15 @@ from tests.parameters.test_paged_weights import (
     same,
     train,
 )
+from tests.support.offloaders import offloaders
 
 Make = Callable[..., Offloader]
 
 
 @pytest.fixture
 def opened(spill_dir: Path) -> Iterator[Make]:
-    """Makes offloaders, which are closed at the end."""
-    made = []
-
-    def make(*modules: nn.Module, **options: Any) -> Offloader:
-        made.append(Offloader(policy=policy(**options), hardware=HardwareProfile(paths=[spill_dir])))
-        return made[-1].open(*modules)
-
-    yield make
-    for offloader in made:
-        offloader.close()
+    with offloaders(spill_dir, policy) as make:
+        yield make
 
 
 @pytest.fixture
