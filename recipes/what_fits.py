@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lightning_ssd.planning.what_fits import TrainingSize, fit
+from lightning_ssd.planning.what_fits import ModelSize, even_model, fit
 
 __all__ = ["main"]
 
@@ -37,22 +37,22 @@ def main() -> None:
     for model, (num_parameters, num_blocks) in _MODELS.items():
         for trained, share in (("all", 1.0), ("LoRA", _LORA_SHARE)):
             for dtype, nbytes in (("bfloat16", 2), ("float32", 4)):
-                size = TrainingSize(
+                size = even_model(
                     num_parameters=num_parameters, num_blocks=num_blocks, trained_share=share, weight_bytes=nbytes
                 )
                 for gradients in _GRADIENTS if trained == "all" else _GRADIENTS[:1]:
-                    print(f"| {model} | {trained} | {dtype} | {gradients} {_numbers(size, gradients)} |")
+                    # Forward 2, backward 4 (2 where weights are frozen), per parameter and token.
+                    numbers = _numbers(size, gradients, flops=(4 + 2 * share) * num_parameters * _TOKENS)
+                    print(f"| {model} | {trained} | {dtype} | {gradients} {numbers} |")
 
 
-def _numbers(size: TrainingSize, gradients: Literal["keep", "offload"]) -> str:
+def _numbers(size: ModelSize, gradients: Literal["keep", "offload"], *, flops: float) -> str:
     found = fit(size, gradients=gradients)
     card = next((f"{card} GB" for card in _CARDS_GB if found.device_bytes <= _ROOM * card * _GB), "none")
-    # Forward 2, backward 4 (2 where weights are frozen), per parameter and token.
-    computing_s = (4 * size.num_parameters + 2 * size.num_trained) * _TOKENS / _FLOPS
     moving_s = found.io_s(read_bytes_per_s=_READ, write_bytes_per_s=_WRITE)
     gigabytes = [f"{nbytes / _GB:.1f}" for nbytes in (found.plain_bytes, found.device_bytes)]
     rest = [f"{nbytes / _GB:.1f}" for nbytes in (found.waiting_bytes, found.read_bytes, found.written_bytes)]
-    return "| " + " | ".join([*gigabytes, card, *rest, f"{moving_s:.1f}", f"{computing_s:.1f}"])
+    return "| " + " | ".join([*gigabytes, card, *rest, f"{moving_s:.1f}", f"{flops / _FLOPS:.1f}"])
 
 
 if __name__ == "__main__":

@@ -250,6 +250,12 @@ def test_directories_that_only_look_odd_are_taken() -> None:
     assert HardwareProfile(paths=names).paths == names
 
 
+@pytest.mark.parametrize(("text", "meant"), [("600TBW", "600TB"), ("1.2 pbw", "1.2PB")])
+def test_an_endurance_as_data_sheets_write_it_is_named(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf'is not a size; did you mean "{meant}"\?; allowed: bytes'):
+        HardwareProfile(drive_endurance=text)
+
+
 @pytest.mark.parametrize("text", ["4G", "4 g", "4Gi"])
 def test_a_unit_without_its_b_is_named(text: str) -> None:
     message = r'is not a size; did you mean "4GB" \(powers of 1,000\) or "4GiB" \(of 1,024\)\?; allowed: bytes'

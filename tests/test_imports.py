@@ -55,7 +55,7 @@ IMPORTS: dict[str, set[str]] = {
     "__init__": {"config", "telemetry", "offloader", "monitor", "strategies"},
     "cli": {
         *("errors", "planning", "common", "config", "memory", "recompute", "storage", "wear", "scheduling"),
-        *("reports", "_environment"),
+        *("parameters", "reports", "_environment"),
     },
     "__main__": {"cli"},
 }

@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -30,13 +30,18 @@ from lightning_ssd.cli.output import CommandError
 from lightning_ssd.common.first_calls import settle_first_calls
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.memory.readings import host_available_bytes
+from lightning_ssd.parameters.pager import Place
+from lightning_ssd.parameters.units import SharedWeights, owners
 from lightning_ssd.planning.trace import Trace
+from lightning_ssd.planning.what_fits import ModelSize, UnitSize
 from lightning_ssd.recompute.block_discovery import find_blocks
 from lightning_ssd.scheduling.recorder import Recorder
 
 __all__ = ["ModelTrace", "measure_flops_per_s", "trace_model"]
 
 _MOMENT_S = 1e-9
+_STATE_BYTES = 8
+"""Per trained parameter: AdamW's two states in float32."""
 _MAX_TIMED_FLOPS = 1.5e12
 """Twice this takes half a minute on two cores."""
 _SPARE = 2
@@ -54,6 +59,8 @@ class ModelTrace:
     gradient_bytes: int
     num_trained: int
     """Trained parameters."""
+    size: ModelSize
+    """Which of its weights wait together."""
 
 
 def trace_model(
@@ -94,7 +101,7 @@ def trace_model(
             without_dropout = _WithoutAttentionDropout() if fused_attention else nullcontext()
             with _one_sequence_per_row(), without_dropout:
                 trace = run.play(inputs, precision)
-            return _summary(model, _scaled(trace, run.clock.share), run.clock.flops)
+            return _summary(model, _scaled(trace, run.clock.share), run.clock.flops, min_tensor_nbytes)
     except CommandError:
         raise
     except Exception as error:  # whatever the user's own code raises when it is run without data
@@ -118,7 +125,7 @@ def _no_log_of_fakes() -> Iterator[None]:
         log.disabled = before
 
 
-def _summary(model: nn.Module, trace: Trace, flops: int) -> ModelTrace:
+def _summary(model: nn.Module, trace: Trace, flops: int, min_tensor_nbytes: int) -> ModelTrace:
     trained = [p for p in model.parameters() if p.requires_grad]
     return ModelTrace(
         trace=trace,
@@ -126,7 +133,28 @@ def _summary(model: nn.Module, trace: Trace, flops: int) -> ModelTrace:
         parameter_bytes=sum(p.nbytes for p in model.parameters()),
         gradient_bytes=sum(p.nbytes for p in trained),
         num_trained=sum(p.numel() for p in trained),
+        size=_model_size(model, min_tensor_nbytes),
     )
+
+
+def _model_size(model: nn.Module, min_tensor_nbytes: int) -> ModelSize:
+    """In the units of training. Each parameter has memory of its own here."""
+    named = dict(model.named_parameters())
+    waiting = [SharedWeights(p.untyped_storage(), [name]) for name, p in named.items() if p.nbytes >= min_tensor_nbytes]
+    units: dict[Place, list[torch.Tensor]] = {}
+    for name, place in owners(model, waiting).items():
+        units.setdefault(place, []).append(named[name])
+    staying = [p for p in named.values() if p.nbytes < min_tensor_nbytes]
+    return ModelSize(
+        units=tuple(map(_unit_size, units.values())),
+        staying=_unit_size(staying),
+        state_bytes=_STATE_BYTES * sum(p.numel() for p in named.values() if p.requires_grad),
+    )
+
+
+def _unit_size(parameters: Sequence[torch.Tensor]) -> UnitSize:
+    trained_bytes = sum(p.nbytes for p in parameters if p.requires_grad)
+    return UnitSize(weight_bytes=sum(p.nbytes for p in parameters), trained_bytes=trained_bytes)
 
 
 def build_here(build: Callable[[], nn.Module]) -> nn.Module:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -41,6 +41,7 @@ from lightning_ssd.planning.planner import TOLERANCE, BudgetTooSmall, make_plan
 from lightning_ssd.planning.recompute_trace import recomputable, recomputed
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
+from lightning_ssd.planning.what_fits import Fit, fit
 from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.wear.endurance import Drive, life_days
@@ -48,8 +49,6 @@ from lightning_ssd.wear.endurance import Drive, life_days
 __all__ = ["Outlook", "outlooks", "plan"]
 
 _GIB, _GB = 1 << 30, 10**9
-_STATE_BYTES = 8
-"""Per trained parameter: AdamW's two states in float32."""
 _HOST_SHARE = 4
 """One part in so many of the host's memory is for host tiers, as in training."""
 _OPERATIONS_PER_BYTE, _OPERATIONS_PER_BYTE_OF_A_CPU = 80.0, 10.0
@@ -105,7 +104,8 @@ def plan(
     """Predict peak memory of saved activations, step time, stalls, bytes and drive life, before anything is trained.
 
     The model runs once with tensors that have sizes and no bytes, so that any size works on any machine. A step is
-    forward and backward; what is predicted is what OffloadPolicy(activations=...) of that name would do.
+    forward and backward; what is predicted is what OffloadPolicy(activations=...) of that name would do. A second table
+    tells what weights, gradients and optimizer states take and move, by what of them waits.
     """
     with reported_errors(), StatusLine(f"Predicting {model}", delay_s=0):
         builder = model_builder(model, sequence)
@@ -315,7 +315,22 @@ def _life(task: _Task) -> Callable[[Prediction], float | None]:
 
 
 def _fixed_bytes(model: ModelTrace) -> int:
-    return model.parameter_bytes + model.gradient_bytes + _STATE_BYTES * model.num_trained
+    return model.parameter_bytes + model.gradient_bytes + round(model.size.state_bytes)
+
+
+def _fits(model: ModelTrace) -> Iterator[tuple[str, Fit]]:
+    """What weights, gradients and states take, by what of them waits."""
+    away: dict[str, Any] = {"parameters": "keep", "gradients": "keep", "optimizer_states": "keep"}
+    yield "nothing", fit(model.size, **away)
+    frozen = fit(model.size, **away | {"parameters": "offload"})
+    if frozen.waiting_bytes:
+        yield "frozen weights", frozen
+    away["optimizer_states"] = "offload"
+    yield "states", fit(model.size, **away)
+    away["parameters"] = "offload"
+    yield "states, weights", fit(model.size, **away)
+    away["gradients"] = "offload"
+    yield "states, weights, gradients", fit(model.size, **away)
 
 
 def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
@@ -323,6 +338,8 @@ def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
     out.print(facts_table(_facts(task, title)))
     out.print()
     out.print(_table(task, found))
+    out.print()
+    out.print(_fits_table(task))
     notes = ["Predicted, not measured. A step is forward and backward of one batch on each device."]
     room = task.described.machine.device_memory_gb
     if room is not None:
@@ -330,6 +347,10 @@ def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
             "'in all' adds weights, gradients and AdamW's states, not temporaries; ! marks more than "
             f"{room * _GB / _GIB:.3g} GiB."
         )
+    notes.append(
+        "'here' is what weights, gradients and AdamW's states take of the device, of which saved activations are no "
+        "part; 'moving' is a step's time for the drives alone, with an update, of which nothing is in host memory."
+    )
     if task.described.machine.link_gb_per_s is None:
         notes.append("On a CPU moving also takes time to map memory anew, which is not in these numbers.")
     out.print()
@@ -345,9 +366,7 @@ def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
     blocks = pluralize(len(trace.blocks), "block", "blocks")
     least = OffloadPolicy().min_tensor_bytes
     yield "Pass", [f"{model.flops / 1e12:.3g} TFLOP; {saved} saved in {storages} of {least} or more; {blocks}"]
-    weights, gradients, states = format_sizes(
-        model.parameter_bytes, model.gradient_bytes, _STATE_BYTES * model.num_trained
-    )
+    weights, gradients, states = format_sizes(model.parameter_bytes, model.gradient_bytes, model.size.state_bytes)
     yield "Besides", [f"weights {weights}, gradients {gradients}, AdamW's states {states} per device"]
     lines = [f"{escape_control(task.described.name)}: {task.basis}"]
     if ssd is not None:
@@ -379,6 +398,31 @@ def _table(task: _Task, found: Sequence[Outlook]) -> Table:
             _life_text(outlook.life_days),
         )
     return table
+
+
+def _fits_table(task: _Task) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("of the model waits", no_wrap=True)
+    for header in ("here\nGiB", "waits\nGiB", "read\nGB", "written\nGB", "moving\ns"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for name, found in _fits(task.model):
+        moving_s = _moving_s(task, found)
+        table.add_row(
+            name,
+            f"{found.device_bytes / _GIB:.2f}",
+            f"{found.waiting_bytes / _GIB:.2f}",
+            f"{found.read_bytes / _GB:.1f}",
+            f"{found.written_bytes / _GB:.1f}",
+            "unknown" if moving_s is None else _seconds(moving_s),
+        )
+    return table
+
+
+def _moving_s(task: _Task, found: Fit) -> float | None:
+    ssd = task.tiers.ssd
+    if ssd is None:
+        return None
+    return found.io_s(read_bytes_per_s=ssd.read_bytes_per_s, write_bytes_per_s=ssd.write_bytes_per_s)
 
 
 def _seconds(value: float) -> str:
@@ -415,6 +459,9 @@ def _as_json(task: _Task, found: Sequence[Outlook], problems: Sequence[Problem])
                 "life_days": finite(outlook.life_days),
             }
             for outlook in found
+        ],
+        "waiting": [
+            {"waits": name, **asdict(fits), "moving_s": _moving_s(task, fits)} for name, fits in _fits(task.model)
         ],
         "problems": [asdict(problem) for problem in problems],
     }

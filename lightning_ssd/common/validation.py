@@ -48,6 +48,8 @@ def parse_size(value: Size, *, name: str = "size") -> int:
         if match is not None and re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
             short = f"{match[1]}{match[2][0].upper()}"
             hint = f'; did you mean "{short}B" (powers of 1,000) or "{short}iB" (of 1,024)?'
+        elif match is not None and match[2].lower() in ("tbw", "pbw"):  # as data sheets write a drive's endurance
+            hint = f'; did you mean "{match[1]}{match[2][:2].upper()}"?'
         raise ConfigError(f"{name}={value!r} is not a size{hint}; allowed: {allowed}")
     number, unit = match.groups()
     exact = float(number) * _UNITS[unit.lower()]

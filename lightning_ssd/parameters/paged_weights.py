@@ -271,7 +271,8 @@ class PagedWeights(ABC, Generic[Memory]):
         self.pager.border()
         nbytes, held = self.stats.nbytes, self._held
         if self.residents is None:
-            _log.info("%s of weights wait on drives between their uses", format_sizes(nbytes)[0])
+            waiting = format_sizes(nbytes)[0] if nbytes else "none"
+            _log.info("%s of weights wait on drives between their uses", waiting)
         else:
             _log.info("%s", self.residents.text)
             if not nbytes:

@@ -286,7 +286,10 @@ class Residents:
         ordinary = [weights for weights in movable if not _shows_file(weights)]
         here = sum(weights.storage.nbytes() for weights in ordinary)  # what shows a file is not held
         resident = level_bytes(_CPU) - sum(map(_shown_bytes, movable))
-        self._check_budget(max(resident - here, 0), self._needs.gradient_bytes(*trained), used_bytes)
+        others = max(resident - here, 0)
+        self._check_budget(
+            others, self._needs.gradient_bytes(*trained), used_bytes, staying_bytes=trained[0] - trained[1]
+        )
         outlook = self._outlook(
             resident,
             waiting_bytes=sum(weights.storage.nbytes() for weights in movable) - here,
@@ -295,22 +298,32 @@ class Residents:
         )
         return outlook.room_bytes
 
-    def _check_budget(self, others_bytes: int, gradient_bytes: int, used_bytes: int) -> None:
+    def _check_budget(self, others_bytes: int, gradient_bytes: int, used_bytes: int, *, staying_bytes: int) -> None:
         """Whether the budget has room for what is in memory where all weights wait that can.
 
         Optimizer states are not counted: nobody knows the optimizer yet.
+
+        Args:
+            others_bytes: what the process holds besides these weights.
+            gradient_bytes: to come, that stay.
+            used_bytes: of weights that wait, what is in memory at a time.
+            staying_bytes: of weights that are trained and cannot wait.
+
+        Raises:
+            BudgetError: it has not.
         """
         budget, least = self._needs.memory_budget, others_bytes + gradient_bytes + used_bytes
         if budget is None or least <= budget:
             return
         ways = ["raise the budget", "lower min_tensor_bytes so that smaller weights wait"]
-        if self._needs.keeps_states:
+        if self._needs.keeps_states and staying_bytes:
             ways.append("let trained weights wait, too (optimizer_states='offload')")
+        others, gradients, used = format_sizes(others_bytes, gradient_bytes, used_bytes)
         raise BudgetError(
             f"OffloadPolicy.memory_budget={format_size(budget)} cannot be kept, even if all weights wait that can; "
-            f"expected more than {format_size(least)}: {format_size(others_bytes)} that the process holds besides "
-            f"these weights, {format_size(gradient_bytes)} of gradients that stay, and {format_size(used_bytes)} "
-            f"of weights in use; saved activations come on top; {', or '.join(ways)}"
+            f"expected more than {format_size(least)}: {others} that the process holds besides these weights, "
+            f"{gradients} of gradients that stay, and {used} of weights in use; saved activations come on top; "
+            f"{', or '.join(ways)}"
         )
 
     def _outlook(

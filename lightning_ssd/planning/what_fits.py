@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Fit", "TrainingSize", "fit"]
+__all__ = ["Fit", "ModelSize", "UnitSize", "even_model", "fit"]
 
+_Choice = Literal["keep", "offload"]
 _NUM_STATES = 2
 """Of AdamW, per trained parameter, in the type of the weight, as ``torch.optim.AdamW`` makes them."""
-_SUBGROUPS = 4
-"""Of states in memory at a time; each is about a unit's."""
+_NUM_SUBGROUPS, _HELD_SUBGROUPS = 64, 4
+"""Of states: in all, and in memory during an update; as many weights are."""
+_MIN_SUBGROUP_BYTES, _MAX_SUBGROUP_BYTES = 4 << 20, 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingSize:
+class UnitSize:
+    """Weights that are brought in together: those of a block, or of a module outside of blocks."""
+
+    weight_bytes: float
+    trained_bytes: float
+    """Of these, weights that are trained; their gradients take as much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
     """What is trained."""
 
-    num_parameters: float
-    num_blocks: int
-    trained_share: float = 1.0
-    """Of the parameters; small for LoRA, whose adapters are counted in."""
-    weight_bytes: int = 2
-    """Per parameter: 2 in bfloat16, 4 in float32; a gradient takes as much."""
+    units: tuple[UnitSize, ...]
+    staying: UnitSize
+    """Weights that are too small to wait."""
+    state_bytes: float
+    """Of all optimizer states."""
     num_backwards: int = 1
     """Per update."""
-
-    @property
-    def num_trained(self) -> float:
-        """Parameters with a gradient and states."""
-        return self.trained_share * self.num_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +45,7 @@ class Fit:
     plain_bytes: float
     """On the device, if all of it stays there."""
     device_bytes: float
-    """On the device, if all that can waits elsewhere."""
+    """On the device, if what the settings name waits elsewhere."""
     waiting_bytes: float
     """In host memory or on drives."""
     read_bytes: float
@@ -51,27 +57,75 @@ class Fit:
         return self.read_bytes / read_bytes_per_s + self.written_bytes / write_bytes_per_s
 
 
-def fit(size: TrainingSize, *, gradients: Literal["keep", "offload"]) -> Fit:
+def even_model(
+    *, num_parameters: float, num_blocks: int, trained_share: float = 1.0, weight_bytes: int = 2, num_backwards: int = 1
+) -> ModelSize:
+    """A model of equal blocks and nothing else.
+
+    Args:
+        num_parameters: adapters counted in.
+        num_blocks: at least 1.
+        trained_share: of the parameters; small for LoRA.
+        weight_bytes: per parameter: 2 in bfloat16, 4 in float32; a gradient takes as much.
+        num_backwards: per update.
+    """
+    block_bytes = weight_bytes * num_parameters / num_blocks
+    block = UnitSize(weight_bytes=block_bytes, trained_bytes=trained_share * block_bytes)
+    return ModelSize(
+        units=(block,) * num_blocks,
+        staying=UnitSize(weight_bytes=0, trained_bytes=0),
+        state_bytes=_NUM_STATES * num_blocks * block.trained_bytes,
+        num_backwards=num_backwards,
+    )
+
+
+def fit(
+    size: ModelSize,
+    *,
+    parameters: _Choice = "offload",
+    gradients: _Choice = "offload",
+    optimizer_states: _Choice = "offload",
+) -> Fit:
     """Where the bytes of a training lie, and how many move.
 
     Args:
         size: what is trained.
-        gradients: as in the policy: whether they wait, too.
+        parameters: as in the policy: whether weights wait; trained ones only with their states.
+        gradients: whether those of weights that are large enough wait.
+        optimizer_states: whether they wait.
     """
-    weights = size.weight_bytes * size.num_parameters
-    trained = size.weight_bytes * size.num_trained
-    states = _NUM_STATES * trained
-    k = size.num_backwards
-    gradients_wait = gradients == "offload"
-    block, gradient_block, state_block = (nbytes / size.num_blocks for nbytes in (weights, trained, states))
-    # Two blocks in forward and backward; in an update up to four trained weights and four subgroups of states.
-    computing, updating = 2 * block, _SUBGROUPS * (gradient_block + state_block)
-    held_gradients = 2 * gradient_block if gradients_wait else trained
-    moved_gradients = k * trained if gradients_wait else 0
+    do_states_wait, k = optimizer_states == "offload", size.num_backwards
+    weights = sum(unit.weight_bytes for unit in (*size.units, size.staying))
+    trained = sum(unit.trained_bytes for unit in (*size.units, size.staying))
+    trained_units = [unit.trained_bytes for unit in size.units]
+    waiting_units = [
+        (unit.weight_bytes if do_states_wait else unit.weight_bytes - unit.trained_bytes) * (parameters == "offload")
+        for unit in size.units
+    ]
+    waiting = sum(waiting_units)
+    waiting_trained = sum(trained_units) if waiting and do_states_wait else 0
+    waiting_gradients = sum(trained_units) if gradients == "offload" else 0
+    moved_states = size.state_bytes if do_states_wait else 0
+    in_update = (_largest(trained_units, _HELD_SUBGROUPS) if waiting_trained else 0) + _updated(moved_states)
+    here_gradients = trained - waiting_gradients + (_largest(trained_units, 2) if waiting_gradients else 0)
     return Fit(
-        plain_bytes=weights + trained + states,
-        device_bytes=max(computing, updating) + held_gradients,
-        waiting_bytes=weights + states + (trained if gradients_wait else 0),
-        read_bytes=2 * k * weights + trained + moved_gradients + states,
-        written_bytes=moved_gradients + trained + states,
+        plain_bytes=weights + trained + size.state_bytes,
+        device_bytes=max(_largest(waiting_units, 2), in_update)
+        + (weights - waiting)
+        + here_gradients
+        + (size.state_bytes - moved_states),
+        waiting_bytes=waiting + waiting_gradients + moved_states,
+        read_bytes=2 * k * waiting + waiting_trained + k * waiting_gradients + moved_states,
+        written_bytes=k * waiting_gradients + waiting_trained + moved_states,
     )
+
+
+def _largest(sizes: Iterable[float], count: int) -> float:
+    """Of so many units that are in memory at a time, the largest."""
+    return sum(sorted(sizes)[-count:])
+
+
+def _updated(state_bytes: float) -> float:
+    """Of states that wait, those in memory during an update."""
+    subgroup_bytes = min(max(state_bytes / _NUM_SUBGROUPS, _MIN_SUBGROUP_BYTES), _MAX_SUBGROUP_BYTES)
+    return min(_HELD_SUBGROUPS * subgroup_bytes, state_bytes)

@@ -75,6 +75,33 @@ def test_each_way_to_train_is_predicted(profile: Path) -> None:
     assert rows["auto"]["step_s"] <= 1.02 * keep["step_s"]
 
 
+def test_what_the_model_takes_is_told_by_what_waits(profile: Path) -> None:
+    facts, _ = predicted("--model", NET, *SIZES, "--hardware", profile)
+    rows = {row["waits"]: row for row in facts["waiting"]}
+    assert list(rows) == ["nothing", "states", "states, weights", "states, weights, gradients"]
+    weights, block, biases = 6 * 2 * 1024 * 1024 * 4, 2 * 1024 * 1024 * 4, 6 * 2 * 1024 * 4
+    states = 2 * (weights + biases)
+    assert rows["nothing"]["device_bytes"] == rows["nothing"]["plain_bytes"] == facts["model"]["fixed_bytes"]
+    assert rows["nothing"]["moving_s"] == 0
+    assert rows["states"]["written_bytes"] == rows["states"]["read_bytes"] == states
+    everything = rows["states, weights, gradients"]
+    assert everything["waiting_bytes"] == 2 * weights + states
+    assert everything["read_bytes"] == 2 * weights + weights + weights + states
+    assert everything["device_bytes"] == 4 * block + (16 << 20) + 2 * block + 2 * biases
+    # Two devices share four drives of 0.5 and 1 GB/s.
+    assert everything["moving_s"] == pytest.approx(everything["read_bytes"] / 2e9 + everything["written_bytes"] / 1e9)
+    shown = run("--model", NET, *SIZES, "--hardware", profile).output
+    assert "states, weights, gradients" in shown
+    assert "frozen weights" not in shown
+
+
+def test_frozen_weights_wait_by_themselves(profile: Path) -> None:
+    facts, _ = predicted("--model", "tests.support.planned_models:Adapted", *SIZES, "--hardware", profile)
+    frozen = next(row for row in facts["waiting"] if row["waits"] == "frozen weights")
+    assert frozen["written_bytes"] == 0
+    assert frozen["read_bytes"] == 2 * frozen["waiting_bytes"] == 2 * 6 * 2 * 1024 * 1024 * 4
+
+
 @pytest.mark.parametrize("budget", ["60%", "{size}"])
 def test_a_budget_is_kept(budget: str, profile: Path) -> None:
     facts, _ = predicted("--model", NET, *SIZES, "--hardware", profile)
