@@ -53,6 +53,8 @@ _MAX_GROWTH = 3.0
 _FIRST_EXCESS, _MIN_ASKED = 0.2, 0.005
 """The first plan is an experiment: a guess is worth little, and a pass that moves much tells the cost at once. If the
 guess is right, such a pass takes this much longer than one that keeps everything."""
+_NEARLY_ALL = 0.9
+"""Of what can be moved: a plan that moves more would free little, and planning it takes passes that keep everything."""
 _GUESSED_REST, _REST, _MAX_REST = 8, 64, 4096
 
 
@@ -116,6 +118,8 @@ class MoveSearch:
         self._good_bytes = None if learnt is None else learnt.good_bytes
         self._good_slowdown = 1.0 if learnt is None else learnt.slowdown
         self._is_known = False  # the next plan moves no more than that one
+        self._moves_all = False  # or nearly: no other plan would move more than the latest one
+        self._is_confirmed = False  # that moving is surely faster than keeping, by what was kept before and after it
         self._num_compared = 0  # passes of the trial after which keeping was last measured
         self._has_restarted = False  # the present trial, because the machine had changed
         self._was_doubted = False  # once: the few passes before the first plan may have been fast ones
@@ -185,6 +189,7 @@ class MoveSearch:
         self._kept.clear()
         self._moved.clear()
         self._num_compared, self._is_again, self._has_restarted = 0, False, True
+        self._is_confirmed = False
         self._num_to_keep = max(self._num_to_keep, 1)
 
     def submitted(self) -> None:
@@ -192,14 +197,16 @@ class MoveSearch:
         if not self._num_to_keep:
             self._happened(PhaseEvent.SUBMITTED)
 
-    def planned(self, nbytes: int | None) -> None:
+    def planned(self, nbytes: int | None, movable_bytes: int | None = None) -> None:
         """The plan has been made. Where it moves nothing, everything is kept for a while, before less is asked for.
 
         Args:
             nbytes: that it moves; ``None``: unknown yet, but some.
+            movable_bytes: that can be moved; ``None``: unknown.
         """
         self._happened(PhaseEvent.PLANNED)
         self._is_again = False
+        self._moves_all = bool(nbytes and movable_bytes and nbytes >= _NEARLY_ALL * movable_bytes)
         self._is_known = bool(nbytes and self._good_bytes and nbytes <= _BAND * self._good_bytes)
         if nbytes != 0 or self._phase is Phase.MEASURING:
             return
@@ -245,8 +252,12 @@ class MoveSearch:
         return self._judge(nbytes, keep_s, self.slowdown)
 
     def replan(self) -> None:
-        """Something else than the cost of moving calls for another plan."""
-        if not self.keeps:
+        """Something else than the cost of moving calls for another plan.
+
+        None is made in place of one that moves all there is and keeps its promise. Should it cease to, its passes tell.
+        """
+        is_good = self._moves_all and self.slowdown is not None and self.slowdown <= self._limit
+        if not self.keeps and not is_good:
             self._measure_keeping(PhaseEvent.REPLANNED)
 
     # -- decisions ---------------------------------------------------------------------------------------------------
@@ -270,14 +281,17 @@ class MoveSearch:
             self._keep_for_long()
             return None
         surely = cost + error * keep_s / (2 if is_over else 1)
-        may_be_cheaper = self._num_compared > 0 and self.cost_s_per_byte > 0 and not self._is_known
+        self._is_confirmed |= is_faster and self._num_compared > 0
+        is_sure = is_faster and self._is_confirmed
+        is_compared = is_sure or self._num_compared > 0
+        may_be_cheaper = is_compared and self.cost_s_per_byte > 0 and not (self._is_known or self._moves_all)
         if may_be_cheaper and _BAND * surely < self.cost_s_per_byte * nbytes:
             least = 0.0 if is_faster else self.cost_s_per_byte / _MAX_GROWTH
             told = self._learn(max(cost / nbytes, least), "more can be moved")
             if told is not None:
                 self._note_good(nbytes)
                 return told
-        if is_over and self._num_compared >= num - 1:
+        if is_sure or (is_over and self._num_compared >= num - 1):
             self._note_good(nbytes)
             self._settle()
         elif is_faster or num - self._num_compared >= _MAX_TRIED // 2:

@@ -485,7 +485,8 @@ class Scheduler:
             within.renew(chosen, [replace(new, plan=one) for one in (plan, *choice.others)], goal.budget_bytes)
         kind.put_in_force(chosen)
         if search is not None:
-            search.planned((chosen.moved_bytes or None) if chosen.plan.moves else 0)
+            movable = sum(storage.nbytes for storage in trace.storages if storage.movable)
+            search.planned((chosen.moved_bytes or None) if chosen.plan.moves else 0, movable)
             if not chosen.plan.moves:
                 self._keep_learnt(search, chosen)
         self.num_plans += chosen is new

@@ -61,7 +61,7 @@ class Machine:
             if was_wanted:
                 search.submitted()
                 self._plan = object(), self._amount()
-                search.planned(self._plan[1])
+                search.planned(self._plan[1], TOTAL)
             return
         plan, nbytes = self._plan
         share = nbytes / TOTAL
@@ -108,7 +108,14 @@ def test_without_evidence_nothing_is_changed() -> None:
     assert search.state is State.SETTLED
 
 
-def feed(search: MoveSearch, keep_s: Callable[[int], float | None], moved_s: float, passes: int) -> list[float]:
+def feed(
+    search: MoveSearch,
+    keep_s: Callable[[int], float | None],
+    moved_s: float,
+    passes: int,
+    *,
+    movable: int | None = None,
+) -> list[float]:
     """Run passes that keep or move everything, and return the share that each moved.
 
     Args:
@@ -127,7 +134,7 @@ def feed(search: MoveSearch, keep_s: Callable[[int], float | None], moved_s: flo
         if was_wanted:
             plan = object()
             search.submitted()
-            search.planned(TOTAL)
+            search.planned(TOTAL, movable)
     return shares
 
 
@@ -161,6 +168,37 @@ def test_what_is_faster_than_keeping_is_settled_soon() -> None:
     assert machine.moved.count(0.0) == 2 * NUM_KEPT, "keeping is measured again before that"
     almost = Machine(lambda share: -0.005 * share, guess_s=0.0).run(4 * NUM_KEPT)
     assert almost.search.state is not State.SETTLED, "within the scatter of passes"
+
+
+@pytest.mark.parametrize(("guess_s", "most"), [(0.0, 2 * NUM_KEPT), (0.3, 2 * NUM_KEPT + 2)])
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
+def test_what_is_faster_than_keeping_takes_few_passes_that_keep(guess_s: float, most: int, noise: float) -> None:
+    """These are the dear ones: three at first, three to compare with, two to trace where the first plan moves less."""
+    for seed in range(5):
+        machine = Machine(lambda share: -0.3 * share, guess_s=guess_s, noise=noise, seed=seed).run(50)
+        assert machine.search.state is State.SETTLED
+        assert machine.moved[-1] == 1.0
+        assert machine.moved.count(0.0) <= most
+
+
+@pytest.mark.parametrize(("movable", "is_planned"), [(TOTAL, False), (TOTAL * 10 // 9, False), (2 * TOTAL, True)])
+def test_what_moves_all_and_keeps_its_promise_is_not_planned_again(movable: int, is_planned: bool) -> None:
+    search = MoveSearch(LIMIT)
+    feed(search, lambda num: 1.0, 0.9, 30, movable=movable)
+    assert search.state is State.SETTLED
+    search.replan()
+    assert search.keeps is is_planned
+
+
+def test_what_moves_all_is_looked_at_where_it_becomes_slow() -> None:
+    machine = Machine(lambda share: -0.3 * share, guess_s=0.0).run(20)
+    assert machine.search.state is State.SETTLED
+    machine.extra_s = lambda share: 0.3 * share
+    machine.run(20)
+    machine.search.replan()
+    assert machine.moved[20:].count(0.0) >= 2, "keeping is measured again"
+    machine.run(40)
+    assert 0 < machine.moved[-1] < 0.2, "and less is moved"
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
