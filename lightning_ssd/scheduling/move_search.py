@@ -53,8 +53,10 @@ _MAX_GROWTH = 3.0
 _FIRST_EXCESS, _MIN_ASKED = 0.2, 0.005
 """The first plan is an experiment: a guess is worth little, and a pass that moves much tells the cost at once. If the
 guess is right, such a pass takes this much longer than one that keeps everything."""
+_SURE = 2.0
+"""So many times the usual error: a plan is settled without another comparison."""
 _NEARLY_ALL = 0.9
-"""Of what can be moved: a plan that moves more would free little, and planning it takes passes that keep everything."""
+"""Of what can be moved: what another plan would free is not worth the passes that keep everything to plan it."""
 _GUESSED_REST, _REST, _MAX_REST = 8, 64, 4096
 
 
@@ -256,7 +258,11 @@ class MoveSearch:
 
         None is made in place of one that moves all there is and keeps its promise. Should it cease to, its passes tell.
         """
-        is_good = self._moves_all and self.slowdown is not None and self.slowdown <= self._limit
+        is_good = (
+            self._moves_all
+            and self.slowdown is not None
+            and self.slowdown <= min(self._limit, SLOWER * self._good_slowdown)
+        )
         if not self.keeps and not is_good:
             self._measure_keeping(PhaseEvent.REPLANNED)
 
@@ -282,7 +288,8 @@ class MoveSearch:
             return None
         surely = cost + error * keep_s / (2 if is_over else 1)
         self._is_confirmed |= is_faster and self._num_compared > 0
-        is_sure = is_faster and self._is_confirmed
+        # Few passes decide here, and nothing is compared after them.
+        is_sure = is_faster and self._is_confirmed and slowdown + _SURE * error < 1
         is_compared = is_sure or self._num_compared > 0
         may_be_cheaper = is_compared and self.cost_s_per_byte > 0 and not (self._is_known or self._moves_all)
         if may_be_cheaper and _BAND * surely < self.cost_s_per_byte * nbytes:
