@@ -127,17 +127,18 @@ def _no_log_of_fakes() -> Iterator[None]:
 
 def _summary(model: nn.Module, trace: Trace, flops: int, min_tensor_nbytes: int) -> ModelTrace:
     trained = [p for p in model.parameters() if p.requires_grad]
+    num_trained = sum(p.numel() for p in trained)
     return ModelTrace(
         trace=trace,
         flops=flops,
         parameter_bytes=sum(p.nbytes for p in model.parameters()),
         gradient_bytes=sum(p.nbytes for p in trained),
-        num_trained=sum(p.numel() for p in trained),
-        size=_model_size(model, min_tensor_nbytes),
+        num_trained=num_trained,
+        size=_model_size(model, min_tensor_nbytes, state_bytes=_STATE_BYTES * num_trained),
     )
 
 
-def _model_size(model: nn.Module, min_tensor_nbytes: int) -> ModelSize:
+def _model_size(model: nn.Module, min_tensor_nbytes: int, *, state_bytes: int) -> ModelSize:
     """In the units of training. Each parameter has memory of its own here."""
     named = dict(model.named_parameters())
     waiting = [SharedWeights(p.untyped_storage(), [name]) for name, p in named.items() if p.nbytes >= min_tensor_nbytes]
@@ -148,7 +149,7 @@ def _model_size(model: nn.Module, min_tensor_nbytes: int) -> ModelSize:
     return ModelSize(
         units=tuple(map(_unit_size, units.values())),
         staying=_unit_size(staying),
-        state_bytes=_STATE_BYTES * sum(p.numel() for p in named.values() if p.requires_grad),
+        state_bytes=state_bytes,
     )
 
 

@@ -253,18 +253,23 @@ class MoveSearch:
             return None
         return self._judge(nbytes, keep_s, self.slowdown)
 
-    def replan(self) -> None:
+    def replan(self) -> bool:
         """Something else than the cost of moving calls for another plan.
 
         None is made in place of one that moves all there is and keeps its promise. Should it cease to, its passes tell.
+
+        Returns:
+            Whether keeping is measured for another plan now.
         """
         is_good = (
             self._moves_all
             and self.slowdown is not None
             and self.slowdown <= min(self._limit, SLOWER * self._good_slowdown)
         )
-        if not self.keeps and not is_good:
-            self._measure_keeping(PhaseEvent.REPLANNED)
+        if self.keeps or is_good:
+            return False
+        self._measure_keeping(PhaseEvent.REPLANNED)
+        return True
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 

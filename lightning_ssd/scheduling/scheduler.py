@@ -339,11 +339,11 @@ class Scheduler:
         reason = kind.watch.passed(known, measured, rates, times_too=not is_searched, expected_s=expected_s)
         if reason is None:
             return
-        _log.info("planning again: %s", reason)
         if search is None or not is_searched:
             kind.ask_for_trace()
-        else:
-            search.replan()  # from a pass that keeps everything
+        elif not search.replan():  # from a pass that keeps everything
+            return
+        _log.info("planning again: %s", reason)
 
     @staticmethod
     def _compare_within_budget(kind: PassKind, known: StoredPlan, measured: Measured) -> None:

@@ -186,7 +186,7 @@ def test_what_moves_all_and_keeps_its_promise_is_not_planned_again(movable: int,
     search = MoveSearch(LIMIT)
     feed(search, lambda num: 1.0, 0.9, 30, movable=movable)
     assert search.state is State.SETTLED
-    search.replan()
+    assert search.replan() is is_planned
     assert search.keeps is is_planned
 
 
