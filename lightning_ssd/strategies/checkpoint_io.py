@@ -41,7 +41,7 @@ class StreamedCheckpointIO(TorchCheckpointIO):
                 open(name, "xb", opener=partial(os.open, mode=0o600)) as stream,
                 StatusLine(f"Saving {target.name}") as line,
             ):
-                _save(checkpoint, _WatchedFile(stream, line, _num_bytes(checkpoint)) if line.is_wanted else stream)
+                _save(checkpoint, _WatchedFile(stream, line, _num_bytes(checkpoint)))
                 stream.flush()
                 # By descriptor: others may be able to write to the directory, and to put a link in the name's place.
                 os.fchmod(stream.fileno(), 0o666 & ~_umask())
@@ -68,6 +68,9 @@ class StreamedCheckpointIO(TorchCheckpointIO):
 class _WatchedFile:
     """What ``torch.save`` needs of a file, which tells how much has been written.
 
+    Once the file is closed, what comes is dropped: of a save that was interrupted, PyTorch writes the archive's end
+    from a destructor in C++, where an error ends the process. A whole one has been ended before.
+
     Args:
         stream: the file.
         line: where to.
@@ -80,6 +83,8 @@ class _WatchedFile:
         self.flush = stream.flush
 
     def write(self, data: Any) -> int:
+        if self._stream.closed:
+            return memoryview(data).nbytes
         count = self._stream.write(data)
         self._done_bytes += count
         self._line.update(self._done_bytes, self._total_bytes)

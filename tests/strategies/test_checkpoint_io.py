@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,6 +95,30 @@ def test_a_save_that_fails_leaves_what_was_there(there: bool, tmp_path: Path) ->
         streamed.save_checkpoint({"a": torch.zeros(50_000), "b": Unpicklable()}, path)
     assert os.listdir(tmp_path) == ["last.ckpt"] * there
     assert not there or torch.equal(torch.load(path)["a"], torch.ones(3))
+
+
+def test_an_interrupt_before_the_first_record_does_not_end_the_process(tmp_path: Path) -> None:
+    """Found by SIGINT at random moments. The writer outlives the file, and PyTorch then ends the archive in C++."""
+    path = tmp_path / "last.ckpt"
+    script = """
+import sys, torch
+from torch.serialization import _open_zipfile_writer_buffer as writer
+from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
+
+def interrupted(self, buffer, made=writer.__init__):
+    made(self, buffer)
+    raise KeyboardInterrupt
+
+writer.__init__ = interrupted
+try:
+    StreamedCheckpointIO().save_checkpoint({"a": torch.ones(4)}, sys.argv[1])
+except KeyboardInterrupt:
+    print("obeyed")
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["obeyed", "alive"]), done.stderr
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "fchmod"])
