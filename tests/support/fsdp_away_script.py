@@ -24,7 +24,7 @@ from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.parameters.weight_files import is_mapped
 from tests.support.fsdp_script import NUM_STEPS, TwoDimensional, ours, outcome, plain, small_subgroups
 from tests.support.helpers import assert_identical
-from tests.support.process_memory import dirtied_bytes, shown_bytes
+from tests.support.process_memory import frozen_changed_at, shown_bytes
 from tests.support.trainers import WIDTH, Block, Net, fit, make_trainer
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -236,10 +236,12 @@ def shapes(directory: Path) -> None:
 
 
 class Counts(L.Callback):
-    """What of files is in memory, and what a step changes in them, from the second step on."""
+    """What of files is in memory, and which steps change files of frozen weights, from the second step on."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.shown, self.dirtied = directory, 0, [0, 0]
+        self.directory, self.shown = directory, 0
+        self.changed_at: list[int] = []
+        self.written_by: list[int] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for block in pl_module.blocks:
@@ -250,16 +252,13 @@ class Counts(L.Callback):
         self.shown = max(self.shown, shown_bytes(self.directory))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        strategy = trainer.strategy
         if batch_idx >= 1:
-            strategy.offloader._parts.parameters.files.sync()
-            self.dirtied[0] = dirtied_bytes()
+            self.changed_at = frozen_changed_at(trainer.strategy.offloader)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.look()
-        if batch_idx >= 1:
-            self.dirtied[1] = max(self.dirtied[1], dirtied_bytes() - self.dirtied[0])
-            self.dirtied[0] = dirtied_bytes()
+        if batch_idx >= 1 and frozen_changed_at(trainer.strategy.offloader) != self.changed_at:
+            self.written_by.append(batch_idx)
 
 
 def counted(directory: Path) -> None:
@@ -272,7 +271,8 @@ def counted(directory: Path) -> None:
         assert strategy.stats.weights_resident_peak_bytes <= 2 * BLOCK_BYTES, strategy.stats
         assert 0 < counts.shown <= 2 * BLOCK_BYTES * 1.1, (make, counts.shown)
         if policy is FROZEN:
-            assert counts.dirtied[1] == 0, counts.dirtied
+            assert counts.changed_at, "no file of frozen weights was looked at"
+            assert not counts.written_by, counts.written_by
         print(f"rank {RANK}: {make.__name__} shown {counts.shown} of {4 * BLOCK_BYTES}", flush=True)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from lightning_ssd import Offloader
 from lightning_ssd.common.tensors import Region
 
 
@@ -33,6 +35,17 @@ def shown_bytes(directory: Path) -> int:
         elif is_inside and line.startswith("Rss:"):
             found += int(line.split()[1]) << 10
     return found
+
+
+def frozen_changed_at(offloader: Offloader) -> list[int]:
+    """When each file of frozen weights was written last.
+
+    ``dirtied_bytes`` counts a page of anything that this process writes; a file's own time tells of that file alone.
+    """
+    files = offloader._parts.parameters.files
+    assert files is not None
+    files.sync()  # writing through a mapping sets the time only where the page has been clean
+    return [os.fstat(arena.fd).st_mtime_ns for arena in files._still.arenas]
 
 
 def dirtied_bytes() -> int:
