@@ -271,6 +271,7 @@ def _needs(policy: OffloadPolicy, environment: Environment) -> Needs:
         num_gradients=2 if environment.is_replicated else 1,
         keeps_states=policy.optimizer_states == "keep",
         state_bytes=environment.host_budget.total_bytes,
+        num_directories=len(environment.paths),
         num_processes=environment.num_local_processes,
     )
 

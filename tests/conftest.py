@@ -136,7 +136,7 @@ def plans_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are many more than fit into memory, and a step is many calls."""
-    monkeypatch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
+    monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 64 << 10)
     monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 1024)
 
 

@@ -35,7 +35,9 @@ IMPORTS: dict[str, set[str]] = {
     "optimizer.store": {"errors", "common", "memory", "storage", "tiers"},
     "optimizer.step": {"errors", "common", "memory", "tiers"},
     "optimizer.checkpoint": {"errors", "common", "memory", "tiers", "optimizer.store", "optimizer.step"},
-    "optimizer": {"errors", "common", "telemetry", "optimizer.store", "optimizer.step", "optimizer.checkpoint"},
+    "optimizer": {
+        *("errors", "common", "planning", "telemetry", "optimizer.store", "optimizer.step", "optimizer.checkpoint"),
+    },
     "_environment": {"common", "config", "memory", "telemetry", "storage", "tiers"},
     "_assembly": {
         *("errors", "common", "config", "memory", "wear", "storage", "tiers", "scheduling", "activations"),

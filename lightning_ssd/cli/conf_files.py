@@ -38,6 +38,11 @@ class Described:
     accelerator: str
     precision: str
 
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether what trains has memory of its own."""
+        return self.accelerator not in ("cpu", "auto") or self.machine.link_gb_per_s is not None
+
 
 def load_hardware(name: str) -> Described:
     """An option of ``conf/hardware``, or the path of a file in that form.

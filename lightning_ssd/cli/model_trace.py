@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -23,25 +23,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from lightning_ssd.cli.model_size import model_size
 from lightning_ssd.cli.output import CommandError
 from lightning_ssd.common.first_calls import settle_first_calls
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.memory.readings import host_available_bytes
-from lightning_ssd.parameters.pager import Place
-from lightning_ssd.parameters.units import SharedWeights, owners
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.planning.what_fits import ModelSize, UnitSize
+from lightning_ssd.planning.what_fits import ModelSize
 from lightning_ssd.recompute.block_discovery import find_blocks
 from lightning_ssd.scheduling.recorder import Recorder
 
 __all__ = ["ModelTrace", "measure_flops_per_s", "trace_model"]
 
 _MOMENT_S = 1e-9
-_STATE_BYTES = 8
-"""Per trained parameter: AdamW's two states in float32."""
 _MAX_TIMED_FLOPS = 1.5e12
 """Twice this takes half a minute on two cores."""
 _SPARE = 2
@@ -55,12 +52,9 @@ class ModelTrace:
     trace: Trace
     flops: int
     """Of forward and backward."""
-    parameter_bytes: int
-    gradient_bytes: int
     num_trained: int
     """Trained parameters."""
     size: ModelSize
-    """Which of its weights wait together."""
 
 
 def trace_model(
@@ -94,14 +88,20 @@ def trace_model(
         with warnings.catch_warnings(), _no_log_of_fakes(), FakeTensorMode(allow_non_fake_inputs=True):
             warnings.simplefilter("ignore")
             model = build_here(build)
-            if precision.endswith("-true") and precision != "32-true":
-                model = model.to(_dtype(precision))
             inputs = example_batch(model, batch, sequence)
+            if precision.endswith("-true"):
+                _in_dtype(model, _dtype(precision))
+                inputs = tree_map_only(torch.Tensor, lambda t: _cast(t, _dtype(precision)), inputs)
             run = _Pass(model, _FlopClock(flops_per_s, operations_per_byte), min_tensor_nbytes)
             without_dropout = _WithoutAttentionDropout() if fused_attention else nullcontext()
             with _one_sequence_per_row(), without_dropout:
                 trace = run.play(inputs, precision)
-            return _summary(model, _scaled(trace, run.clock.share), run.clock.flops, min_tensor_nbytes)
+            return ModelTrace(
+                trace=_scaled(trace, run.clock.share),
+                flops=run.clock.flops,
+                num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+                size=model_size(model, min_tensor_nbytes),
+            )
     except CommandError:
         raise
     except Exception as error:  # whatever the user's own code raises when it is run without data
@@ -125,37 +125,22 @@ def _no_log_of_fakes() -> Iterator[None]:
         log.disabled = before
 
 
-def _summary(model: nn.Module, trace: Trace, flops: int, min_tensor_nbytes: int) -> ModelTrace:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    num_trained = sum(p.numel() for p in trained)
-    return ModelTrace(
-        trace=trace,
-        flops=flops,
-        parameter_bytes=sum(p.nbytes for p in model.parameters()),
-        gradient_bytes=sum(p.nbytes for p in trained),
-        num_trained=num_trained,
-        size=_model_size(model, min_tensor_nbytes, state_bytes=_STATE_BYTES * num_trained),
-    )
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """As ``model.to(dtype)``, which PyTorch refuses where parameters are fake. What modules share stays shared."""
+    made: dict[int, tuple[Any, Any]] = {}  # with the old one, or its id might come again
+    for module in model.modules():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in held:
+            for name, old in tensors.items():
+                if old is not None and id(old) not in made:
+                    new = _cast(old.detach(), dtype)
+                    made[id(old)] = old, nn.Parameter(new, old.requires_grad) if tensors is held[0] else new
+                if old is not None:
+                    tensors[name] = made[id(old)][1]
 
 
-def _model_size(model: nn.Module, min_tensor_nbytes: int, *, state_bytes: int) -> ModelSize:
-    """In the units of training. Each parameter has memory of its own here."""
-    named = dict(model.named_parameters())
-    waiting = [SharedWeights(p.untyped_storage(), [name]) for name, p in named.items() if p.nbytes >= min_tensor_nbytes]
-    units: dict[Place, list[torch.Tensor]] = {}
-    for name, place in owners(model, waiting).items():
-        units.setdefault(place, []).append(named[name])
-    staying = [p for p in named.values() if p.nbytes < min_tensor_nbytes]
-    return ModelSize(
-        units=tuple(map(_unit_size, units.values())),
-        staying=_unit_size(staying),
-        state_bytes=state_bytes,
-    )
-
-
-def _unit_size(parameters: Sequence[torch.Tensor]) -> UnitSize:
-    trained_bytes = sum(p.nbytes for p in parameters if p.requires_grad)
-    return UnitSize(weight_bytes=sum(p.nbytes for p in parameters), trained_bytes=trained_bytes)
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def build_here(build: Callable[[], nn.Module]) -> nn.Module:
@@ -191,9 +176,19 @@ def training_loss(model: nn.Module, inputs: Any) -> torch.Tensor:
     return loss if loss.dim() == 0 else loss.float().mean()
 
 
-def autocast(precision: str) -> Any:
-    """As Lightning's precision plugins do, by the CPU's rules."""
-    return torch.autocast("cpu", dtype=_dtype(precision)) if precision.endswith("-mixed") else nullcontext()
+@contextmanager
+def forward_context(precision: str) -> Iterator[None]:
+    """Around a forward, as Lightning's precision plugins have it, by the CPU's rules."""
+    if precision.endswith("-mixed"):
+        with torch.autocast("cpu", dtype=_dtype(precision)):
+            yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_dtype(precision))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _dtype(precision: str) -> torch.dtype:
@@ -301,7 +296,7 @@ class _Pass(TorchDispatchMode):
 
     def play(self, inputs: Any, precision: str) -> Trace:
         with self, self._watched_blocks():
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), autocast(precision):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), forward_context(precision):
                 loss = training_loss(self._model, inputs)
             self._recorder.forward_ended()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -440,7 +435,7 @@ def measure_flops_per_s(
     room = host_available_bytes()
     for timed in dict.fromkeys((batch, 1)):
         share = timed / batch
-        need = traced.parameter_bytes + traced.gradient_bytes + share * traced.trace.saved_peak_bytes
+        need = traced.size.weight_bytes + traced.size.trained_bytes + share * traced.trace.saved_peak_bytes
         fits = room is None or _SPARE * need <= room
         if fits and share * traced.flops <= _MAX_TIMED_FLOPS:
             return share * traced.flops / _seconds_of(build, timed, sequence), timed

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -41,7 +41,7 @@ from lightning_ssd.planning.planner import TOLERANCE, BudgetTooSmall, make_plan
 from lightning_ssd.planning.recompute_trace import recomputable, recomputed
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.planning.what_fits import Fit, fit
+from lightning_ssd.planning.what_fits import Fit, ModelSize, fit
 from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.wear.endurance import Drive, life_days
@@ -207,7 +207,7 @@ def _described_task(
             f"hardware {name} leaves it open",
             "set it under machine: in the profile; without --hardware this machine is timed",
         )
-    is_accelerator = described.accelerator not in ("cpu", "auto") or machine.link_gb_per_s is not None
+    is_accelerator = described.is_accelerator
     traced = trace_model(
         builder,
         batch=batch,
@@ -314,23 +314,26 @@ def _life(task: _Task) -> Callable[[Prediction], float | None]:
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def _fixed_bytes(model: ModelTrace) -> int:
-    return model.parameter_bytes + model.gradient_bytes + round(model.size.state_bytes)
+def _fixed_bytes(size: ModelSize) -> int:
+    return round(size.weight_bytes + size.trained_bytes + size.state_bytes)
 
 
-def _fits(model: ModelTrace) -> Iterator[tuple[str, Fit]]:
-    """What weights, gradients and states take, by what of them waits."""
-    away: dict[str, Any] = {"parameters": "keep", "gradients": "keep", "optimizer_states": "keep"}
-    yield "nothing", fit(model.size, **away)
-    frozen = fit(model.size, **away | {"parameters": "offload"})
-    if frozen.waiting_bytes:
+def _fits(task: _Task) -> Iterator[tuple[str, Fit]]:
+    """What weights, gradients and states take, by what of them waits; of several devices, what may wait there."""
+    size, machine = task.model.size, task.described.machine
+
+    def fits(**away: Literal["offload"]) -> Fit:
+        kept: dict[str, Any] = {"parameters": "keep", "gradients": "keep", "optimizer_states": "keep"}
+        return fit(size, num_directories=machine.num_drives, **kept | away)
+
+    yield "nothing", fits()
+    frozen = fits(parameters="offload")
+    if frozen.waiting_bytes and (machine.num_devices == 1 or not task.described.is_accelerator):
         yield "frozen weights", frozen
-    away["optimizer_states"] = "offload"
-    yield "states", fit(model.size, **away)
-    away["parameters"] = "offload"
-    yield "states, weights", fit(model.size, **away)
-    away["gradients"] = "offload"
-    yield "states, weights, gradients", fit(model.size, **away)
+    yield "states", fits(optimizer_states="offload")
+    if machine.num_devices == 1:
+        yield "states, weights", fits(optimizer_states="offload", parameters="offload")
+        yield "states, weights, gradients", fits(optimizer_states="offload", parameters="offload", gradients="offload")
 
 
 def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
@@ -351,6 +354,11 @@ def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
         "'here' is what weights, gradients and AdamW's states take of the device, of which saved activations are no "
         "part; 'moving' is a step's time for the drives alone, with an update, of which nothing is in host memory."
     )
+    if task.described.machine.num_devices > 1:
+        notes.append(
+            "Trained weights and gradients do not wait where several devices have the same model; on CPUs, shards of "
+            "them do (SSDOffloadFSDPStrategy): see --devices 1 for what waits of one device."
+        )
     if task.described.machine.link_gb_per_s is None:
         notes.append("On a CPU moving also takes time to map memory anew, which is not in these numbers.")
     out.print()
@@ -358,7 +366,7 @@ def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
 
 
 def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
-    model, machine, ssd = task.model, task.described.machine, task.tiers.ssd
+    model, size, machine, ssd = task.model, task.model.size, task.described.machine, task.tiers.ssd
     trace = model.trace
     yield "Model", [f"{escape_control(title)}, {task.described.precision}: {model.num_trained:,} trained parameters"]
     (saved,) = format_sizes(trace.saved_peak_bytes)
@@ -366,7 +374,7 @@ def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
     blocks = pluralize(len(trace.blocks), "block", "blocks")
     least = OffloadPolicy().min_tensor_bytes
     yield "Pass", [f"{model.flops / 1e12:.3g} TFLOP; {saved} saved in {storages} of {least} or more; {blocks}"]
-    weights, gradients, states = format_sizes(model.parameter_bytes, model.gradient_bytes, model.size.state_bytes)
+    weights, gradients, states = format_sizes(*map(round, (size.weight_bytes, size.trained_bytes, size.state_bytes)))
     yield "Besides", [f"weights {weights}, gradients {gradients}, AdamW's states {states} per device"]
     lines = [f"{escape_control(task.described.name)}: {task.basis}"]
     if ssd is not None:
@@ -385,7 +393,7 @@ def _table(task: _Task, found: Sequence[Outlook]) -> Table:
     room = task.described.machine.device_memory_gb
     for outlook in found:
         prediction = outlook.prediction
-        total = prediction.peak_bytes + _fixed_bytes(task.model)
+        total = prediction.peak_bytes + _fixed_bytes(task.model.size)
         mark = "!" if room is not None and total > room * _GB else ""
         table.add_row(
             outlook.mode,
@@ -405,7 +413,7 @@ def _fits_table(task: _Task) -> Table:
     table.add_column("of the model waits", no_wrap=True)
     for header in ("here\nGiB", "waits\nGiB", "read\nGB", "written\nGB", "moving\ns"):
         table.add_column(header, justify="right", no_wrap=True)
-    for name, found in _fits(task.model):
+    for name, found in _fits(task):
         moving_s = _moving_s(task, found)
         table.add_row(
             name,
@@ -445,8 +453,8 @@ def _as_json(task: _Task, found: Sequence[Outlook], problems: Sequence[Problem])
         "machine": {"name": task.described.name, "basis": task.basis, **asdict(task.described.machine)},
         "model": {
             "flops": task.model.flops,
-            "parameter_bytes": task.model.parameter_bytes,
-            "fixed_bytes": _fixed_bytes(task.model),
+            "parameter_bytes": round(task.model.size.weight_bytes),
+            "fixed_bytes": _fixed_bytes(task.model.size),
             "saved_peak_bytes": task.model.trace.saved_peak_bytes,
             "num_storages": len(task.model.trace.storages),
             "num_blocks": len(task.model.trace.blocks),
@@ -460,8 +468,6 @@ def _as_json(task: _Task, found: Sequence[Outlook], problems: Sequence[Problem])
             }
             for outlook in found
         ],
-        "waiting": [
-            {"waits": name, **asdict(fits), "moving_s": _moving_s(task, fits)} for name, fits in _fits(task.model)
-        ],
+        "waiting": [{"waits": name, **asdict(fits), "moving_s": _moving_s(task, fits)} for name, fits in _fits(task)],
         "problems": [asdict(problem) for problem in problems],
     }

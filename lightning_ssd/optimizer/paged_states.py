@@ -33,19 +33,12 @@ from lightning_ssd.optimizer.step.subgroups import Part, visit_order
 from lightning_ssd.optimizer.step.types import INCOMPLETE, State
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.optimizer.store.store import StateStore
+from lightning_ssd.planning import update_memory
 from lightning_ssd.telemetry.events import EventLog, StallEvent
 from lightning_ssd.telemetry.stats import OptimizerStats
 
-__all__ = ["PagedStates", "Updating", "Visit", "subgroup_bytes"]
+__all__ = ["PagedStates", "Updating", "Visit"]
 
-_NUM_SLOTS = 4
-"""Subgroups in memory at a time, per directory: one is updated while others come and go. They are updated in order, so
-that those of a fast directory wait in memory for one of a slow directory."""
-_NUM_SUBGROUPS = 64
-"""Also per directory, so that the same share of all is in memory."""
-_MIN_SUBGROUP_BYTES, _MAX_SUBGROUP_BYTES = 4 << 20, 256 << 20
-_MAX_SLOTS_BYTES = 2 << 30
-"""Of the slots of all directories together."""
 _MAX_MOVES = 4
 
 Groups = Sequence[Mapping[str, Any]]
@@ -104,7 +97,7 @@ class PagedStates:
         self._store = StateStore(
             files.tiers,
             device=files.device,
-            num_slots=_NUM_SLOTS * len(files.tiers),
+            num_slots=update_memory.NUM_SLOTS * len(files.tiers),
             copies=files.copies,
             block_bytes=files.block_bytes,
             host=files.host,
@@ -142,7 +135,7 @@ class PagedStates:
             for p in group["params"]
             if has_shape(p)
         )
-        return subgroup_bytes(nbytes, len(self._files.tiers))
+        return update_memory.subgroup_bytes(nbytes, len(self._files.tiers))
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -187,7 +180,7 @@ class PagedStates:
         share = self._files.share
         self._slot_bytes = max(self._slot_bytes, largest_bytes)
         if share is not None:
-            wanted = len(self._partition.subgroups) - _NUM_SLOTS * len(self._files.tiers)
+            wanted = len(self._partition.subgroups) - update_memory.NUM_SLOTS * len(self._files.tiers)
             num = share.fit(max(wanted, 0), self._slot_bytes)
             self._store.add_slots(num - self._num_cached)
             self._num_cached = num
@@ -516,12 +509,6 @@ class PagedStates:
         """End moves and threads, close the files, and forget what is in memory."""
         self._files.close()
         self._store.close()
-
-
-def subgroup_bytes(nbytes: int, num_directories: int) -> int:
-    """How large subgroups are that make up states of so many bytes, which go to so many directories."""
-    most = min(_MAX_SUBGROUP_BYTES, _MAX_SLOTS_BYTES // (_NUM_SLOTS * num_directories))
-    return min(max(nbytes // (_NUM_SUBGROUPS * num_directories), _MIN_SUBGROUP_BYTES), most)
 
 
 def _filled(subgroup: Subgroup, storage: torch.UntypedStorage | None) -> list[State]:

@@ -29,13 +29,12 @@ from lightning_ssd.planning.residency import (
     reconsider_residents,
     window_bytes,
 )
+from lightning_ssd.planning.update_memory import update_bytes
 
 __all__ = ["Needs", "Residents"]
 
 _STATES_PER_WEIGHT = 2
 """AdamW's, in the precision of the weights."""
-_STATES_SHARE, _MIN_STATES_BYTES, _MAX_STATES_BYTES = 1 / 16, 16 << 20, 2 << 30
-"""Of optimizer states that wait, what an update has in memory: four of 64 subgroups, within bounds."""
 _MAX_ASKED = 8
 """So often room is asked for in vain: where forwards begin before the last backward has ended, nothing can move."""
 _CPU = torch.device("cpu")
@@ -53,6 +52,8 @@ class Needs:
     keeps_states: bool = True
     state_bytes: int = 0
     """Of optimizer states that wait, what stays in memory from one step to the next."""
+    num_directories: int = 1
+    """That states wait in."""
     num_processes: int = 1
     """That share the machine's memory."""
 
@@ -66,7 +67,7 @@ class Needs:
         """
         states = _STATES_PER_WEIGHT * trained_bytes
         if trained_bytes and not self.keeps_states:
-            states = min(max(int(_STATES_SHARE * states), _MIN_STATES_BYTES), _MAX_STATES_BYTES) + self.state_bytes
+            states = update_bytes(states, self.num_directories) + self.state_bytes
         return self.gradient_bytes(trained_bytes, waiting_bytes, here_bytes) + states
 
     def gradient_bytes(self, trained_bytes: int, waiting_bytes: int, here_bytes: int) -> int:

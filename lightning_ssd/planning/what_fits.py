@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Fit", "ModelSize", "UnitSize", "even_model", "fit"]
+from lightning_ssd.planning.update_memory import NUM_SLOTS, update_bytes
+
+__all__ = ["NUM_STATES", "Fit", "ModelSize", "UnitSize", "even_model", "fit"]
 
 _Choice = Literal["keep", "offload"]
-_NUM_STATES = 2
+NUM_STATES = 2
 """Of AdamW, per trained parameter, in the type of the weight, as ``torch.optim.AdamW`` makes them."""
-_NUM_SUBGROUPS, _HELD_SUBGROUPS = 64, 4
-"""Of states: in all, and in memory during an update; as many weights are."""
-_MIN_SUBGROUP_BYTES, _MAX_SUBGROUP_BYTES = 4 << 20, 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +35,16 @@ class ModelSize:
     """Of all optimizer states."""
     num_backwards: int = 1
     """Per update."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of all weights."""
+        return sum(unit.weight_bytes for unit in (*self.units, self.staying))
+
+    @property
+    def trained_bytes(self) -> float:
+        """Of weights that are trained, and of all gradients."""
+        return sum(unit.trained_bytes for unit in (*self.units, self.staying))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +83,7 @@ def even_model(
     return ModelSize(
         units=(block,) * num_blocks,
         staying=UnitSize(weight_bytes=0, trained_bytes=0),
-        state_bytes=_NUM_STATES * num_blocks * block.trained_bytes,
+        state_bytes=NUM_STATES * num_blocks * block.trained_bytes,
         num_backwards=num_backwards,
     )
 
@@ -85,6 +94,7 @@ def fit(
     parameters: _Choice = "offload",
     gradients: _Choice = "offload",
     optimizer_states: _Choice = "offload",
+    num_directories: int = 1,
 ) -> Fit:
     """Where the bytes of a training lie, and how many move.
 
@@ -93,10 +103,10 @@ def fit(
         parameters: as in the policy: whether weights wait; trained ones only with their states.
         gradients: whether those of weights that are large enough wait.
         optimizer_states: whether they wait.
+        num_directories: that they wait in.
     """
     do_states_wait, k = optimizer_states == "offload", size.num_backwards
-    weights = sum(unit.weight_bytes for unit in (*size.units, size.staying))
-    trained = sum(unit.trained_bytes for unit in (*size.units, size.staying))
+    weights, trained = size.weight_bytes, size.trained_bytes
     trained_units = [unit.trained_bytes for unit in size.units]
     waiting_units = [
         (unit.weight_bytes if do_states_wait else unit.weight_bytes - unit.trained_bytes) * (parameters == "offload")
@@ -106,7 +116,10 @@ def fit(
     waiting_trained = sum(trained_units) if waiting and do_states_wait else 0
     waiting_gradients = sum(trained_units) if gradients == "offload" else 0
     moved_states = size.state_bytes if do_states_wait else 0
-    in_update = (_largest(trained_units, _HELD_SUBGROUPS) if waiting_trained else 0) + _updated(moved_states)
+    updated_states = update_bytes(int(moved_states), num_directories)
+    in_update: float = updated_states
+    if waiting_trained:  # the units of the subgroups that are in memory, of which one may have several
+        in_update += max(_largest(trained_units, NUM_SLOTS), updated_states / moved_states * waiting_trained)
     here_gradients = trained - waiting_gradients + (_largest(trained_units, 2) if waiting_gradients else 0)
     return Fit(
         plain_bytes=weights + trained + size.state_bytes,
@@ -123,9 +136,3 @@ def fit(
 def _largest(sizes: Iterable[float], count: int) -> float:
     """Of so many units that are in memory at a time, the largest."""
     return sum(sorted(sizes)[-count:])
-
-
-def _updated(state_bytes: float) -> float:
-    """Of states that wait, those in memory during an update."""
-    subgroup_bytes = min(max(state_bytes / _NUM_SUBGROUPS, _MIN_SUBGROUP_BYTES), _MAX_SUBGROUP_BYTES)
-    return min(_HELD_SUBGROUPS * subgroup_bytes, state_bytes)

@@ -48,11 +48,14 @@ def really_traced(name: str, precision: str, directory: Path) -> Trace:
     """By training, as the library traces."""
     model = model_trace.build_here(model_builder(name, SEQUENCE))
     inputs = model_trace.example_batch(model, BATCH, SEQUENCE)
+    if precision.endswith("-true"):
+        model = model.to(model_trace._dtype(precision))
+        inputs = model_trace._cast(inputs, model_trace._dtype(precision))
     policy = OffloadPolicy(recompute_modules="blocks", min_tensor_bytes=SMALL_NBYTES)
     with Offloader(policy=policy, hardware=HardwareProfile(paths=[directory])) as offloader:
         offloader.register_module(model)
         while offloader.trace is None:
-            with offloader.saved_tensors(), model_trace.autocast(precision):
+            with offloader.saved_tensors(), model_trace.forward_context(precision):
                 loss = model_trace.training_loss(model, inputs)
             loss.backward()
             offloader.end_backward()
@@ -62,7 +65,15 @@ def really_traced(name: str, precision: str, directory: Path) -> Trace:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, because there is no Trainer to log to
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [(NET, "32-true"), ("gpt", "32-true"), ("llama", "bf16-mixed"), ("bert", "bf16-mixed"), ("t5", "32-true")],
+    [
+        (NET, "32-true"),
+        ("gpt", "32-true"),
+        ("llama", "bf16-mixed"),
+        ("bert", "bf16-mixed"),
+        ("t5", "32-true"),
+        (NET, "bf16-true"),
+        ("gpt", "bf16-true"),
+    ],
 )
 def test_a_trace_without_bytes_is_that_of_real_training(name: str, precision: str, spill_dir: Path) -> None:
     """All but the times: which storages, in which order, of which blocks, and what they hold together at most."""
@@ -88,7 +99,7 @@ def test_time_is_work_by_the_rate() -> None:
     slower = traced(NET, flops_per_s=1e8).trace
     assert slower.end_s == pytest.approx(10 * found.trace.end_s, rel=1e-3)
     assert found.num_trained == 2 * NUM_BLOCKS * (WIDTH + 1) * WIDTH
-    assert found.parameter_bytes == found.gradient_bytes == 4 * found.num_trained
+    assert found.size.weight_bytes == found.size.trained_bytes == 4 * found.num_trained
 
 
 def test_what_has_no_count_gets_its_part_of_the_time() -> None:
@@ -101,6 +112,51 @@ def test_what_has_no_count_gets_its_part_of_the_time() -> None:
     least_s = plain.trace.end_s / 1000
     gaps = [[b.packed_s - a.packed_s for a, b in pairwise(found.trace.storages)] for found in (plain, spread)]
     assert min(gaps[0]) < least_s < min(gaps[1])
+
+
+class Shared(torch.nn.Module):
+    """Two modules with one weight, two weights in one memory, and what no type but its own fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tied, self.other = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.tied.weight = self.first.weight
+        self.other.weight.data = self.first.weight.data
+        self.frozen = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("index", torch.arange(WIDTH))
+
+    def example_batch(self, batch: int, sequence: int) -> torch.Tensor:
+        return torch.randn(batch, sequence, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == self.scale.dtype == self.frozen.dtype == torch.empty(0).dtype
+        assert self.index.dtype == torch.int64
+        assert self.tied.weight is self.first.weight
+        return self.other(self.tied(self.first(x))).mul(self.scale).mul(self.frozen).sum()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true", "64-true"])
+def test_weights_have_the_type_that_training_gives_them_and_count_once(precision: str) -> None:
+    size = traced_class(Shared, precision).size
+    element_bytes = {"32-true": 4, "bf16-true": 2, "16-true": 2, "64-true": 8}[precision]
+    weight = element_bytes * WIDTH * WIDTH
+    num_apart = 1 if precision == "32-true" else 2  # ``.to`` gives each parameter memory of its own
+    assert size.weight_bytes == num_apart * weight + element_bytes * WIDTH
+    assert size.state_bytes == 2 * 2 * weight, "two parameters are trained, each with two states in its own type"
+    assert torch.get_default_dtype() == torch.float32
+
+
+def traced_class(build: type[torch.nn.Module], precision: str) -> ModelTrace:
+    return trace_model(
+        build,
+        batch=BATCH,
+        sequence=SEQUENCE,
+        flops_per_s=1e9,
+        precision=precision,
+        min_tensor_nbytes=SMALL_NBYTES,
+        fused_attention=False,
+    )
 
 
 class Attention(torch.nn.Module):

@@ -76,7 +76,8 @@ def test_each_way_to_train_is_predicted(profile: Path) -> None:
 
 
 def test_what_the_model_takes_is_told_by_what_waits(profile: Path) -> None:
-    facts, _ = predicted("--model", NET, *SIZES, "--hardware", profile)
+    one = ("--model", NET, *SIZES, "--hardware", profile, "--devices", 1)
+    facts, _ = predicted(*one)
     rows = {row["waits"]: row for row in facts["waiting"]}
     assert list(rows) == ["nothing", "states", "states, weights", "states, weights, gradients"]
     weights, block, biases = 6 * 2 * 1024 * 1024 * 4, 2 * 1024 * 1024 * 4, 6 * 2 * 1024 * 4
@@ -87,12 +88,34 @@ def test_what_the_model_takes_is_told_by_what_waits(profile: Path) -> None:
     everything = rows["states, weights, gradients"]
     assert everything["waiting_bytes"] == 2 * weights + states
     assert everything["read_bytes"] == 2 * weights + weights + weights + states
-    assert everything["device_bytes"] == 4 * block + (16 << 20) + 2 * block + 2 * biases
-    # Two devices share four drives of 0.5 and 1 GB/s.
-    assert everything["moving_s"] == pytest.approx(everything["read_bytes"] / 2e9 + everything["written_bytes"] / 1e9)
-    shown = run("--model", NET, *SIZES, "--hardware", profile).output
+    in_update = 4 * 4 * (4 << 20)
+    assert in_update < states, "four subgroups for each of four drives"
+    assert (
+        everything["device_bytes"] == max(4 * block, weights * in_update / states) + in_update + 2 * block + 2 * biases
+    )
+    # Four drives of 0.5 and 1 GB/s.
+    assert everything["moving_s"] == pytest.approx(everything["read_bytes"] / 4e9 + everything["written_bytes"] / 2e9)
+    shown = run(*one).output
     assert "states, weights, gradients" in shown
     assert "frozen weights" not in shown
+
+
+def test_of_several_devices_only_what_may_wait_there_is_shown(profile: Path) -> None:
+    several = ("--model", "tests.support.planned_models:Adapted", *SIZES, "--hardware", profile)
+    facts, _ = predicted(*several)
+    assert [row["waits"] for row in facts["waiting"]] == ["nothing", "frozen weights", "states"]
+    assert "--devices 1" in run(*several).output
+    machine = MachineProfile(
+        num_devices=2,
+        device_peak_tflops=0.5,
+        num_drives=4,
+        drive_write_gb_per_s=0.5,
+        drive_read_gb_per_s=1.0,
+        link_gb_per_s=10.0,
+    )
+    profile.write_text(hardware_yaml("mine", HardwareProfile(), machine, comment=["With memory of their own."]))
+    facts, _ = predicted(*several)
+    assert [row["waits"] for row in facts["waiting"]] == ["nothing", "states"]
 
 
 def test_frozen_weights_wait_by_themselves(profile: Path) -> None:

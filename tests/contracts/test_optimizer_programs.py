@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:this optimizer's states share me
 @pytest.fixture(autouse=True)
 def tiny_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that most of a program's states are on the drive between steps."""
-    monkeypatch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 16 << 10)
+    monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 16 << 10)
     monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 1024)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ssd import Offloader
-from lightning_ssd.optimizer import paged_states
+from lightning_ssd.planning import update_memory
 
 __all__ = ["KINDS", "Runner", "Task", "Twins", "WrongBitsError", "many_subgroups", "random_task"]
 
@@ -120,8 +120,8 @@ KINDS: tuple[str, ...] = tuple(_KINDS)
 def many_subgroups() -> Iterator[None]:
     """The states of models as small as ours would all stay in memory; with smaller subgroups they come and go."""
     with (
-        mock.patch.object(paged_states, "_MIN_SUBGROUP_BYTES", 16 << 10),
-        mock.patch.object(paged_states, "_NUM_SLOTS", 2),
+        mock.patch.object(update_memory, "_MIN_SUBGROUP_BYTES", 16 << 10),
+        mock.patch.object(update_memory, "NUM_SLOTS", 2),
     ):
         yield
 

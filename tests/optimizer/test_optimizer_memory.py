@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.optimizer import paged_states as module_under_test
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
+from lightning_ssd.planning import update_memory
 from tests.support.optimizer_pairs import Pair, files_of, lent_of, partition_of, store_of, wrapped
 from tests.support.state_stores import mapped_bytes
 
@@ -66,7 +66,7 @@ def test_optimizers_share_host_memory(share: float, spill_dir: Path) -> None:
             assert isinstance(optimizer, OffloadedOptimizer)
             store, subgroup = store_of(optimizer), optimizer.stats.subgroup_bytes
             store.wait_for_writes()
-            num_own += module_under_test._NUM_SLOTS
+            num_own += update_memory.NUM_SLOTS
             mapped += mapped_bytes(store)
             assert store.num_slots <= optimizer.stats.num_subgroups
         assert mapped <= total + num_own * subgroup
@@ -104,12 +104,12 @@ def test_slots_that_turn_out_larger_are_fewer(spill_dir: Path, monkeypatch: pyte
         store.wait_for_writes()
         assert store.num_slots < before
         largest = max(s.layout.nbytes for s in partition_of(optimizer).subgroups if s.layout is not None)
-        assert mapped_bytes(store) <= (2 << 20) + module_under_test._NUM_SLOTS * largest
+        assert mapped_bytes(store) <= (2 << 20) + update_memory.NUM_SLOTS * largest
         pair.check()
 
 
 def test_the_slots_of_all_directories_together_have_a_cap() -> None:
     states = 1 << 40
     for num, expected in ((1, 256 << 20), (2, 256 << 20), (8, 64 << 20), (16, 32 << 20)):
-        assert module_under_test.subgroup_bytes(states, num) == expected
-        assert module_under_test._NUM_SLOTS * num * expected <= 2 << 30
+        assert update_memory.subgroup_bytes(states, num) == expected
+        assert update_memory.NUM_SLOTS * num * expected <= 2 << 30

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.errors import StorageError
-from lightning_ssd.optimizer import paged_states as module_under_test
+from lightning_ssd.planning import update_memory
 from tests.support.faults import eio
 from tests.support.optimizer_pairs import Nested, Pair, assert_same_states, offloaded, used_bytes
 
@@ -45,7 +45,7 @@ def test_random_training_has_the_bits_of_the_plain_twin(
     def draw(n: int) -> int:
         return int(torch.randint(n, (), generator=generator))
 
-    monkeypatch.setattr(module_under_test, "_NUM_SLOTS", 2 + draw(4))
+    monkeypatch.setattr(update_memory, "NUM_SLOTS", 2 + draw(4))
     shapes = ((128, 150), (7,), (300, 200), (0, 4), (), *[(60, 100)] * 8, (64, 64))
     pair = Pair(SOAKED[kind], shapes)
     directories = spill_dir / "one", spill_dir / "two"

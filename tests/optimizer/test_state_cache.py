@@ -36,7 +36,7 @@ STATE_BYTES = 8 * 600 * 512 * 8
 @pytest.fixture(autouse=True)
 def a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ssd._environment._is_discrete", lambda device: True)
-    monkeypatch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 256 << 10)
+    monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 256 << 10)
 
 
 class Pair:

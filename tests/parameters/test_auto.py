@@ -17,10 +17,10 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.optimizer.paged_states import subgroup_bytes
 from lightning_ssd.parameters import residents, step_memory
 from lightning_ssd.parameters.residents import Needs
 from lightning_ssd.parameters.weight_files import is_mapped
+from lightning_ssd.planning.update_memory import subgroup_bytes
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
 from recipes.benchmarks.memory_limit import memory_group
 from tests.parameters.test_everything_away import Loop

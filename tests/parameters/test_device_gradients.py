@@ -17,8 +17,8 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from lightning_ssd.optimizer import paged_states
 from lightning_ssd.parameters.guard import is_guarded
+from lightning_ssd.planning import update_memory
 from tests.parameters.test_device_training import (
     HOSTILE,
     NUM_BYTES,
@@ -45,7 +45,7 @@ Opened = Callable[..., Offloader]
 @pytest.fixture(autouse=True)
 def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update of this model in many parts, of which some are slices of a gradient."""
-    monkeypatch.setattr(paged_states, "_MIN_SUBGROUP_BYTES", 1 << 17)
+    monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)
 
 
 def policy(**options: Any) -> OffloadPolicy:

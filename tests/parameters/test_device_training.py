@@ -18,8 +18,8 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
-from lightning_ssd.optimizer import paged_states
 from lightning_ssd.parameters.guard import GUARDED
+from lightning_ssd.planning import update_memory
 from tests.parameters.test_device_weights import away, eventually
 from tests.parameters.test_everything_away import (  # noqa: F401  # these are tests, here with our own offloaders
     PROGRAMS,
@@ -56,7 +56,7 @@ Opened = Callable[..., Offloader]
 @pytest.fixture(autouse=True)
 def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update of this model in many parts, of which some are slices of a weight."""
-    monkeypatch.setattr(paged_states, "_MIN_SUBGROUP_BYTES", 1 << 17)
+    monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)
 
 
 def policy(**options: Any) -> OffloadPolicy:

@@ -25,7 +25,7 @@ MARGIN = 1.1
 @pytest.fixture(autouse=True)
 def _subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many times as many as are in memory."""
-    monkeypatch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 1 << 20)
+    monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 1 << 20)
     monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 16 << 10)
 
 

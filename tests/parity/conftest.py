@@ -11,7 +11,7 @@ from tests.support.trainers import one_thread
 @pytest.fixture
 def lightning_twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The states of small models do not fit into the memory that stays, and sums are made in one order."""
-    monkeypatch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 192 << 10)
+    monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 192 << 10)
     with one_thread():
         yield
 

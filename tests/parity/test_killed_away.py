@@ -24,12 +24,12 @@ import os, sys
 from pathlib import Path
 import torch
 from torch import nn
-from lightning_ssd.optimizer import paged_states
+from lightning_ssd.planning import update_memory
 from lightning_ssd.parameters import weight_files
 from tests.parity.models import causal_batch, gpt2, hugging_face_loss
 from tests.support.everything_away import all_away, train
 window, directory = {window!r}, {directory!r}
-paged_states._MIN_SUBGROUP_BYTES = 64 << 10
+update_memory._MIN_SUBGROUP_BYTES = 64 << 10
 counts = dict.fromkeys(("taking over", "forward", "backward", "update"), 0)
 
 def reached(what, number):

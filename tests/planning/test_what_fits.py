@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ssd.optimizer.paged_states import subgroup_bytes
+from lightning_ssd.planning.update_memory import subgroup_bytes
 from lightning_ssd.planning.what_fits import ModelSize, UnitSize, even_model, fit
 from recipes import what_fits
 
@@ -67,11 +67,21 @@ def test_blocks_count_with_their_own_sizes() -> None:
     assert everything.device_bytes == max(700e6, 600e6 + 1202e6 / 16) + 3e6 + 1e6 + 600e6
 
 
+@pytest.mark.parametrize("num_directories", [1, 2, 8])
 @pytest.mark.parametrize("state_bytes", [10**6, 10**8, 10**9, 10**12])
-def test_states_in_an_update_are_four_subgroups_of_the_optimizer(state_bytes: int) -> None:
+def test_states_in_an_update_are_four_subgroups_per_directory(state_bytes: int, num_directories: int) -> None:
     nothing = UnitSize(weight_bytes=0, trained_bytes=0)
-    found = fit(ModelSize(units=(), staying=nothing, state_bytes=state_bytes))
-    assert found.device_bytes == pytest.approx(min(4 * subgroup_bytes(state_bytes, 1), state_bytes), abs=4)
+    found = fit(ModelSize(units=(), staying=nothing, state_bytes=state_bytes), num_directories=num_directories)
+    slots = 4 * num_directories * subgroup_bytes(state_bytes, num_directories)
+    assert found.device_bytes == min(slots, state_bytes)
+
+
+def test_subgroups_that_are_larger_than_units_have_weights_of_several() -> None:
+    """Of 128 MB of states, an update has 16 MiB in memory, and as large a share of the weights."""
+    size = even_model(num_parameters=16e6, num_blocks=64, weight_bytes=4)
+    states = 4 * (4 << 20)
+    assert states / 128e6 * 64e6 > 4 * 1e6, "more than four blocks"
+    assert fit(size, gradients="keep").device_bytes == states + states / 128e6 * 64e6 + 64e6
 
 
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,9 @@ def row(mode: str, loss: float, weights: str | None) -> dict[str, Any]:
 
 
 SMALL_SUBGROUPS = """
-from lightning_ssd.optimizer import paged_states
+from lightning_ssd.planning import update_memory
 from lightning_ssd.optimizer.step import subgroups
-paged_states._MIN_SUBGROUP_BYTES, subgroups.GRANULE = 64 << 10, 1024
+update_memory._MIN_SUBGROUP_BYTES, subgroups.GRANULE = 64 << 10, 1024
 """
 """Or all states of a toy would stay in memory, and nothing could come back wrong."""
 FLIPPED_BITS = """

@@ -13,7 +13,7 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.optimizer import paged_states
+from lightning_ssd.planning import update_memory
 from lightning_ssd.telemetry import step_record
 from lightning_ssd.telemetry.step_record import Bytes, StepRecord, StepRecorder
 from tests.support.patience import PATIENCE_S
@@ -298,8 +298,8 @@ def test_sparse_gradients_count_what_they_hold(tmp_path: Path) -> None:
 
 
 def test_drives_of_optimizer_states_have_lanes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_states, "_MIN_SUBGROUP_BYTES", 1 << 14)
-    monkeypatch.setattr(paged_states, "_MAX_SUBGROUP_BYTES", 1 << 16)
+    monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 14)
+    monkeypatch.setattr(update_memory, "_MAX_SUBGROUP_BYTES", 1 << 16)
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(16)))
     paths = [tmp_path / "a", tmp_path / "b"]
     policy = OffloadPolicy(activations="keep", optimizer_states="offload")

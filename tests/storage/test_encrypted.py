@@ -20,8 +20,8 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import BackendUnavailableError, ConfigError, CorruptionError, StorageError
 from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.optimizer import paged_states as paged_states_module
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.planning import update_memory
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.encrypted import EncryptedBackend, _WriteNumbers
 from lightning_ssd.storage.posix import PosixBackend
@@ -283,7 +283,7 @@ def test_plans_know_the_price_and_give_the_same_bits(spill_dir: Path) -> None:
 
 def test_optimizer_states_and_their_snapshots(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is encrypted cannot be mapped: a state_dict reads it, also where a parameter lies in slices."""
-    monkeypatch.setattr(paged_states_module, "_MIN_SUBGROUP_BYTES", 64 << 10)
+    monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 64 << 10)
     monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 1024)
 
     def make() -> list[nn.Parameter]:

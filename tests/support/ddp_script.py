@@ -231,7 +231,7 @@ def impossible(directory: Path) -> None:
 def states(directory: Path) -> None:
     """Optimizer states on SSD, in both processes: the same bits, also after a resume from what the first one saved."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
+        patch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 64 << 10)
         plain, expected = fit(Net, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
         policy = OffloadPolicy(optimizer_states="offload", min_tensor_bytes=4096)
         hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)

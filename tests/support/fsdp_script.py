@@ -160,7 +160,7 @@ def outcome(trainer: L.Trainer, module: Net) -> dict[str, Any]:
 def small_subgroups() -> Iterator[None]:
     """So that states of such small models are in many subgroups, and have to leave memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_ssd.optimizer.paged_states._MIN_SUBGROUP_BYTES", 64 << 10)
+        patch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 64 << 10)
         # Each training tries whether slices are exact, which with hundreds of DTensors takes longer than all else.
         patch.setattr("lightning_ssd.optimizer.step.elementwise._NUM_TINY", 20)
         yield

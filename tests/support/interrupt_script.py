@@ -34,7 +34,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.optimizer import paged_states
+from lightning_ssd.planning import update_memory
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from tests.support.optimizer_pairs import assert_same_states
 
@@ -473,7 +473,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     report, kinds = Report(), args.kinds.split(",")
-    paged_states._MIN_SUBGROUP_BYTES = 32 << 10  # so that there are some
+    update_memory._MIN_SUBGROUP_BYTES = 32 << 10  # so that there are some
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         (Path(directory) / "spill").mkdir()
         if args.how == "timer":
