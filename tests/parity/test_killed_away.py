@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.parameters.test_device_gradients import policy as device_policy
+from tests.parameters.test_everything_away import Loop
+from tests.parameters.test_paged_weights import same
 from tests.parity.models import causal_batch, gpt2, hugging_face_loss
 from tests.parity.test_killed import entries
 from tests.support.everything_away import all_away, train
 from tests.support.helpers import assert_identical
+from tests.support.late_offloaders import late_offloaders
 
 WINDOWS = ("taking over", "forward", "backward", "update")
 CHILD = """
@@ -63,6 +67,39 @@ with all_away(Path(directory), activations="offload") as offloader:
     train(model, causal_batch, hugging_face_loss, offloader, steps=1000)
 """
 
+DEVICE_WINDOWS = ("backward", "between", "update")
+DEVICE_CHILD = """
+import os, sys
+from pathlib import Path
+import torch
+from lightning_ssd.planning import update_memory
+from tests.parameters.test_device_gradients import policy
+from tests.parameters.test_everything_away import Loop
+from tests.support.late_offloaders import late_offloaders
+window, directory = {window!r}, {directory!r}
+update_memory._MIN_SUBGROUP_BYTES = 1 << 17
+counts = dict.fromkeys(("backward", "between", "update"), 0)
+
+def reached(what, number):
+    counts[what] += 1
+    if what == window and counts[what] == number:
+        print("reached", os.getpid(), flush=True)
+        sys.stdin.read()
+
+class Stops(torch.optim.AdamW):
+    def step(self, closure=None):
+        reached("update", 6)
+        return super().step(closure)
+
+if window == "any":
+    print("reached", os.getpid(), flush=True)
+with late_offloaders(Path(directory), policy) as make:
+    offloader = make(parameters="offload")
+    loop = Loop(offloader, make=Stops, accumulate=2, before_step=lambda *_: reached("between", 2))
+    list(loop.model.parameters())[0].register_hook(lambda _: reached("backward", 3))
+    loop.run(1000)
+"""
+
 
 def held(pid: int, directory: Path) -> int:
     """Bytes that the open files of a process take in a directory; none of them may have a name."""
@@ -75,9 +112,9 @@ def held(pid: int, directory: Path) -> int:
     return taken
 
 
-def kill(window: str, directory: Path, forks: list[str], delay_s: float = 0.0) -> int:
+def kill(window: str, directory: Path, forks: list[str], delay_s: float = 0.0, child_code: str = CHILD) -> int:
     """Kill a training process in a window, or so long after its beginning; returns what its files took."""
-    code = textwrap.dedent(CHILD).format(window=window, directory=str(directory))
+    code = textwrap.dedent(child_code).format(window=window, directory=str(directory))
     with subprocess.Popen([*forks, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         line = child.stdout.readline().split()
@@ -106,6 +143,16 @@ def test_nothing_stays_after_kill_9(window: str, tmp_path: Path, forks: list[str
     assert_trains(tmp_path)
 
 
+@pytest.mark.parametrize("window", DEVICE_WINDOWS)
+def test_nothing_of_a_device_stays_after_kill_9(window: str, tmp_path: Path, forks: list[str]) -> None:
+    """Weights, gradients and states of a device whose copies end late."""
+    assert kill(window, tmp_path, forks, child_code=DEVICE_CHILD) > 1 << 20, "gradients were expected in the files"
+    with late_offloaders(tmp_path, device_policy) as make:
+        got = Loop(make(parameters="offload"), accumulate=2).run(2).result()
+    assert same(got, Loop(accumulate=2).run(2).result())
+    assert entries(tmp_path) == []
+
+
 def test_file_system_is_as_empty_as_before_after_kill_9(small_disk: Callable[[int], Path], forks: list[str]) -> None:
     """The same on a file system that nobody else uses, by its own count of free blocks."""
     mount = small_disk(512)
@@ -122,6 +169,7 @@ def test_file_system_is_as_empty_as_before_after_kill_9(small_disk: Callable[[in
 @pytest.mark.exhaustive
 def test_at_random_moments(tmp_path: Path, forks: list[str]) -> None:
     draw = random.Random(3)
-    for _ in range(60):
-        kill("any", tmp_path, forks, draw.uniform(0, 1.5))
+    for child_code in (CHILD, DEVICE_CHILD):
+        for _ in range(60):
+            kill("any", tmp_path, forks, draw.uniform(0, 1.5), child_code)
     assert_trains(tmp_path)

@@ -150,6 +150,24 @@ def test_predictions_are_compared_with_what_came(capsys: pytest.CaptureFixture[s
     assert "| 1.100 | 1.000 | +10.0 % | 90 | 100 | -10.0 % |" in capsys.readouterr().out
 
 
+def test_predictions_are_compared_step_by_step_where_steps_moved() -> None:
+    """A step that keeps everything follows no plan, and the report's peak is one of the warm-up's."""
+
+    def moved(step: int, seconds: float, predicted_s: float, **values: Any) -> Sample:
+        said = plan(predicted_step_s=predicted_s, predicted_peak_bytes=100, measured_peak_bytes=300, measured_step_s=99)
+        return sample("auto", step, seconds, plan=said, **{"bytes_written": 1, "resident_peak_bytes": 110} | values)
+
+    samples = [
+        *(moved(1, 1.0, 2.2), moved(2, 1.0, 2.0), moved(3, 2.0, 4.4)),
+        moved(4, 9.0, 1.0, bytes_written=0, resident_peak_bytes=1000),
+    ]
+    (row,) = summarise(samples)
+    assert row["step_error"] == pytest.approx(0.1), "forward and backward take a second each in the first"
+    assert row["peak_error"] == pytest.approx(100 / 110 - 1)
+    assert row["plan"]["measured_step_s"] == 2.0
+    assert row["plan"]["measured_peak_bytes"] == 110
+
+
 class Scripted:
     """A worker that has settled on a plan from a certain step on, and tries others before."""
 

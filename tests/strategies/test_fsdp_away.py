@@ -45,6 +45,14 @@ def test_two_processes(tmp_path: Path, scenarios: tuple[str, ...], forks: list[s
             assert f"rank {rank}: {scenario} ok" in output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("scenario", "num"), [("hybrid", 4), ("three", 3)])
+def test_more_processes(tmp_path: Path, scenario: str, num: int, forks: list[str]) -> None:
+    output = run_script("tests.support.fsdp_away_script", str(tmp_path), scenario, begin=forks).stdout
+    for rank in range(num):
+        assert f"rank {rank}: {scenario} ok" in output
+
+
 # -- one process -----------------------------------------------------------------------------------------------------
 
 

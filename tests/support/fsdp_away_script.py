@@ -52,6 +52,7 @@ class Away(Net):
     """FSDP2 with one group for each block; remembers gradients, and which of them were in files."""
 
     reshard = True
+    do_gradients_wait = True
     sharding: ClassVar[dict[str, Any]] = {}
     make_block: Callable[[int], nn.Module] = Block
 
@@ -177,6 +178,22 @@ class Both(TwoDimensional):
 
     gradients: tuple[()] = ()
     num_in_files = 0
+    do_gradients_wait = False
+
+
+class Hybrid(Away):
+    """Copies of shards: the mesh's first dimension has the same ones, the second one cuts."""
+
+    do_gradients_wait = False
+
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule):
+            for module in (*self.blocks, self):
+                fully_shard(module, mesh=self.device_mesh, reshard_after_forward=self.reshard)
+
+
+class TunedHybrid(Hybrid):
+    make_block = Adapted
 
 
 def found_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
@@ -192,16 +209,17 @@ def compare(
     **settings: Any,
 ) -> tuple[SSDOffloadFSDPStrategy, Any]:
     """Train with Lightning's strategy and with ours. ``prepare``: more settings, made for each training."""
-    expected = found_of(*fit(make, plain(sizes), directory, devices=2, **settings, **prepare()))
+    settings = {"devices": sizes[0] * sizes[1], **settings}
+    expected = found_of(*fit(make, plain(sizes), directory, **settings, **prepare()))
     assert expected["losses"]
     strategy = ours(directory, sizes, **policy)
-    trainer, module = fit(make, strategy, directory, devices=2, **settings, **prepare())
+    trainer, module = fit(make, strategy, directory, **settings, **prepare())
     assert_identical(found_of(trainer, module), expected)
     stats = strategy.stats
     assert 0 < stats.weights_resident_peak_bytes < stats.weights_bytes, (make, stats)
     assert stats.failures == 0
     assert not strategy.offloader.is_open
-    assert (module.num_in_files > 0) is (policy.get("gradients") == "offload" and make is not Both), make
+    assert (module.num_in_files > 0) is (policy.get("gradients") == "offload" and make.do_gradients_wait), make
     return strategy, module
 
 
@@ -259,6 +277,18 @@ class Counts(L.Callback):
         self.look()
         if batch_idx >= 1 and frozen_changed_at(trainer.strategy.offloader) != self.changed_at:
             self.written_by.append(batch_idx)
+
+
+def hybrid(directory: Path) -> None:
+    """Two copies of two shards each."""
+    for make, policy in ((Hybrid, EVERYTHING), (TunedHybrid, FROZEN)):
+        compare(make, directory, policy, sizes=(2, 2), gradient_clip_val=0.1, accumulate_grad_batches=2)
+
+
+def three(directory: Path) -> None:
+    """Shards that no size divides into, one of three of them with padding alone."""
+    for make in (Uneven, Tied):
+        compare(make, directory, EVERYTHING, sizes=(3, 1), gradient_clip_val=0.1)
 
 
 def counted(directory: Path) -> None:
@@ -376,7 +406,8 @@ def checkpoints(directory: Path) -> None:
 
 
 SCENARIOS = {
-    scenario.__name__: scenario for scenario in (frozen, trained, shapes, counted, edits, evaluated, checkpoints)
+    scenario.__name__: scenario
+    for scenario in (frozen, trained, shapes, hybrid, three, counted, edits, evaluated, checkpoints)
 }
 
 
