@@ -20,7 +20,7 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.parameters import residents, step_memory
 from lightning_ssd.parameters.residents import Needs
 from lightning_ssd.parameters.weight_files import is_mapped
-from lightning_ssd.planning.update_memory import subgroup_bytes
+from lightning_ssd.planning.update_memory import subgroup_bytes, update_bytes
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
 from recipes.benchmarks.memory_limit import memory_group
 from tests.parameters.test_everything_away import Loop
@@ -32,9 +32,12 @@ BLOCK_BYTES = 4 * 8 * WIDTH * WIDTH
 """What is frozen of a block; biases are too small."""
 COMING_BYTES = NUM_BLOCKS * 3 * 4 * WIDTH * WIDTH
 """Gradients and states of the adapters."""
-UPDATE_BYTES = 16 << 20
-"""Of states that wait, in an update, at least."""
 TRAINED = {"optimizer_states": "offload", "gradients": "auto"}
+
+
+def in_update(model: nn.Module) -> int:
+    """Of states that wait, what an update has in memory."""
+    return update_bytes(2 * sum(p.nbytes for p in model.parameters() if p.requires_grad), 1)
 
 
 def available(usable: int) -> int:
@@ -131,7 +134,7 @@ def test_no_malloc_threshold_is_fixed_before_a_gradient_waits(
     fixed: list[object] = []
     monkeypatch.setattr("lightning_ssd._assembly.MallocThreshold.fix", lambda self: fixed.append(self))
     for room, expected in ((1000 * GIB, 0), (4 * BLOCK_BYTES, 1)):
-        opened(Net(), room=room, coming=UPDATE_BYTES, **TRAINED).expect_no_optimizer()
+        opened(Net(), room=room, coming=in_update(Net()), **TRAINED).expect_no_optimizer()
         assert len(fixed) == expected
 
 
@@ -179,7 +182,7 @@ def test_trained_blocks_wait_with_their_gradients(num_staying: int, opened: Call
     trained = 4 * 9 * WIDTH * WIDTH  # the adapter, too
     biases = sum(parameter.nbytes for parameter in Net().parameters() if parameter.nbytes < 16 * KIB)
     room = 2 * trained + num_staying * 2 * trained  # what stays has its gradient beside it
-    offloader = opened(room=room, coming=UPDATE_BYTES + biases, **TRAINED)
+    offloader = opened(room=room, coming=in_update(Net()) + biases, **TRAINED)
     loop = Loop(offloader, before_step=look).run()
     assert same(loop.result(), expected)
     for weights, gradients in seen:
@@ -193,7 +196,7 @@ def test_of_a_unit_that_is_partly_frozen_the_frozen_part_waits_first(
 ) -> None:
     plain, model = built(), built()
     expected = train(plain)
-    offloader = opened(model, room=room, coming=UPDATE_BYTES, **TRAINED)
+    offloader = opened(model, room=room, coming=in_update(model), **TRAINED)
     offloader.expect_no_optimizer()
     assert any("adapter" in name for name in waiting(model)) is trained_wait
     assert any("up" in name for name in waiting(model))
@@ -307,8 +310,8 @@ def test_another_model_s_gradients_and_states_are_counted_until_it_is_gone(
         (Needs(num_gradients=2), 200 + 200),
         (Needs(gradients="auto"), 60 + 200),
         (Needs(gradients="offload"), 200),
-        (Needs(keeps_states=False), 100 + (16 << 20)),
-        (Needs(keeps_states=False, state_bytes=7), 100 + (16 << 20) + 7),
+        (Needs(keeps_states=False), 100 + 200),
+        (Needs(keeps_states=False, state_bytes=7), 100 + 200 + 7),
     ],
 )
 def test_gradients_and_states_to_come(needs: Needs, coming: int) -> None:
@@ -326,10 +329,8 @@ def test_gradients_that_there_are_do_not_come() -> None:
 def test_states_in_an_update_are_counted_as_the_optimizer_has_them(num_gib: float, num_directories: int) -> None:
     trained = int(num_gib * GIB) // 2
     slots = 4 * num_directories * subgroup_bytes(2 * trained, num_directories)
-    counted = Needs(keeps_states=False, gradients="offload").coming_bytes(trained, 0, 0)
-    assert slots // 3 <= counted
-    if num_directories == 1 or num_gib >= 1:
-        assert slots <= counted
+    needs = Needs(keeps_states=False, gradients="offload", num_directories=num_directories)
+    assert needs.coming_bytes(trained, 0, 0) == min(slots, 2 * trained)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

@@ -184,8 +184,6 @@ class Both(TwoDimensional):
 class Hybrid(Away):
     """Copies of shards: the mesh's first dimension has the same ones, the second one cuts."""
 
-    do_gradients_wait = False
-
     def configure_model(self) -> None:
         if not isinstance(self, FSDPModule):
             for module in (*self.blocks, self):
