@@ -18,15 +18,9 @@ from lightning_ssd.common.accelerators import accelerator_of, device_types, what
 from lightning_ssd.common.formatting import escape_control
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.memory.heap_policy import HeapPolicy
-from lightning_ssd.memory.malloc import (
-    PAGES_VARIABLE,
-    MallocThreshold,
-    foreign_malloc,
-    has_whole_pages,
-    is_glibc,
-    reuses_holes,
-)
+from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc, reuses_holes
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.device_gradients import DeviceGradients
@@ -58,8 +52,6 @@ __all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_m
 
 _STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
 _SPARE_BYTES = 256 << 20
-_MAPPED_BYTES = 1 << 20
-"""Where gradients wait, tensors from this size on are mapped one by one."""
 _log = logging.getLogger(__name__)
 
 _MIN_RELIEF_IF_MAPPED = 0.05
@@ -208,7 +200,7 @@ def _with_parameters(
     stack.callback(files.close)
     pages = UpdatePages()
     stack.callback(pages.close)
-    weights = gradients = residents = None
+    weights = gradients = residents = freed = None
     if policy.parameters == "auto":
         residents = Residents(_needs(policy, environment))
         if parts.scheduler is not None:
@@ -224,20 +216,19 @@ def _with_parameters(
         )
         stack.callback(weights.close)
     if policy.gradients != "keep":
-        # Else malloc's heap keeps what gradients and states have left, all through the update.
-        threshold = MallocThreshold(_MAPPED_BYTES)
-        stack.callback(threshold.restore)
+        freed = FreedMemory(is_limited=policy.memory_budget is not None, num_processes=environment.num_local_processes)
+        stack.callback(freed.close)
         gradients = PagedGradients(
             files,
             min_nbytes=policy.min_tensor_nbytes,
             waits=weights.pager.waits if weights is not None and policy.gradients == "auto" else None,
-            before_first=threshold.fix,
+            freed=freed,
         )
         stack.callback(gradients.close)
         if policy.gradients == "offload":
-            threshold.fix()  # what is freed while the model is built is given back, too
+            freed.leaves()  # while the model is built
     wear = parts.wear or open_wear_meter(environment)
-    return replace(parts, parameters=PagedParameters(weights, gradients, files, pages), wear=wear)
+    return replace(parts, parameters=PagedParameters(weights, gradients, files, pages, freed), wear=wear)
 
 
 def _is_device(environment: Environment) -> bool:

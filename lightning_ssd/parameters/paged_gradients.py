@@ -24,6 +24,7 @@ from lightning_ssd.common.dtensor import ShardedParameter, local_of
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
+from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
 from lightning_ssd.parameters.units import is_plain, sharded_by_name
 from lightning_ssd.parameters.weight_files import FiledStorage, WeightFiles, is_mapped
@@ -43,7 +44,7 @@ class PagedGradients:
         files: where they wait.
         min_nbytes: smaller ones stay.
         waits: whether that of a parameter may wait, asked when its module is registered; ``None``: all may.
-        before_first: called before the first one waits.
+        freed: told, before any waits, how much will.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class PagedGradients:
         *,
         min_nbytes: int,
         waits: Callable[[torch.Tensor], bool] | None = None,
-        before_first: Callable[[], object] = lambda: None,
+        freed: FreedMemory | None = None,
     ) -> None:
         self._files = files
         self._waits = waits
-        self._before_first = before_first
+        self._freed = freed
         self._min_nbytes = max(min_nbytes, 1)
         # By the number of the parameter. No reference to it: torch.utils.swap_tensors refuses even a weak one.
         self._hooks: dict[int, RemovableHandle] = {}
@@ -82,8 +83,9 @@ class PagedGradients:
         shards = list({id(s.parameter): s for s in sharded.values() if self._takes(local_of(s.parameter))}.values())
         whole = [p for p in whole if p.requires_grad and (self._waits is None or self._waits(p))]
         shards = [s for s in shards if s.parameter.requires_grad and (self._waits is None or self._waits(s.parameter))]
-        if whole or shards:
-            self._before_first()
+        nbytes = sum(local_of(p).nbytes for p in (*whole, *(s.parameter for s in shards)))
+        if nbytes and self._freed is not None:
+            self._freed.expect(self._files.used_bytes + nbytes)
         waiting = {id(parameter) for parameter in whole}
         for parameter in module.parameters():
             if id(parameter) not in waiting and id(parameter) in self._hooks:
@@ -95,7 +97,7 @@ class PagedGradients:
             self._hooks[id(parameter)] = register(self._accumulated)
         for group in {id(s.group.group): s.group.group for s in new_shards}.values():
             self._reductions.append(Reduction(group, self._reduced))
-        if nbytes := sum(local_of(p).nbytes for p in (*whole, *(s.parameter for s in shards))):
+        if nbytes:
             _log.info(
                 "each backward changes %s of gradients, which the system writes to the drive where memory is short",
                 format_sizes(nbytes)[0],

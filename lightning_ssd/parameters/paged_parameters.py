@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.errors import StorageError
+from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.parameters.device_gradients import DeviceGradients
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
@@ -36,6 +37,8 @@ class PagedParameters:
     """Of both, on a CPU."""
     pages: UpdatePages | None = None
     """Of both, around an update on a CPU."""
+    freed: FreedMemory | None = None
+    """Where gradients wait in files."""
 
     @property
     def pager(self) -> Pager[Any] | None:
@@ -143,9 +146,11 @@ class PagedParameters:
                 a file that frozen weights wait in.
         """
         self.send_out()
+        if self.freed is not None:
+            self.freed.look()
         if self.weights is not None:
             self.weights.check()
-        if self.files is not None and self.files.are_used:
+        if self.files is not None and self.files.used_bytes:
             self.files.look_for_losses()
 
     def added_to(self, stats: OffloadStats) -> OffloadStats:

@@ -451,9 +451,9 @@ class WeightFiles:
         return as_storage_error(error, what)
 
     @property
-    def are_used(self) -> bool:
-        """Whether anything waits in them."""
-        return any(arena.used_bytes for arena in self._arenas)
+    def used_bytes(self) -> int:
+        """What waits in them."""
+        return sum(arena.used_bytes for arena in self._arenas)
 
     @property
     def disk_bytes(self) -> int:

@@ -1,0 +1,71 @@
+"""Whether freed memory leaves the process while what waits is in the system's page cache."""
+
+from __future__ import annotations
+
+import time
+
+from lightning_ssd.memory.malloc import MallocThreshold, trim
+from lightning_ssd.memory.readings import host_available_bytes
+
+__all__ = ["FreedMemory"]
+
+_MAPPED_BYTES = 1 << 20
+"""Where freed memory leaves, tensors from this size on are mapped one by one."""
+_AMPLE = 2
+"""Times what waits: as much again may be needed that nobody has seen yet."""
+_LOOK_S = 0.1
+
+
+class FreedMemory:
+    """Has glibc give back what is freed, where memory is short.
+
+    Its heap keeps what activations and gradients have left, all through the update, so that the page cache has less
+    room for weights and gradients that wait. But what leaves is mapped anew in each forward, which costs page faults:
+    where there is room for both, glibc is left as it is without us. Once memory was short, freed memory leaves to the
+    end.
+
+    Args:
+        is_limited: whether somebody has asked for less memory: then freed memory always leaves.
+        num_processes: that share the machine's memory.
+    """
+
+    def __init__(self, *, is_limited: bool = False, num_processes: int = 1) -> None:
+        self._threshold = MallocThreshold(_MAPPED_BYTES)
+        self._is_limited, self._num_processes = is_limited, num_processes
+        self._waiting_bytes = 0
+        self._next_look_s = 0.0
+        self._leaves = self._was_short = False
+
+    def leaves(self) -> None:
+        """From now on freed memory leaves, as long as nothing is known of what will wait."""
+        self._leaves = True
+        self._threshold.fix()
+
+    def expect(self, waiting_bytes: int) -> None:
+        """So many bytes of weights and gradients will wait, from the next forward on."""
+        self._waiting_bytes = waiting_bytes
+        self._was_short = self._was_short or self._is_limited or self._available_bytes < _AMPLE * waiting_bytes
+        if self._was_short:
+            self.leaves()
+        elif self._leaves:
+            self._leaves = False
+            self._threshold.restore()
+
+    def look(self) -> None:
+        """A backward is over."""
+        if self._leaves or not self._waiting_bytes or (now_s := time.monotonic()) < self._next_look_s:
+            return
+        self._next_look_s = now_s + _LOOK_S
+        if self._available_bytes < self._waiting_bytes:
+            self._was_short = True
+            self.leaves()
+            trim()
+
+    @property
+    def _available_bytes(self) -> float:
+        available = host_available_bytes(self._waiting_bytes)
+        return 0 if available is None else available / self._num_processes
+
+    def close(self) -> None:
+        """Leave glibc as it is without us."""
+        self._threshold.restore()

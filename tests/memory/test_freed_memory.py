@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lightning_ssd.memory import freed_memory
+from lightning_ssd.memory.freed_memory import FreedMemory
+from lightning_ssd.memory.malloc import MallocThreshold
+
+pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
+
+WAITING = 1000
+Made = Callable[..., FreedMemory]
+
+
+class Machine:
+    available_bytes: int | None = 10 * WAITING
+    num_trims = 0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    said = Machine()
+    monkeypatch.setattr(freed_memory, "host_available_bytes", lambda cached: said.available_bytes)
+    monkeypatch.setattr(freed_memory, "trim", lambda: setattr(said, "num_trims", said.num_trims + 1))
+    monkeypatch.setattr(freed_memory, "_LOOK_S", 0.0)
+    return said
+
+
+@pytest.fixture
+def made(machine: Machine) -> Iterator[Made]:
+    all_made: list[FreedMemory] = []
+
+    def make(**options: bool | int) -> FreedMemory:
+        all_made.append(FreedMemory(**options))  # type: ignore[arg-type]
+        return all_made[-1]
+
+    yield make
+    for one in all_made:
+        one.close()
+        assert not is_fixed(one)
+
+
+def is_fixed(freed: FreedMemory) -> bool:
+    return freed._threshold in MallocThreshold._users
+
+
+def test_with_room_for_all_malloc_is_left_alone(made: Made) -> None:
+    freed = made()
+    freed.expect(WAITING)
+    freed.look()
+    assert not is_fixed(freed)
+
+
+def test_while_a_model_is_built_freed_memory_leaves(made: Made) -> None:
+    freed = made()
+    freed.leaves()
+    assert is_fixed(freed)
+    freed.expect(WAITING)
+    assert not is_fixed(freed)
+
+
+@pytest.mark.parametrize("available", [2 * WAITING - 1, 0, None])
+def test_where_memory_is_short_or_unknown_freed_memory_leaves(
+    available: int | None, made: Made, machine: Machine
+) -> None:
+    machine.available_bytes = available
+    freed = made()
+    freed.expect(WAITING)
+    assert is_fixed(freed)
+
+
+def test_processes_share_the_memory(made: Made, machine: Machine) -> None:
+    machine.available_bytes = 4 * WAITING
+    two, three = made(num_processes=2), made(num_processes=3)
+    two.expect(WAITING), three.expect(WAITING)
+    assert (is_fixed(two), is_fixed(three)) == (False, True)
+
+
+def test_under_a_budget_it_always_leaves(made: Made) -> None:
+    freed = made(is_limited=True)
+    freed.expect(WAITING)
+    assert is_fixed(freed)
+
+
+def test_once_memory_was_short_it_leaves_to_the_end(made: Made, machine: Machine) -> None:
+    """It would come and go with each step else, as what leaves is available then."""
+    freed = made()
+    freed.expect(WAITING)
+    machine.available_bytes = WAITING
+    freed.look()
+    assert not is_fixed(freed)
+    machine.available_bytes = WAITING - 1
+    freed.look()
+    assert is_fixed(freed)
+    assert machine.num_trims == 1, "what is free already leaves now"
+    machine.available_bytes = 100 * WAITING
+    freed.look()
+    freed.expect(WAITING)
+    assert is_fixed(freed)
+
+
+def test_memory_is_not_asked_for_in_every_step(made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freed_memory, "_LOOK_S", 60.0)
+    asked: list[int] = []
+    monkeypatch.setattr(freed_memory, "host_available_bytes", lambda cached: asked.append(cached) or 10 * WAITING)
+    freed = made()
+    freed.expect(WAITING)
+    for _ in range(100):
+        freed.look()
+    assert asked == [WAITING] * 2
