@@ -89,7 +89,7 @@ def trace_model(
             warnings.simplefilter("ignore")
             model = build_here(build)
             inputs = example_batch(model, batch, sequence)
-            if precision.endswith("-true"):
+            if precision.endswith("-true") and precision != "32-true":  # of which Lightning converts nothing
                 _in_dtype(model, _dtype(precision))
                 inputs = tree_map_only(torch.Tensor, lambda t: _cast(t, _dtype(precision)), inputs)
             run = _Pass(model, _FlopClock(flops_per_s, operations_per_byte), min_tensor_nbytes)
@@ -133,8 +133,11 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         for tensors in held:
             for name, old in tensors.items():
                 if old is not None and id(old) not in made:
-                    new = _cast(old.detach(), dtype)
-                    made[id(old)] = old, nn.Parameter(new, old.requires_grad) if tensors is held[0] else new
+                    new = old if old.dtype == dtype else _cast(old.detach(), dtype)
+                    if new is not old and tensors is held[0]:
+                        new = nn.Parameter(new, old.requires_grad)
+                        new.__dict__.update({key: value for key, value in vars(old).items() if not hasattr(new, key)})
+                    made[id(old)] = old, new
                 if old is not None:
                     tensors[name] = made[id(old)][1]
 

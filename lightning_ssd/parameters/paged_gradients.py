@@ -158,7 +158,7 @@ class PagedGradients:
                 mapped.send_out()  # it was added to in place
             else:
                 moving.append((parameter, gradient))
-        for members in owned_together(moving):
+        for members in owned_together(moving, group):
             with self._lock:
                 if not self._is_closed:
                     self._exchange_shards(members)

@@ -259,6 +259,33 @@ def test_a_gradient_that_a_hook_keeps_is_not_parted_from_it(
     assert_identical(found[1], found[0])
 
 
+@pytest.mark.parametrize("what", ["tensor", "storage", "array"])
+def test_memory_that_an_all_reduce_hook_keeps_is_not_parted_from_the_gradients(
+    what: str, mesh: Any, opened: Callable[..., Offloader]
+) -> None:
+    """FSDP2 gives the hook the memory of all gradients of a group. Here it is scaled before the update."""
+    take: dict[str, Callable[[torch.Tensor], Any]] = {
+        "tensor": lambda reduced: reduced,
+        "storage": lambda reduced: reduced.untyped_storage(),
+        "array": lambda reduced: reduced.numpy(),
+    }
+    found = []
+    for offloader in (None, opened()):
+        model: Any = sharded(mesh)
+        kept: list[Any] = []
+        for block in model[:3]:
+            block.set_all_reduce_hook(lambda reduced, k=kept: k.append(take[what](reduced)))
+
+        def scale(model: nn.Module, step: int, kept: list[Any] = kept) -> None:
+            assert len(kept) == 3
+            for one in kept:
+                torch.tensor([]).set_(one).mul_(0.25) if what == "storage" else one.__imul__(0.25)
+            kept.clear()
+
+        found.append(run(model, offloader, between=scale))
+    assert_identical(found[1], found[0])
+
+
 def test_an_update_in_backward(mesh: Any, opened: Callable[..., Offloader]) -> None:
     """A hook that updates its shard and drops the gradient, as many people save memory."""
     found = []
