@@ -39,6 +39,8 @@ class _Seen:
 
     nbytes: int
     """Saved by the largest one."""
+    has_kept: bool = False
+    """One that has kept all of it was counted, so that peaks have what it holds."""
     num_plain: int = 0
     """Without hooks, since the last one with them."""
 
@@ -212,7 +214,13 @@ class LivePasses:
         """
         seen = None if signature is None else self._seen.get(signature)
         is_looked_at = self._wants_hooks() or self._accounting.recorder is not None
-        if seen is None or is_looked_at or seen.num_plain >= _MAX_PLAIN or not keeps(seen.nbytes):
+        if (
+            seen is None
+            or is_looked_at
+            or not (seen.has_kept or not seen.nbytes)
+            or seen.num_plain >= _MAX_PLAIN
+            or not keeps(seen.nbytes)
+        ):
             return False
         seen.num_plain += 1
         return True
@@ -236,8 +244,10 @@ class LivePasses:
         if current.signature is not None and not current.has_failed:
             if len(self._seen) >= _MAX_PASSES:
                 self._seen.clear()
-            known = self._seen.get(current.signature)
-            self._seen[current.signature] = _Seen(max(sum(current.sizes), 0 if known is None else known.nbytes))
+            known = self._seen.get(current.signature) or _Seen(0)
+            nbytes = sum(current.sizes)
+            has_kept = self._kept_anyway if current.cursor is None else current.cursor.keeps(nbytes)
+            self._seen[current.signature] = _Seen(max(nbytes, known.nbytes), has_kept or known.has_kept)
 
     def _set_heap_mode(self, cursor: PlanCursor | None, available_bytes: int | None) -> None:
         # Without a plan, what the last pass took: none that is like it is the worse for it.

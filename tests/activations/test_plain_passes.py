@@ -136,6 +136,23 @@ def test_planned_passes_that_keep_everything(tmp_path: Path, monkeypatch: pytest
             assert opened.stats.num_plain_passes == 2 - moves
 
 
+def test_a_pass_that_keeps_is_counted_although_one_that_moved_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peaks began anew before the pass that moved: they have not seen yet what keeping holds."""
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
+    with offloader(tmp_path, "auto", max_slowdown=50.0) as opened:
+        while not (opened.plan_report and opened.plan_report.measured_written_bytes):
+            step(opened)
+        opened.reset_peaks()
+        assert step(opened)
+        moving_peak = opened.stats.resident_peak_bytes
+        assert moving_peak < 4 * NBYTES
+        only_search(opened)._num_to_keep = 3
+        assert [step(opened) for _ in range(3)] == [True, False, False]
+        assert opened.stats.resident_peak_bytes == 4 * NBYTES
+
+
 def test_a_kind_that_was_given_up_pays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
     with offloader(tmp_path, "auto", max_slowdown=9.0) as opened:
