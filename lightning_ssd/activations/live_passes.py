@@ -214,13 +214,9 @@ class LivePasses:
         """
         seen = None if signature is None else self._seen.get(signature)
         is_looked_at = self._wants_hooks() or self._accounting.recorder is not None
-        if (
-            seen is None
-            or is_looked_at
-            or not (seen.has_kept or not seen.nbytes)
-            or seen.num_plain >= _MAX_PLAIN
-            or not keeps(seen.nbytes)
-        ):
+        if seen is None or is_looked_at or seen.num_plain >= _MAX_PLAIN or not keeps(seen.nbytes):
+            return False
+        if seen.nbytes and not seen.has_kept:
             return False
         seen.num_plain += 1
         return True
