@@ -128,18 +128,24 @@ def _no_log_of_fakes() -> Iterator[None]:
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """As ``model.to(dtype)``, which PyTorch refuses where parameters are fake. What modules share stays shared."""
     made: dict[int, tuple[Any, Any]] = {}  # with the old one, or its id might come again
-    for module in model.modules():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in held:
-            for name, old in tensors.items():
-                if old is not None and id(old) not in made:
-                    new = old if old.dtype == dtype else _cast(old.detach(), dtype)
-                    if new is not old and tensors is held[0]:
-                        new = nn.Parameter(new, old.requires_grad)
-                        new.__dict__.update({key: value for key, value in vars(old).items() if not hasattr(new, key)})
-                    made[id(old)] = old, new
-                if old is not None:
-                    tensors[name] = made[id(old)][1]
+    held: list[dict[str, Any]] = [t for module in model.modules() for t in (module._parameters, module._buffers)]
+    for tensors in held:
+        for name, old in tensors.items():
+            if old is None or not old.is_floating_point() or old.dtype == dtype:
+                continue
+            if id(old) not in made:
+                made[id(old)] = old, _converted(old, dtype)
+            tensors[name] = made[id(old)][1]
+
+
+def _converted(old: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What Python has hung on it stays there."""
+    new = old.detach().to(dtype)
+    if not isinstance(old, nn.Parameter):
+        return new
+    new = nn.Parameter(new, old.requires_grad)
+    new.__dict__.update({key: value for key, value in vars(old).items() if not hasattr(new, key)})
+    return new
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
