@@ -63,13 +63,15 @@ class DeviceGradients:
         self.pager.border()
         for key in [key for key, handles in self._hooks.items() if handles[0].hooks_dict_ref() is None]:
             del self._hooks[key]  # their parameters are gone
+            self.pager.forget(key)
         found = {id(p): (name, p) for name, p in module.named_parameters() if self._takes(p) and p.requires_grad}
         found = {key: one for key, one in found.items() if self.waits(one[1])}
         new = {key: one for key, one in found.items() if key not in self._hooks or not self._is_told(one[1])}
         self._check_room(sum(p.nbytes for _, p in found.values()), sum(p.nbytes for _, p in new.values()))
         for key, (name, parameter) in new.items():
+            self.pager.know(parameter)
             registers: list[tuple[Callable[..., RemovableHandle], Callable[..., None]]] = [
-                (parameter.register_hook, _Coming(self.pager, weakref.ref(parameter))),
+                (parameter.register_hook, _Coming(self.pager, key)),
                 (parameter.register_post_accumulate_grad_hook, _Accumulated(self, name)),
             ]
             self._hooks[key] = [register(hook) for register, hook in registers]
@@ -99,12 +101,12 @@ class DeviceGradients:
 
     def accumulated(self, parameter: torch.Tensor, name: str) -> None:
         """Autograd has made or changed a gradient."""
-        if os.getpid() != self._pid or self.pager.is_closed:
-            return
+        if os.getpid() != self._pid or self.pager.is_closed or self.pager.parameter(id(parameter)) is not parameter:
+            return  # the last: after swap_tensors(), with which PyTorch loses hooks, or gives them to the other one
         gradient = parameter.grad
         if gradient is not None and not self.pager.waits(gradient) and self._may_wait(parameter, gradient):
             memory = _GradientMemory(
-                weakref.ref(parameter),
+                id(parameter),
                 gradient,
                 tiers=[tier for tier in (self._tiers.host, self._tiers.ssd) if tier is not None],
                 copies=self._tiers.copies,
@@ -183,11 +185,11 @@ class DeviceGradients:
 class _Coming:
     """The hook of a parameter that autograd calls before it adds to the gradient."""
 
-    def __init__(self, pager: GradientPager, parameter: weakref.ref[nn.Parameter]) -> None:
-        self._pager, self._parameter = pager, parameter
+    def __init__(self, pager: GradientPager, number: int) -> None:
+        self._pager, self._number = pager, number
 
     def __call__(self, added: torch.Tensor) -> None:
-        parameter = self._parameter()
+        parameter = self._pager.parameter(self._number)
         if parameter is not None:
             self._pager.is_coming(parameter)
 
@@ -208,13 +210,14 @@ class _GradientMemory(DeviceMemory):
     """The memory of one gradient.
 
     Args:
-        parameter: whose gradient it is.
+        number: of the parameter whose gradient it is.
         gradient: what autograd has made.
+        door: see :class:`DeviceMemory`.
     """
 
-    def __init__(self, parameter: weakref.ref[torch.Tensor], gradient: torch.Tensor, **options: Any) -> None:
-        super().__init__(storage_of(gradient), [gradient], **options)
-        self._parameter = parameter
+    def __init__(self, number: int, gradient: torch.Tensor, *, door: GradientPager, **options: Any) -> None:
+        super().__init__(storage_of(gradient), [gradient], door=door, **options)
+        self._number, self._pager = number, door
 
     @property
     def may_change_unseen(self) -> bool:
@@ -222,7 +225,7 @@ class _GradientMemory(DeviceMemory):
 
     def _is_held_by_owners_alone(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
-            parameter = self._parameter()
+            parameter = self._pager.parameter(self._number)
             is_its = parameter is not None and parameter.grad is tensor
             return tensor._use_count() == 1 + is_its  # type: ignore[attr-defined,no-any-return]  # in no stub
 
@@ -234,6 +237,34 @@ class GradientPager(DevicePager):
         super().__init__()
         self._coming: dict[int, list[Unit[DeviceMemory]]] = {}
         """Of parameters to whose gradients autograd is about to add, by their numbers, the units of these."""
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Those whose gradients wait, by their numbers: all that refers to them."""
+
+    def know(self, parameter: torch.Tensor) -> None:
+        """Gradients of this parameter wait from now on."""
+        self._parameters[id(parameter)] = weakref.ref(parameter)
+
+    def forget(self, number: int) -> None:
+        """A parameter is gone."""
+        self._parameters.pop(number, None)
+
+    def parameter(self, number: int) -> torch.Tensor | None:
+        """That of a number (``id``) whose gradients wait; ``None``: they do not, or it is gone."""
+        reference = self._parameters.get(number)
+        return None if reference is None else reference()
+
+    def will_swap(self, tensor: torch.Tensor) -> None:
+        super().will_swap(tensor)
+        if self.parameter(id(tensor)) is not tensor:
+            return
+        if (gradient := tensor.grad) is not None and (found := self._weight_of(gradient)) is not None:
+            self.release(*found)
+        self.forget(id(tensor))
+
+    def close(self) -> None:
+        super().close()
+        if not self.by_storage:  # else their parameters are asked for: nobody may add to what is lost
+            self._parameters.clear()
 
     def is_coming(self, parameter: torch.Tensor) -> None:
         """Autograd is about to add to the gradient of a parameter, if there is one: bring it in.

@@ -329,6 +329,7 @@ class DeviceMemory:
         self._is_released = True
         for tensor in self.tensors:
             own_class(tensor)
+        self._tensors.clear()  # a write under way may have this object yet
         forget_door(self.key.cdata)
         self._exposed = None
         self._forget_copy()

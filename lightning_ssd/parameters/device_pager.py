@@ -7,6 +7,7 @@ optimizer, any other use (``guard.py``), and the end, when all come back.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_moves import DeviceMoves
+from lightning_ssd.parameters.guard import door_of
 from lightning_ssd.parameters.guard_patches import guard_patches, may_hold_weights
 from lightning_ssd.parameters.pager import Place, Unit, Weight
 
@@ -155,6 +157,10 @@ class DevicePager(DeviceMoves):
         if not self._takes_trained and (found := self._weight_of(tensor)) is not None:
             self.release(*found)
 
+    def will_swap(self, tensor: torch.Tensor) -> None:
+        if door_of(tensor) is self and not self.is_closed and (found := self._weight_of(tensor)) is not None:
+            self.release(*found)
+
     def shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
         found = self._weight_of(tensor)
         if not self._shows_host_copies or found is None:
@@ -277,7 +283,7 @@ class DevicePager(DeviceMoves):
 
     def close(self) -> None:
         super().close()
-        left = {weight.memory.key.cdata: unit for unit in self.units for weight in unit.weights}
+        left = {w.memory.key.cdata: unit for unit in self.units for w in unit.weights if w.memory.key.alive()}
         if left:
             self.by_storage = left
             _guarding_lost_weights.append(self)
@@ -328,16 +334,21 @@ _guarding_lost_weights: list[DevicePager] = []
 class SavedDeviceWeight:
     """What autograd holds of a saved weight: which it is, and which view of it. It holds none of the memory.
 
-    It holds the parameters, without which the storage would be gone.
+    It holds the parameters, without which the storage would be gone. It also refers to them weakly, so that PyTorch
+    refuses to swap them, as it does what a graph has saved itself.
     """
 
-    __slots__ = ("_device", "_origin", "_pager", "_parameters", "_probe", "_saved", "_spec", "_unit", "_weight")
+    __slots__ = (
+        *("_device", "_origin", "_pager", "_parameters", "_probe", "_references", "_saved", "_spec", "_unit"),
+        "_weight",
+    )
 
     def __init__(
         self, pager: DevicePager, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory], tensor: torch.Tensor
     ) -> None:
         self._pager, self._unit, self._weight = pager, unit, weight
         self._parameters = weight.memory.tensors
+        self._references = [weakref.ref(parameter) for parameter in self._parameters]
         self._saved = next((parameter for parameter in self._parameters if parameter is tensor), None)
         self._device = tensor.device
         self._spec = TensorSpec.of(tensor)

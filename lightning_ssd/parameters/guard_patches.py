@@ -53,11 +53,16 @@ _WRAPPERS = {
 """Functions in C that transforms begin with."""
 
 
-class FollowsStreams(Protocol):
-    """Who has weights in use."""
+class PatchUser(Protocol):
+    """Who has weights, or gradients, that wait."""
 
     def follow_stream(self) -> None:
-        """The current stream may use them, too."""
+        """The current stream may use those that are in use, too."""
+
+    def will_swap(self, tensor: torch.Tensor) -> None:
+        """A tensor is about to exchange everything with another one: it is waited for no more, nor is its gradient,
+        and nobody refers to it, not even weakly.
+        """
 
 
 class _GuardPatches:
@@ -66,19 +71,19 @@ class _GuardPatches:
     def __init__(self) -> None:
         # Guards users and what stands in. A leaf lock.
         self._lock = threading.Lock()
-        self._users: tuple[FollowsStreams, ...] = ()
+        self._users: tuple[PatchUser, ...] = ()
         self._put_back: list[Callable[[], None]] = []
         self.num_hooks = 0
         """How often hooks were entered that may hold a saved weight itself."""
 
-    def add_user(self, user: FollowsStreams) -> None:
+    def add_user(self, user: PatchUser) -> None:
         """Somebody has weights that wait."""
         with self._lock:
             self._users = (*self._users, user)
             if len(self._users) == 1:
                 self._begin()
 
-    def remove_user(self, user: FollowsStreams) -> None:
+    def remove_user(self, user: PatchUser) -> None:
         """Of :meth:`add_user`."""
         with self._lock:
             self._users = tuple(other for other in self._users if other is not user)
@@ -90,6 +95,11 @@ class _GuardPatches:
         if not threading.current_thread().name.startswith("lightning_ssd"):
             for user in self._users:
                 user.follow_stream()
+
+    def will_swap(self, tensor: torch.Tensor) -> None:
+        """See :meth:`PatchUser.will_swap`."""
+        for user in self._users:
+            user.will_swap(tensor)
 
     def _begin(self) -> None:
         tensor: Any = torch.Tensor
@@ -167,11 +177,15 @@ def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> An
 
 
 def _swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
-    """PyTorch refuses to swap what has weak references, and ours end when a weight is none of ours any more."""
+    """PyTorch refuses to swap what has weak references, and those of users end here.
+
+    Those of a graph that has saved a weight do not: PyTorch refuses then, as it does where the graph has the weight
+    itself.
+    """
     for tensor in (one, other):
-        if (door := door_of(tensor)) is not None:
-            door.will_train(tensor)
-    _plain_swap(one, other)
+        guard_patches.will_swap(tensor)
+    with using([tensor for tensor in (one, other) if is_guarded(tensor)]):  # which refuses what is lost
+        _plain_swap(one, other)
 
 
 def _has_torch_function(args: Any) -> bool:

@@ -62,6 +62,8 @@ class PagedGradients:
         # By the number of the parameter. No reference to it: torch.utils.swap_tensors refuses even a weak one.
         self._hooks: dict[int, RemovableHandle] = {}
         self._reductions: list[Reduction] = []
+        self._shards: set[int] = set()
+        """The sharded parameters whose gradients wait, by number."""
         self._memory: dict[int, FiledStorage] = {}
         self._retired: list[FiledStorage] = []
         """Memory that somebody else still had when its parameter needed some."""
@@ -97,6 +99,9 @@ class PagedGradients:
             self._hooks[id(parameter)] = register(self._accumulated)
         for group in {id(s.group.group): s.group.group for s in new_shards}.values():
             self._reductions.append(Reduction(group, self._reduced))
+        self._shards -= {id(shard.parameter) for shard in sharded.values()}
+        self._shards |= {id(shard.parameter) for shard in shards}
+        self._forget()  # of those that are to stay now
         if nbytes:
             _log.info(
                 "each backward changes %s of gradients, which the system writes to the drive where memory is short",
@@ -149,7 +154,7 @@ class PagedGradients:
 
     def _reduced(self, group: Any) -> None:
         """FSDP2 has spread the gradients of a group: each process has its part of the sum."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or not any(id(parameter) in self._shards for parameter in parameters_of(group)):
             return
         moving = []
         for parameter, gradient in gradients_of(group):
@@ -167,7 +172,7 @@ class PagedGradients:
         """All that lie in one memory, or it would stay."""
         moved = [
             self._moved(parameter, gradient._local_tensor)
-            if self._takes(gradient._local_tensor)
+            if id(parameter) in self._shards and self._takes(gradient._local_tensor)
             else gradient._local_tensor.clone()
             for parameter, gradient in members
         ]
@@ -216,8 +221,8 @@ class PagedGradients:
                     if key in self._memory:
                         self._retired.append(self._memory.pop(key))
             self._reductions = [reduction for reduction in self._reductions if reduction.module is not None]
-            sharded = {id(p) for reduction in self._reductions for p in parameters_of(reduction.module)}
-            for key in [key for key in self._memory if key not in self._hooks and key not in sharded]:
+            self._shards &= {id(p) for reduction in self._reductions for p in parameters_of(reduction.module)}
+            for key in [key for key in self._memory if key not in self._hooks and key not in self._shards]:
                 self._retired.append(self._memory.pop(key))
             for mapped in [mapped for mapped in self._retired if not mapped.key.alive()]:
                 self._retired.remove(mapped)

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.parameters.device_pager import _guarding_lost_weights
 from lightning_ssd.parameters.guard import is_guarded
 from lightning_ssd.planning import update_memory
 from tests.parameters.test_device_training import (
@@ -312,6 +313,55 @@ def test_what_is_done_to_gradients(does: Any, set_to_none: bool, opened: Opened)
     plain, loop = Loop(**options).run(4), Loop(opened(), **options).run(4)
     assert same(loop.result(), plain.result())
     assert same(loop.model.__dict__.get("held", []), plain.model.__dict__.get("held", []))
+
+
+def load_others(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def swap_with_each_other(model: nn.Module) -> None:
+    torch.utils.swap_tensors(model.blocks[0].up.weight, model.blocks[1].up.weight)
+
+
+def swap_with_a_tensor(model: nn.Module) -> None:
+    torch.utils.swap_tensors(model.blocks[1].up.weight, nn.Parameter(torch.ones_like(model.blocks[1].up.weight)))
+
+
+def swap_gradients_too(model: nn.Module) -> None:
+    model._apply(torch.clone)  # what .to() does to all tensors
+
+
+@pytest.mark.parametrize("options", [{}, {"parameters": "offload"}, {"parameters": "offload", "gradients": "keep"}])
+@pytest.mark.parametrize("when", ["before_step", "after_step"])
+@pytest.mark.parametrize("does", [load_others, swap_with_each_other, swap_with_a_tensor, swap_gradients_too])
+def test_swapping_tensors(does: Any, when: str, options: Any, opened: Opened) -> None:
+    """PyTorch loses the hooks of what is swapped: its gradients stay from then on."""
+
+    def run(offloader: Offloader | None) -> Loop:
+        def swap(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+            if step == 1:
+                does(model)
+            elif step == 2 and offloader is not None:
+                offloader.register_module(model)
+
+        loop = Loop(offloader, **{when: swap})  # type: ignore[arg-type]
+        return loop.run(5)
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        offloader = opened(**options)
+        loop, plain = run(offloader), run(None)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert same(loop.result(), plain.result())
+
+
+def test_tensors_can_be_swapped_after_closing(opened: Opened) -> None:
+    offloader = opened(parameters="offload")
+    model = Loop(offloader).run(2).model
+    offloader.close()
+    swap_with_each_other(model)
+    assert pager_of(offloader) not in _guarding_lost_weights  # gradients that nobody has are not lost
 
 
 @pytest.mark.parametrize("holder", HOLDERS)

@@ -266,6 +266,21 @@ def test_swapping_tensors(does: str, opened: Opened) -> None:  # noqa: F811
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
+@pytest.mark.parametrize("alias", [False, True])
+def test_what_a_graph_has_saved_is_not_swapped(alias: bool, opened: Opened) -> None:  # noqa: F811
+    """As in plain PyTorch, but for an alias, of which that keeps the memory."""
+    x = torch.ones(2, 4 * WIDTH, requires_grad=True)
+    for offloads in (False, True):
+        model = built()
+        with opened(model).saved_tensors() if offloads else nullcontext():
+            saved = model.blocks[3].down.weight
+            loss = nn.functional.linear(x, saved.detach() if alias else saved).sum()
+        plain_swaps = alias and not offloads
+        with nullcontext() if plain_swaps else pytest.raises(RuntimeError, match="swap" if offloads else "edge"):
+            torch.utils.swap_tensors(saved, nn.Parameter(torch.zeros_like(saved), requires_grad=False))
+        loss.backward()
+
+
 def test_the_copy_of_a_weight_that_was_given_other_data_is_given_back(opened: Opened) -> None:  # noqa: F811
     model = Scale()
     offloader = opened(model, host_memory="64MiB")

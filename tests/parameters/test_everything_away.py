@@ -75,6 +75,7 @@ class Loop:
                     loss.backward()
                     self.offloader.end_backward()
                 self.found.append(loss.detach())
+                del loss  # PyTorch lets weights that a graph has be swapped, and spoils what the next graph shares
             self._before(self.model, self.optimizer, step)
             self.found += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
             self.optimizer.step()

@@ -413,7 +413,7 @@ def test_shards_leave_and_come_back_as_memory_lacks(
     assert_identical(run(sharded(mesh), offloader, steps=12, between=between, is_watched=True), expected)
     assert waiting[2] == (0, 0)
     assert waiting[6] == (7, 7)
-    assert waiting[-1][0] == 0
+    assert waiting[-1] == (0, 0)
 
 
 def test_shards_that_are_unfrozen_while_they_wait(mesh: Any, opened: Callable[..., Offloader]) -> None:
