@@ -26,6 +26,7 @@ _T = TypeVar("_T")
 
 _ACTIVATIONS = ("auto", "offload", "keep", "recompute", "recompute_offload")
 _BLOCKS = "blocks"
+_MIN_MEMORY_BUDGET = 1 << 20
 _WEAR = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*DWPD\s*", re.IGNORECASE)
 
 
@@ -155,6 +156,11 @@ class OffloadPolicy:
         _check_choice(owner, "master_weights", self.master_weights, (False, True))
         _check_choice(owner, "verify", self.verify, ("off", "sampled", "full"))
         _check_optional_size(owner, "memory_budget", self.memory_budget, zero_means="leaves no memory at all")
+        if self.memory_budget is not None and parse_size(self.memory_budget) < _MIN_MEMORY_BUDGET:
+            raise ConfigError(
+                f"{owner}.memory_budget={self.memory_budget!r} is less than any process takes; allowed: 1 MiB or more, "
+                'where a number without a unit counts bytes, such as "20GiB"'
+            )
         _check_optional_size(owner, "activation_budget", self.activation_budget, zero_means="leaves no memory at all")
         parse_size(self.min_tensor_bytes, name=f"{owner}.min_tensor_bytes")
         self._check_wear(owner)

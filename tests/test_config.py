@@ -81,6 +81,11 @@ def test_defaults_are_valid_and_print_as_written() -> None:
         ({"max_slowdown": True}, r"max_slowdown=True"),
         ({"min_tensor_bytes": "big"}, r"OffloadPolicy.min_tensor_bytes='big' is not a size"),
         ({"memory_budget": 0}, r"memory_budget=0 leaves no memory"),
+        (
+            {"memory_budget": "20"},
+            r"memory_budget='20' is less than any process takes; .* counts bytes, such as \"20GiB\"",
+        ),
+        ({"memory_budget": (1 << 20) - 1}, r"memory_budget=1048575 is less than any process takes"),
         ({"activation_budget": "0GiB"}, r"OffloadPolicy.activation_budget='0GiB' leaves no memory"),
         ({"activation_budget": "much"}, r"OffloadPolicy.activation_budget='much' is not a size"),
         ({"wear_budget": "often"}, r"wear_budget='often' is not a size; allowed: .*, or .* such as \"1.0DWPD\"$"),
@@ -155,6 +160,7 @@ def test_blocks_to_recompute_become_a_tuple(activations: Any, names: Any) -> Non
 
 
 def test_budgets_are_read_as_sizes() -> None:
+    assert OffloadPolicy(memory_budget=1 << 20).memory_budget == 1 << 20
     both = OffloadPolicy(memory_budget="20GiB", activation_budget=7)
     assert both.budget_nbytes == (20 << 30, 7)
     assert "memory_budget='20GiB'" in repr(both)

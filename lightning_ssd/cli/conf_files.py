@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ def load_hardware(name: str) -> Described:
         plain: Any = OmegaConf.to_container(content, resolve=True)
         return Described(
             name=path.stem,
-            hardware=HardwareProfile(**_settings(plain["hardware"])),
-            machine=MachineProfile(**_settings(plain.get("machine") or {})),
-            accelerator=plain["trainer"]["accelerator"],
-            precision=str(plain["trainer"]["precision"]),
+            hardware=HardwareProfile(**_settings(plain, "hardware", HardwareProfile)),
+            machine=MachineProfile(**_settings({"machine": {}} | plain, "machine", MachineProfile)),
+            accelerator=_trainer_setting(plain, "accelerator"),
+            precision=_trainer_setting(plain, "precision"),
         )
-    except (OmegaConfBaseException, ConfigError, TypeError, KeyError, AttributeError) as error:
+    except (OmegaConfBaseException, ConfigError, TypeError) as error:
         got = f"{escape_control(path)}: {error}"
         raise CommandError("a hardware profile with hardware, machine and trainer", got, "see conf/hardware") from error
 
@@ -164,5 +165,31 @@ def _option(group: str, name: str) -> Path:
     return path
 
 
-def _settings(node: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in node.items() if key != "_target_"}
+def _settings(plain: Any, section: str, kind: type[Any]) -> dict[str, Any]:
+    """What a section of a profile sets of a dataclass.
+
+    Raises:
+        ConfigError: there is no such section, or it sets what the class has not.
+    """
+    found = _section(plain, section)
+    known = [field.name for field in fields(kind)]
+    for key in found:
+        if key != "_target_" and key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{section}.{key} is no setting{hint}; allowed: {', '.join(known)}")
+    return {key: value for key, value in found.items() if key != "_target_"}
+
+
+def _trainer_setting(plain: Any, key: str) -> str:
+    trainer = _section(plain, "trainer")
+    if key not in trainer:
+        raise ConfigError(f"trainer.{key} is missing")
+    return str(trainer[key])
+
+
+def _section(plain: Any, section: str) -> dict[str, Any]:
+    found = plain.get(section) if isinstance(plain, dict) else None
+    if not isinstance(found, dict):
+        raise ConfigError(f"there is no section {section}:" if found is None else f"{section} is no mapping")
+    return found

@@ -122,9 +122,12 @@ def _given_up(report: RunReport) -> str | None:
     plan = report.plan
     if plan is None or plan.get("state") != "resting" or plan.get("slowdown") is None:
         return None
+    malloc = str(report.machine.get("malloc", ""))
+    is_dear = report.machine.get("device") == "cpu" and malloc.startswith("glibc") and "whole pages" not in malloc
+    cheaper = " Moving is cheaper with THP_MEM_ALLOC_ENABLE=1 in the environment of the next run." if is_dear else ""
     return (
-        f"Moving was given up, because steps took {plan['slowdown']:.2f} times as long with it. Where memory matters "
-        "more than that, activation_budget or a larger max_slowdown moves all the same."
+        f"Moving was given up, because steps took {plan['slowdown']:.2f} times as long with it.{cheaper} Where memory "
+        "matters more than that, activation_budget or a larger max_slowdown moves all the same."
     )
 
 

@@ -201,6 +201,28 @@ def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments: list[str],
 
 
 @pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (("drive_endurance:", "drive_endurence:"), "hardware.drive_endurence is no setting; did you mean drive_endur"),
+        (("device_peak_tflops:", "tflops:"), "machine.tflops is no setting"),
+        (("trainer:", "trainers:"), "there is no section trainer:"),
+        (("accelerator:", "accelerators:"), "trainer.accelerator is missing"),
+        (("precision:", "precisions:"), "trainer.precision is missing"),
+    ],
+)
+def test_a_profile_that_is_mistyped_is_refused_with_the_key(
+    change: tuple[str, str], match: str, tmp_path: Path
+) -> None:
+    written = (ROOT / "conf" / "hardware" / "dgx_h100.yaml").read_text()
+    assert written.count(change[0]) == 1
+    alone = written.replace("defaults:\n  - /_lightning_ssd_hardware\n", "")
+    (tmp_path / "mine.yaml").write_text(alone.replace(*change))
+    done = run("--model", NET, "--hardware", str(tmp_path / "mine.yaml"), *SIZES)
+    assert done.exit_code == 1
+    assert match in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
     ("target", "got", "advice"),
     [
         ("not_installed.Model", "ModuleNotFoundError: No module named 'not_installed'", "pip install -c constraints"),

@@ -66,6 +66,22 @@ def test_an_update_that_waits_for_states() -> None:
     assert told(made_report(records=(made_record(waits=(Wait(2.1, 2.4),)),)), "The optimizer's step waited") is not None
 
 
+@pytest.mark.parametrize(
+    ("malloc", "device", "is_advised"),
+    [
+        ("glibc 2.36", "cpu", True),
+        ("glibc 2.36, tensors in whole pages", "cpu", False),
+        ("glibc 2.36", "cuda:0", False),
+        ("tcmalloc", "cpu", False),
+    ],
+)
+def test_page_faults_are_named_where_moving_was_given_up(malloc: str, device: str, is_advised: bool) -> None:
+    report = made_report(
+        plan={**PLAN, "state": "resting", "slowdown": 1.4}, machine={"malloc": malloc, "device": device}
+    )
+    assert (told(report, "THP_MEM_ALLOC_ENABLE=1") is not None) is is_advised
+
+
 STATS = made_report().stats
 PLAN: Any = made_report().plan
 METRICS = made_report().metrics
