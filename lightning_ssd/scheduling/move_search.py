@@ -43,6 +43,8 @@ NUM_KEPT = 3
 """Passes that run with everything kept before the first plan comes into force; the first of them warms up."""
 _NUM_KEPT_AGAIN = 2
 """The same later on: the first one maps memory that had been given back."""
+_MAX_AWAITED = 16
+"""Passes that follow a plan while another one is made: so many show that none comes."""
 _MIN_TRIED, _MAX_TRIED = 3, 10
 """Of passes in a trial. Where they are surely faster than keeping everything, more would tell nothing."""
 _FAR_OFF = (0.25, 0.1)
@@ -126,6 +128,9 @@ class MoveSearch:
         self._has_restarted = False  # the present trial, because the machine had changed
         self._was_doubted = False  # once: the few passes before the first plan may have been fast ones
         self._is_again = False  # the next trial is of a plan that was settled: keeping is measured before it alone
+        self.wants_plan = False
+        """Whether the next plan is to be made from the trace of the present one, which passes follow until then."""
+        self._num_awaited: int | None = None  # passes since then; ``None``: no plan is made in this way
 
     # -- what the next pass does -------------------------------------------------------------------------------------
 
@@ -195,8 +200,10 @@ class MoveSearch:
         self._num_to_keep = max(self._num_to_keep, 1)
 
     def submitted(self) -> None:
-        """A plan is being made from the trace of the latest pass."""
-        if not self._num_to_keep:
+        """A plan is being made, from the trace of the latest pass or, where it is wanted, of the present plan."""
+        if self.wants_plan:
+            self.wants_plan = False
+        elif not self._num_to_keep:
             self._happened(PhaseEvent.SUBMITTED)
 
     def planned(self, nbytes: int | None, movable_bytes: int | None = None) -> None:
@@ -218,7 +225,9 @@ class MoveSearch:
         else:
             self._happened(PhaseEvent.CONVINCED)  # it is not the cost: nothing helps
 
-    def moved(self, plan: object, nbytes: int, step_s: float, predicted_stall_s: float) -> str | None:
+    def moved(
+        self, plan: object, nbytes: int, step_s: float, predicted_stall_s: float, *, has_trace: bool = False
+    ) -> str | None:
         """A pass has followed a plan to its end.
 
         Args:
@@ -227,6 +236,7 @@ class MoveSearch:
             step_s: how long the pass took.
             predicted_stall_s: of these, seconds in which it was to wait for transfers. All others beyond keeping are a
                 cost of moving, since nobody knows them better.
+            has_trace: whether another plan can be made from the trace of this one.
 
         Returns:
             Why another plan is wanted, or ``None``.
@@ -241,6 +251,11 @@ class MoveSearch:
         if not nbytes:
             self._happened(PhaseEvent.CONVINCED)  # it recomputes, say: there is no cost of moving to be found
             return None
+        if self._num_awaited is not None:
+            self._num_awaited += 1
+            if self._num_awaited < _MAX_AWAITED:
+                return None
+            self._num_awaited, self.wants_plan = None, False
         self._num_tried += self._phase is not Phase.SETTLED
         if self._num_to_skip:
             self._num_to_skip -= 1
@@ -251,29 +266,35 @@ class MoveSearch:
         if self._phase is Phase.SETTLED:
             self._look_again(keep_s)
             return None
-        return self._judge(nbytes, keep_s, self.slowdown)
+        return self._judge(nbytes, keep_s, self.slowdown, has_trace)
 
-    def replan(self) -> bool:
+    def replan(self, *, has_trace: bool = False) -> bool:
         """Something else than the cost of moving calls for another plan.
 
         None is made in place of one that moves all there is and keeps its promise. Should it cease to, its passes tell.
 
+        Args:
+            has_trace: whether it can be made from the trace of the present one.
+
         Returns:
-            Whether keeping is measured for another plan now.
+            Whether another plan is wanted now.
         """
         is_good = (
             self._moves_all
             and self.slowdown is not None
             and self.slowdown <= min(self._limit, SLOWER * self._good_slowdown)
         )
-        if self.keeps or is_good:
+        if self.keeps or is_good or self._num_awaited is not None:
             return False
-        self._measure_keeping(PhaseEvent.REPLANNED)
+        if has_trace:
+            self._go_on_until_planned()
+        else:
+            self._measure_keeping(PhaseEvent.REPLANNED)
         return True
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def _judge(self, nbytes: int, keep_s: float, slowdown: float) -> str | None:
+    def _judge(self, nbytes: int, keep_s: float, slowdown: float, has_trace: bool) -> str | None:
         num, excess, error = len(self._moved), slowdown - self._limit, self._error
         is_faster = num >= _MIN_TRIED and slowdown + error < 1
         is_over = is_faster or num >= (_MAX_TRIED // 2 if self._is_known else _MAX_TRIED)
@@ -299,7 +320,7 @@ class MoveSearch:
         may_be_cheaper = is_compared and self.cost_s_per_byte > 0 and not (self._is_known or self._moves_all)
         if may_be_cheaper and _BAND * surely < self.cost_s_per_byte * nbytes:
             least = 0.0 if is_faster else self.cost_s_per_byte / _MAX_GROWTH
-            told = self._learn(max(cost / nbytes, least), "more can be moved")
+            told = self._learn(max(cost / nbytes, least), "more can be moved", has_trace=has_trace)
             if told is not None:
                 self._note_good(nbytes)
                 return told
@@ -327,8 +348,10 @@ class MoveSearch:
         self._rest = _REST
         self._happened(PhaseEvent.CONVINCED)
 
-    def _learn(self, cost: float, what: str) -> str | None:
+    def _learn(self, cost: float, what: str, *, has_trace: bool = False) -> str | None:
         """Approach ``cost``, by less each time that the search turns round.
+
+        Where passes are to move more they go on as they do until there is a plan, if it needs no other trace.
 
         Source: H. Kesten, Accelerated stochastic approximation (Annals of Mathematical Statistics 29, 1958).
         """
@@ -342,6 +365,8 @@ class MoveSearch:
         self._rest = max(self._rest, _REST)
         if self._has_spent:
             self._keep_for_long()
+        elif has_trace:
+            self._go_on_until_planned()
         else:
             self._measure_keeping(PhaseEvent.REPLANNED)
         return (
@@ -380,6 +405,10 @@ class MoveSearch:
         self._is_back = True
         self._plan = None  # it is tried anew
 
+    def _go_on_until_planned(self) -> None:
+        self._spent += self._trial_cost
+        self._num_tried, self._num_awaited, self.wants_plan = 0, 0, True
+
     def _keep_for_long(self) -> None:
         self._rest_cost = self.cost_s_per_byte
         self._measure_keeping(PhaseEvent.REPLANNED)
@@ -391,7 +420,8 @@ class MoveSearch:
         self._offs.extend(offs(self._slowdowns))
         self._moved.clear()
         self._num_compared = _MAX_TRIED if self._is_again else 0
-        self._is_again = self._has_restarted = False
+        self._is_again = self._has_restarted = self.wants_plan = False
+        self._num_awaited = None
         self._num_to_skip = 1  # the first one maps memory that keeping had not to map
         self._is_resting = False
         self._happened(PhaseEvent.BEGUN)

@@ -153,6 +153,11 @@ class PassKind:
     # -- traces and plans ----------------------------------------------------------------------------------------
 
     @property
+    def has_trace(self) -> bool:
+        """Whether a plan can be made from the trace of another one now. What is recomputed is traced anew."""
+        return self.planning is None and not self.recompute
+
+    @property
     def wants_trace(self) -> bool:
         """Whether the next pass is to be traced."""
         if self.tracing is Tracing.SEARCHED:

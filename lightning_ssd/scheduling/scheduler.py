@@ -322,13 +322,15 @@ class Scheduler:
             self._compare_within_budget(kind, known, measured)
         if search is not None and known.plan.moves:
             before = search.state
-            told = search.moved(known, known.moved_bytes, measured.step_s, known.plan.prediction.stall_s)
+            stall_s = known.plan.prediction.stall_s
+            told = search.moved(known, known.moved_bytes, measured.step_s, stall_s, has_trace=kind.has_trace)
             self._learnt_cost = search.cost_s_per_byte
             if told is not None and self._cache is not None:
                 self._cache.drop(known.sizes)  # as much as that cannot be moved, or more can
             if search.state is not before:
                 self._keep_learnt(search, known)
             if told is not None:
+                self._plan_from(kind, known, search)
                 _log.info("planning again: %s", told)
         is_searched = search is not None and search.keep_s is not None
         if is_searched and search is not None and search.state is not State.SETTLED:
@@ -341,9 +343,16 @@ class Scheduler:
             return
         if search is None or not is_searched:
             kind.ask_for_trace()
-        elif not search.replan():  # from a pass that keeps everything
+        elif not search.replan(has_trace=kind.has_trace):
             return
+        else:
+            self._plan_from(kind, known, search)
         _log.info("planning again: %s", reason)
+
+    def _plan_from(self, kind: PassKind, known: StoredPlan, search: MoveSearch) -> None:
+        """Make the next plan from the trace of this one, if that is wanted; else a pass is traced anew."""
+        if search.wants_plan:
+            self._traced.append((kind, TracedPass(known.sizes, known.trace, known.plan.prediction.peak_bytes)))
 
     @staticmethod
     def _compare_within_budget(kind: PassKind, known: StoredPlan, measured: Measured) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -120,3 +120,29 @@ def test_where_moving_becomes_dear_less_is_moved() -> None:
 def test_keeping_is_measured_again_in_few_passes() -> None:
     run = Run(lambda share: 0.0)(600)
     assert 3 < run.shares.count(0) <= 3 * NUM_KEPT + 2 * 4
+
+
+def test_drives_of_another_speed_need_no_pass_that_keeps() -> None:
+    """The next plan is made from the trace that there is."""
+    rates, shares, traced = [FAST], [], []
+    with opened(machine=lambda: rates[0]) as made:
+        for number in range(90):
+            trace = make_trace(COUNT)
+            cursor, wants_trace = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
+            known = next((k for k in cursor._candidates), None)
+            share = 0.0 if known is None else known.moved_bytes / (COUNT * NBYTES)
+            run_pass(made, trace, step_s=1 + 0.05 * share, available_bytes=1 << 40)
+            made.wait()
+            shares.append(share)
+            traced.append(wants_trace)
+            if number == 59:
+                ssd = rates[0].ssd
+                assert ssd is not None
+                slower = replace(ssd, write_bytes_per_s=ssd.write_bytes_per_s / 2)
+                rates[0] = replace(rates[0], ssd=slower)
+        assert known is not None
+        assert known.rates == slower, "it has been planned again"
+    assert 0 < shares[59] < 0.7
+    assert not any(traced[60:])
+    assert all(shares[60:66])
+    assert shares[60:].count(0.0) <= 2 * NUM_KEPT, "the plan is compared with keeping, as any"
