@@ -389,5 +389,5 @@ def _heap_mode(cursor: PlanCursor | None) -> HeapMode:
     if cursor is None:
         return HeapMode.TRIM
     if not cursor.may_move:
-        return HeapMode.RELAXED
+        return HeapMode.REUSE if cursor.is_resting else HeapMode.RELAXED
     return HeapMode.MAP_EACH if cursor.returns_memory else HeapMode.TRIM

@@ -41,7 +41,9 @@ class HeapMode(enum.Enum):
     """What becomes of freed memory while one pass runs."""
 
     RELAXED = enum.auto()
-    """It stays or goes as malloc sees fit: the pass keeps everything."""
+    """It stays or goes as malloc sees fit: the pass keeps everything, and is what others are compared with."""
+    REUSE = enum.auto()
+    """It stays: many passes are going to keep everything."""
     TRIM = enum.auto()
     """It stays for the tensors to come, up to what the pass is expected to take, and is given back above that."""
     MAP_EACH = enum.auto()
@@ -62,7 +64,8 @@ class HeapPolicy:
     it is what moving is held against.
 
     Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
-    move and between them, large tensors lie in the heap, too, and the heap gets huge pages.
+    move and between them, large tensors lie in the heap, too, and the heap gets huge pages. So it is where moving was
+    given up, and nothing is compared with the passes that keep everything then.
 
     A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
 
@@ -95,17 +98,18 @@ class HeapPolicy:
             return
         if mode is HeapMode.TRIM and self._is_scarce:
             mode = HeapMode.MAP_EACH
-        if mode is HeapMode.RELAXED and self._has_holes:
+        keeps = mode in (HeapMode.RELAXED, HeapMode.REUSE)
+        if keeps and self._has_holes:
             # What keeps everything needs other holes than those that moved tensors have left: these would stay resident
             # beside it.
             trim()
-        self._has_holes = mode is not HeapMode.RELAXED
+        self._has_holes = not keeps
         self._is_watched = mode is HeapMode.TRIM
-        self._is_kept = mode is HeapMode.RELAXED and self._huge is not None
+        self._is_kept = keeps and self._huge is not None
         self._next_look_s = 0.0
         if mode is HeapMode.MAP_EACH:
             self._threshold.fix()
-        elif mode is HeapMode.TRIM and self._huge is not None:
+        elif mode is not HeapMode.RELAXED and self._huge is not None:
             self._threshold.reuse()
             self._huge.look()
         else:

@@ -21,6 +21,7 @@ from lightning_ssd.scheduling.drift import DriftDetector
 from lightning_ssd.scheduling.memory_limits import NonActivationMemory
 from lightning_ssd.scheduling.move_search import MoveSearch
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
+from lightning_ssd.scheduling.search_phase import State
 from lightning_ssd.scheduling.step_model import StepModel
 from lightning_ssd.scheduling.tracing import TRANSITIONS, Tracing, TracingEvent
 
@@ -116,6 +117,11 @@ class PassKind:
             key for key, last in self._last_pass.items() if key == sizes or (last > since and key[:1] == sizes[:1])
         ]
         return sizes not in alike or any(self._searches[key].keeps for key in alike)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether moving was given up for many passes, whatever their sizes."""
+        return bool(self._searches) and all(one.state is State.RESTING for one in self._searches.values())
 
     def model(self, sizes: Sizes) -> StepModel:
         """Of passes of these sizes."""

@@ -45,6 +45,7 @@ class PlanCursor:
         reserve_bytes: of these, what looking ahead leaves for a block that is recomputed.
         limits_total_memory: the limit is one of all memory: freed memory has to return even where nothing moves.
         returns_memory: and at once.
+        is_resting: moving was given up for many passes, of which this is one.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class PlanCursor:
         reserve_bytes: int = 0,
         limits_total_memory: bool = False,
         returns_memory: bool = False,
+        is_resting: bool = False,
     ) -> None:
         self.recompute = recompute
+        self.is_resting = is_resting
         self.limit_bytes = limit_bytes
         self.reserve_bytes = reserve_bytes
         self.keeps_all = limit_bytes is None and not recompute and (bool(plans) or room_bytes > 0)

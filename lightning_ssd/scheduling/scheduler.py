@@ -164,7 +164,7 @@ class Scheduler:
             and not (is_free and kind.keeps(k.sizes))
         ]
         if is_free and not plans and (not kind.recompute or kind.keeps(())):
-            return PlanCursor(room_bytes=room), kind.wants_trace
+            return PlanCursor(room_bytes=room, is_resting=kind.is_resting), kind.wants_trace
         cursor = PlanCursor(
             plans,
             recompute=kind.recompute,

@@ -176,7 +176,7 @@ def test_nothing_is_asked_where_nothing_moves_or_between_passes(monkeypatch: pyt
     heap = Heap(monkeypatch)
     heap.free = 1000
     heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    for mode in (HeapMode.RELAXED, HeapMode.MAP_EACH):
+    for mode in (HeapMode.RELAXED, HeapMode.REUSE, HeapMode.MAP_EACH):
         heap_policy.enter(mode)
         heap_policy.look(0)
     heap_policy.enter(HeapMode.TRIM)
@@ -189,10 +189,11 @@ def test_nothing_is_asked_where_nothing_moves_or_between_passes(monkeypatch: pyt
     assert heap.num_trims == 1, "at close"
 
 
-def test_holes_of_a_plan_that_was_given_up_leave_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keeps", [HeapMode.RELAXED, HeapMode.REUSE])
+def test_holes_of_a_plan_that_was_given_up_leave_once(keeps: HeapMode, monkeypatch: pytest.MonkeyPatch) -> None:
     heap = Heap(monkeypatch)
     heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    heap_policy.enter(HeapMode.RELAXED)
+    heap_policy.enter(keeps)
     assert heap.num_trims == 0
     for mode in (HeapMode.TRIM, HeapMode.MAP_EACH):
         before = heap.num_trims
@@ -200,9 +201,9 @@ def test_holes_of_a_plan_that_was_given_up_leave_once(monkeypatch: pytest.Monkey
         heap_policy.border()
         heap_policy.enter(mode)
         assert heap.num_trims == before, "what stays is for the passes that move"
-        heap_policy.enter(HeapMode.RELAXED)
+        heap_policy.enter(keeps)
         heap_policy.border()
-        heap_policy.enter(HeapMode.RELAXED)
+        heap_policy.enter(keeps)
         assert heap.num_trims == before + 1
     heap_policy.close()
 

@@ -109,6 +109,23 @@ def test_moving_that_does_not_pay_is_given_up(cost_s: float) -> None:
     assert f"asses that moved took {1 + cost_s:.2f} times as long" in run.told
 
 
+def test_passes_know_that_moving_was_given_up() -> None:
+    """Not those that others are compared with: these have memory as plain PyTorch has it."""
+    with opened(machine=lambda: FAST) as made:
+        resting = []
+        for _ in range(60):
+            cursor, _ = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
+            share = 0.6 * bool(cursor._candidates)
+            run_pass(made, make_trace(COUNT), step_s=1 + share, available_bytes=1 << 40)
+            made.wait()
+            resting.append(cursor.is_resting)
+            report = made.report()
+            assert cursor.is_resting <= (report is not None), "before anything was tried"
+    first = resting.index(True)
+    assert NUM_KEPT < first < 30
+    assert all(resting[first : first + 8])
+
+
 def test_where_moving_becomes_dear_less_is_moved() -> None:
     run = Run(lambda share: (0.01 if len(run.shares) < 30 else 0.3) * share)
     run(110)
