@@ -14,10 +14,11 @@ from lightning_ssd.activations.saved_pass import PassBegin, SavedPass
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.scheduling.clock import Clock, Stamp
+from lightning_ssd.scheduling.finished_pass import FinishedPass, PlainPass
 from lightning_ssd.scheduling.pass_profile import PassProfile, ProfileBook
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.recorder import Recorder
-from lightning_ssd.scheduling.scheduler import FinishedPass, PlainPass, Scheduler
+from lightning_ssd.scheduling.scheduler import Scheduler
 
 __all__ = ["LivePasses"]
 
@@ -246,6 +247,11 @@ class LivePasses:
             self._seen[current.signature] = _Seen(max(nbytes, known.nbytes), has_kept or known.has_kept)
 
     def _set_heap_mode(self, cursor: PlanCursor | None, available_bytes: int | None) -> None:
+        if (mode := _heap_mode(cursor)) in (HeapMode.TRIM, HeapMode.MAP_EACH):
+            self._expect_moving(cursor, available_bytes)
+        self._heap_policy.enter(mode)
+
+    def _expect_moving(self, cursor: PlanCursor | None, available_bytes: int | None) -> None:
         # Without a plan, what the last pass took: none that is like it is the worse for it.
         peak_bytes = (0 if cursor is None else cursor.target_bytes) or self._accounting.window_peak_bytes
         room_bytes = None if available_bytes is None else int(_SAVED_SHARE * available_bytes)
@@ -261,7 +267,6 @@ class LivePasses:
         self._heap_policy.expect(
             peak_bytes, self._accounting.counters.saved_peak_bytes, room_bytes, is_limited=is_limited
         )
-        self._heap_policy.enter(_heap_mode(cursor))
 
     def stalled(self, begin: Stamp, end: Stamp) -> None:
         """Somebody has waited for a transfer, and with him every pass that is under way."""

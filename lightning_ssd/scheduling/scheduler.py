@@ -8,81 +8,38 @@ a kind whose promises break is traced and planned again. Passes are observed by 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from lightning_ssd.common.collectives import AllReduceMin
-from lightning_ssd.common.profiling import span
-from lightning_ssd.common.uninterrupted import Task
-from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
-from lightning_ssd.planning.planner import (
-    BudgetTooSmall,
-    alternatives,
-    make_plan,
-    recomputing_budget,
-    smallest_budget,
-)
+from lightning_ssd.planning.planner import BudgetTooSmall, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling.agreement import Agreement
-from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.drift import Measured, is_worth_switching
+from lightning_ssd.scheduling.finished_pass import FinishedPass, PlainPass
 from lightning_ssd.scheduling.memory_limits import Limits, MemoryConstraints, NonActivationMemory
 from lightning_ssd.scheduling.move_search import MoveSearch
-from lightning_ssd.scheduling.pass_kind import PassKind, PlanChoice, PlanInProgress, TracedPass
+from lightning_ssd.scheduling.pass_kind import PassKind, TracedPass
 from lightning_ssd.scheduling.plan_cache import PlanCache
 from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
+from lightning_ssd.scheduling.plan_maker import PlanMaker
 from lightning_ssd.scheduling.plan_report import DAY_S, Comparison, PlanReport
 from lightning_ssd.scheduling.recorder import Recorder
 from lightning_ssd.scheduling.search_phase import State
 from lightning_ssd.scheduling.stalls import stall_seconds
 from lightning_ssd.telemetry.metrics import PlanReadings
 
-__all__ = ["FinishedPass", "PlainPass", "Scheduler"]
+__all__ = ["Scheduler"]
 
 _log = logging.getLogger(__name__)
 
 _MAX_KINDS = 64
 _NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedPass:
-    """A pass whose backward is over."""
-
-    signature: Hashable
-    sizes: tuple[int, ...]
-    cursor: PlanCursor
-    recorder: Recorder | None
-    refused: frozenset[str] = frozenset()
-    """Names of blocks that cannot be recomputed exactly."""
-    clock: Clock
-    begin: Stamp
-    end: Stamp
-    level_bytes: int
-    """All memory in use when it began, but saved tensors."""
-    stalls: tuple[tuple[Stamp, Stamp], ...]
-    """Begin and end of each wait for a transfer."""
-    peak_bytes: int
-    written_bytes: int
-    read_bytes: int
-
-
-class PlainPass(NamedTuple):
-    """A pass whose backward is over, and that ran without hooks: all that is known is that it kept everything."""
-
-    signature: Hashable
-    clock: Clock
-    begin: Stamp
-    end: Stamp
-    is_timed: bool
-    """It alone ran between its begin and its end."""
 
 
 class Scheduler:
@@ -124,10 +81,7 @@ class Scheduler:
         self._peak_bytes = 0  # of the pass that was traced last
         self._is_following = False
         self._others = NonActivationMemory()  # of the kind that was traced last
-        # One plan at a time. A leaf lock: a plan is made of numbers alone.
-        self._planning = threading.Lock()
-        self._is_closed = False
-        self._tasks: deque[Task[PlanChoice]] = deque(maxlen=_MAX_KINDS)
+        self._maker = PlanMaker(max_tasks=_MAX_KINDS)
 
     # -- before a pass -------------------------------------------------------------------------------------------
 
@@ -382,20 +336,7 @@ class Scheduler:
             machine = machine if cost is None else replace(machine, cost_s_per_byte=cost)
         self.unusable = (machine.ssd or _NOTHING).unusable
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
-        task = Task(partial(self._make_plan, traced.trace, machine, goal), "lightning_ssd-plan")
-        # Those that have ended hold a plan, and nobody waits for them at the end.
-        self._tasks = deque([*(one for one in self._tasks if not one.is_done), task], _MAX_KINDS)
-        task.start()
-        kind.planning = PlanInProgress(task, traced, goal, machine)
-
-    def _make_plan(self, trace: Trace, machine: Machine, goal: PlanObjective) -> PlanChoice:
-        """In a thread of its own."""
-        with self._planning:
-            if self._is_closed:
-                raise OffloaderClosedError("the offloader was closed before this plan was begun")
-            with span("lightning_ssd::plan"):
-                plan = make_plan(trace, machine, goal)
-                return PlanChoice(plan, alternatives(trace, machine, goal, plan))
+        kind.planning = self._maker.begin(traced, goal, machine)
 
     def _goal(self, trace: Trace, others: NonActivationMemory) -> PlanObjective:
         limit, wear = self._limits.of(others), self._constraints.wear_bytes_per_day
@@ -551,7 +492,5 @@ class Scheduler:
         )
 
     def close(self) -> None:
-        """End the thread; a plan under way is dropped."""
-        self._is_closed = True
-        for task in self._tasks:
-            task.wait()
+        """End the threads; plans under way are dropped."""
+        self._maker.close()

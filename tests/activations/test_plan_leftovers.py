@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_ssd.planning import planner
-from lightning_ssd.scheduling import paired_times, scheduler, step_model
+from lightning_ssd.scheduling import paired_times, plan_maker, step_model
 from tests.parity.models import floats
 from tests.support.helpers import (
     PLANNING,
@@ -40,14 +40,14 @@ from tests.support.plan_trainings import (
 @contextmanager
 def planning_takes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Plans take at least so long; the event tells that one has begun."""
-    make_plan, begun = scheduler.make_plan, threading.Event()
+    make_plan, begun = plan_maker.make_plan, threading.Event()
 
     def slow(*args: Any) -> Any:
         begun.set()
         time.sleep(seconds)
         return make_plan(*args)
 
-    monkeypatch.setattr(scheduler, "make_plan", slow)
+    monkeypatch.setattr(plan_maker, "make_plan", slow)
     yield begun
     monkeypatch.undo()
 
@@ -148,12 +148,12 @@ import faulthandler, os, sys, time, torch
 faulthandler.dump_traceback_later(240, exit=True)
 import lightning_ssd as s
 from lightning_ssd.planning import planner
-from lightning_ssd.scheduling import paired_times, scheduler, step_model
-make_plan = scheduler.make_plan
+from lightning_ssd.scheduling import paired_times, plan_maker, step_model
+make_plan = plan_maker.make_plan
 def slow(*args):
     time.sleep(1)
     return make_plan(*args)
-scheduler.make_plan = slow
+plan_maker.make_plan = slow
 torch.set_num_threads(1)
 policy = s.OffloadPolicy(min_tensor_bytes=0, activation_budget={budget})
 hardware = s.HardwareProfile(paths={directory!r}, allow_unsuitable_paths=True)

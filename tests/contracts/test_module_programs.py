@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import lightning_ssd.scheduling.scheduler
+import lightning_ssd.scheduling.plan_maker
 from lightning_ssd.errors import RecomputeError
 from lightning_ssd.planning.planner import make_plan
 from lightning_ssd.planning.recompute_trace import recomputable
@@ -42,7 +42,7 @@ def _recomputes_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
         made = make_plan(trace, machine, replace(goal, recompute=False))
         return replace(made, recompute=frozenset(recomputable(trace))) if goal.recompute else made
 
-    monkeypatch.setattr(lightning_ssd.scheduling.scheduler, "make_plan", plan)
+    monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan", plan)
 
 
 def run(program: ModuleProgram, mode: str, directory: Path) -> list[int]:

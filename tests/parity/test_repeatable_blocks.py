@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-import lightning_ssd.scheduling.scheduler
+import lightning_ssd.scheduling.plan_maker
 from lightning_ssd.errors import ConfigError, RecomputeError
 from lightning_ssd.planning.planner import make_plan
 from lightning_ssd.planning.recompute_trace import recomputable
@@ -294,7 +294,7 @@ def test_a_hook_that_collects_sees_each_forward_once_before_the_loss(tmp_path: P
     budget = {"activation_budget": 1 << 26} if activations == "auto" else {}
     setup = Setup(activations=activations, settled=True, recompute_modules="Block", **budget)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lightning_ssd.scheduling.scheduler, "make_plan", recomputes_all)
+        patch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan", recomputes_all)
         with open_offloader(tmp_path, setup) as offloader:
             assert_identical(outcome(program, Session.of(offloader, setup)), expected)
 
@@ -389,7 +389,7 @@ def recomputes_all(trace: Any, machine: Any, goal: Any) -> Any:
 
 
 def test_a_plan_recomputes_only_what_edits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_ssd.scheduling.scheduler, "make_plan", recomputes_all)
+    monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan", recomputes_all)
     kinds = (OwnGenerator, OwnList, ClassAttribute, EditsTensor, GoesBack, Elsewhere)
     program = training(*kinds, steps=6)
     expected = outcome(program, Session())

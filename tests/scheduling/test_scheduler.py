@@ -13,7 +13,7 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.planner import smallest_budget
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.scheduling import scheduler as module
+from lightning_ssd.scheduling import plan_maker as module
 from lightning_ssd.scheduling.clock import Clock, HostClock
 from tests.support.fake_passes import (
     COUNT,

@@ -10,12 +10,13 @@ from lightning_ssd.errors import BudgetError
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, PlanObjective
 from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
-from lightning_ssd.scheduling import scheduler as module
+from lightning_ssd.scheduling import plan_maker as module
 from lightning_ssd.scheduling.clock import Clock, HostClock
+from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.move_search import NUM_KEPT
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
-from lightning_ssd.scheduling.scheduler import FinishedPass, Scheduler
+from lightning_ssd.scheduling.scheduler import Scheduler
 from tests.support.fake_passes import (
     COUNT,
     FAST,

@@ -10,9 +10,10 @@ from lightning_ssd.common.collectives import AllReduceMin
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 from lightning_ssd.scheduling.clock import Clock, HostClock
+from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
-from lightning_ssd.scheduling.scheduler import FinishedPass, Scheduler
+from lightning_ssd.scheduling.scheduler import Scheduler
 
 NBYTES = 1 << 20
 COUNT = 12

@@ -1,0 +1,53 @@
+"""Makes plans in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from functools import partial
+
+from lightning_ssd.common.profiling import span
+from lightning_ssd.common.uninterrupted import Task
+from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.planning.plan import Machine, PlanObjective
+from lightning_ssd.planning.planner import alternatives, make_plan
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.pass_kind import PlanChoice, PlanInProgress, TracedPass
+
+__all__ = ["PlanMaker"]
+
+
+class PlanMaker:
+    """Makes each plan in a thread of its own, one at a time.
+
+    Args:
+        max_tasks: that are waited for at the end.
+    """
+
+    def __init__(self, *, max_tasks: int) -> None:
+        # One plan at a time. A leaf lock: a plan is made of numbers alone.
+        self._planning = threading.Lock()
+        self._is_closed = False
+        self._tasks: deque[Task[PlanChoice]] = deque(maxlen=max_tasks)
+
+    def begin(self, traced: TracedPass, goal: PlanObjective, machine: Machine) -> PlanInProgress:
+        """Have a plan made for a pass."""
+        task = Task(partial(self._make, traced.trace, machine, goal), "lightning_ssd-plan")
+        # Those that have ended hold a plan, and nobody waits for them at the end.
+        self._tasks = deque([*(one for one in self._tasks if not one.is_done), task], self._tasks.maxlen)
+        task.start()
+        return PlanInProgress(task, traced, goal, machine)
+
+    def _make(self, trace: Trace, machine: Machine, goal: PlanObjective) -> PlanChoice:
+        with self._planning:
+            if self._is_closed:
+                raise OffloaderClosedError("the offloader was closed before this plan was begun")
+            with span("lightning_ssd::plan"):
+                plan = make_plan(trace, machine, goal)
+                return PlanChoice(plan, alternatives(trace, machine, goal, plan))
+
+    def close(self) -> None:
+        """Wait for the plan that is being made; those that were not begun are dropped."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.wait()
