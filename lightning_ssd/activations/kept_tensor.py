@@ -1,11 +1,13 @@
 """A tensor that stays in memory: what autograd gets to hold of it, and what it gets back.
 
 This is the hot path of small tensors. What autograd holds is a bare tuple, because a class of its own would cost as
-much as all the rest: the tensor, its version, and what an error would have to say of who made it.
+much as all the rest: the tensor, its version, and what an error would have to say of who made it, or of a leaf a weak
+reference.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ def keep(tensor: torch.Tensor, is_view: bool) -> Kept:
     """
     node = tensor.grad_fn
     if node is None:
-        # A leaf may be held itself. Held undetached, the result of an operation would own its own graph: a leak.
-        return tensor, tensor._version
+        # A leaf may be held itself. Held undetached, the result of an operation would own its own graph: a leak. By the
+        # weak reference PyTorch refuses to swap it for another tensor, as it does what autograd holds itself.
+        return tensor, tensor._version, weakref.ref(tensor)
     return tensor.detach(), tensor._version, node.name(), node._sequence_nr(), tensor.output_nr, is_view
 
 
@@ -45,7 +48,7 @@ def give_back(kept: Kept) -> torch.Tensor:
 
 def _edited(tensor: torch.Tensor, expected: int, *made_by: Any) -> RuntimeError:
     origin = None
-    if made_by:
+    if len(made_by) > 1:
         # Who made the value that was kept, also where PyTorch would name who edited it since: a reference to the tensor
         # itself would tell, and costs each tensor that is kept a quarter more time.
         name, number, output_nr, is_view = made_by

@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lightning_ssd.cli.output import CommandError
 from lightning_ssd.common.formatting import escape_control
@@ -62,11 +63,11 @@ def load_hardware(name: str) -> Described:
         return Described(
             name=path.stem,
             hardware=HardwareProfile(**_settings(plain, "hardware", HardwareProfile)),
-            machine=MachineProfile(**_settings({"machine": {}} | plain, "machine", MachineProfile)),
+            machine=MachineProfile(**_settings(plain, "machine", MachineProfile)),
             accelerator=_trainer_setting(plain, "accelerator"),
             precision=_trainer_setting(plain, "precision"),
         )
-    except (OmegaConfBaseException, ConfigError, TypeError) as error:
+    except (OmegaConfBaseException, YAMLError, ConfigError, TypeError) as error:
         got = f"{escape_control(path)}: {error}"
         raise CommandError("a hardware profile with hardware, machine and trainer", got, "see conf/hardware") from error
 
@@ -190,6 +191,8 @@ def _trainer_setting(plain: Any, key: str) -> str:
 
 def _section(plain: Any, section: str) -> dict[str, Any]:
     found = plain.get(section) if isinstance(plain, dict) else None
+    if found is None and section == "machine":
+        return {}  # nothing is known of it
     if not isinstance(found, dict):
         raise ConfigError(f"there is no section {section}:" if found is None else f"{section} is no mapping")
     return found

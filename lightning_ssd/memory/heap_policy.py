@@ -69,7 +69,7 @@ class HeapPolicy:
 
     Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
     move and between them, large tensors lie in the heap, too, and the heap gets huge pages. So it is where moving was
-    given up, and nothing is compared with the passes that keep everything then.
+    given up, in passes that none is compared with.
 
     A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
 

@@ -24,7 +24,8 @@ from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
 from lightning_ssd.parameters.device_weights import WeightTiers
 from lightning_ssd.parameters.guard_patches import guard_patches
-from lightning_ssd.parameters.pager import Unit, Weight
+from lightning_ssd.parameters.pager import Place, Unit, Weight
+from lightning_ssd.parameters.swap_patch import ParameterHooks, swap_patch
 from lightning_ssd.parameters.units import is_plain
 from lightning_ssd.telemetry.stats import WeightStats
 
@@ -50,9 +51,9 @@ class DeviceGradients:
         """Whether that of a parameter may wait, asked when its module is registered."""
         self._tiers = tiers
         self._min_nbytes = max(min_nbytes, 1)
-        self._hooks: dict[int, list[RemovableHandle]] = {}
         self._pid = os.getpid()
         guard_patches.add_user(self.pager)
+        swap_patch.add_user(self.pager)
 
     def register_module(self, module: nn.Module) -> None:
         """From now on gradients of the parameters that are trained wait.
@@ -61,25 +62,16 @@ class DeviceGradients:
             OutOfSpaceError: the drives have no room for those that host memory has none for.
         """
         self.pager.border()
-        for key in [key for key, handles in self._hooks.items() if handles[0].hooks_dict_ref() is None]:
-            del self._hooks[key]  # their parameters are gone
-            self.pager.forget(key)
         found = {id(p): (name, p) for name, p in module.named_parameters() if self._takes(p) and p.requires_grad}
         found = {key: one for key, one in found.items() if self.waits(one[1])}
-        new = {key: one for key, one in found.items() if key not in self._hooks or not self._is_told(one[1])}
+        new = {key: one for key, one in found.items() if not self.pager.knows(one[1])}
         self._check_room(sum(p.nbytes for _, p in found.values()), sum(p.nbytes for _, p in new.values()))
         for key, (name, parameter) in new.items():
-            self.pager.know(parameter)
             registers: list[tuple[Callable[..., RemovableHandle], Callable[..., None]]] = [
                 (parameter.register_hook, _Coming(self.pager, key)),
                 (parameter.register_post_accumulate_grad_hook, _Accumulated(self, name)),
             ]
-            self._hooks[key] = [register(hook) for register, hook in registers]
-
-    def _is_told(self, parameter: torch.Tensor) -> bool:
-        """Whether it is the parameter that the hooks are of, and no other one in its place."""
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        return hooks is not None and self._hooks[id(parameter)][1].hooks_dict_ref() is hooks
+            self.pager.know(parameter, [register(hook) for register, hook in registers])
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         return is_plain(tensor, self._tiers.device.type) and tensor.nbytes >= self._min_nbytes
@@ -114,7 +106,7 @@ class DeviceGradients:
                 door=self.pager,
                 label=f"gradient of {name}",
             )
-            self.pager.add((f"{name} {id(parameter)}", None), Weight([f"{name}.grad"], memory))
+            self.pager.add(_place_of(id(parameter)), Weight([f"{name}.grad"], memory))
         del gradient
         self.pager.is_accumulated(parameter)
 
@@ -175,11 +167,7 @@ class DeviceGradients:
         finally:
             self.pager.close()
             guard_patches.remove_user(self.pager)
-            if not self.pager.by_storage:  # else autograd must not add to what is lost
-                for handles in self._hooks.values():
-                    for handle in handles:
-                        handle.remove()
-                self._hooks.clear()
+            swap_patch.remove_user(self.pager)
 
 
 class _Coming:
@@ -237,34 +225,40 @@ class GradientPager(DevicePager):
         super().__init__()
         self._coming: dict[int, list[Unit[DeviceMemory]]] = {}
         """Of parameters to whose gradients autograd is about to add, by their numbers, the units of these."""
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Those whose gradients wait, by their numbers: all that refers to them."""
+        self._hooks: dict[int, ParameterHooks] = {}
+        """Of the parameters whose gradients wait, by their numbers: all that refers to them."""
 
-    def know(self, parameter: torch.Tensor) -> None:
-        """Gradients of this parameter wait from now on."""
-        self._parameters[id(parameter)] = weakref.ref(parameter)
+    def know(self, parameter: torch.Tensor, handles: Sequence[RemovableHandle]) -> None:
+        """Gradients of this parameter wait from now on, by these hooks."""
+        self._hooks[id(parameter)] = ParameterHooks(parameter, handles)
 
-    def forget(self, number: int) -> None:
-        """A parameter is gone."""
-        self._parameters.pop(number, None)
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether its gradients wait already."""
+        hooks = self._hooks.get(id(parameter))
+        return hooks is not None and hooks.are_of(parameter)
 
     def parameter(self, number: int) -> torch.Tensor | None:
         """That of a number (``id``) whose gradients wait; ``None``: they do not, or it is gone."""
-        reference = self._parameters.get(number)
-        return None if reference is None else reference()
+        hooks = self._hooks.get(number)
+        return None if hooks is None else hooks.parameter
 
     def will_swap(self, tensor: torch.Tensor) -> None:
         super().will_swap(tensor)
         if self.parameter(id(tensor)) is not tensor:
             return
-        if (gradient := tensor.grad) is not None and (found := self._weight_of(gradient)) is not None:
-            self.release(*found)
-        self.forget(id(tensor))
+        # All that it has had, too: Module.to() takes the gradient away meanwhile.
+        unit = self.find_unit(_place_of(id(tensor)))
+        for weight in [] if unit is None else list(unit.weights):
+            if unit is not None and weight.memory.key.alive():
+                self.release(unit, weight)
+        self._hooks.pop(id(tensor)).remove()
 
     def close(self) -> None:
         super().close()
-        if not self.by_storage:  # else their parameters are asked for: nobody may add to what is lost
-            self._parameters.clear()
+        if not self.by_storage:  # else autograd must not add to what is lost
+            for hooks in self._hooks.values():
+                hooks.remove()
+            self._hooks.clear()
 
     def is_coming(self, parameter: torch.Tensor) -> None:
         """Autograd is about to add to the gradient of a parameter, if there is one: bring it in.
@@ -311,6 +305,8 @@ class GradientPager(DevicePager):
         super()._hold(unit, weight)
 
     def border(self) -> None:
+        for number in [number for number, hooks in self._hooks.items() if hooks.parameter is None]:
+            del self._hooks[number]
         self._coming.clear()
         super().border()
 
@@ -326,6 +322,11 @@ class GradientPager(DevicePager):
             f"{num} gradients do not fit on the device together with what is there, and are lost: who uses one gets an "
             "error, and zero_grad() forgets them"
         )
+
+
+def _place_of(number: int) -> Place:
+    """The unit of the gradients of one parameter."""
+    return f"gradient of parameter {number}", None
 
 
 def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

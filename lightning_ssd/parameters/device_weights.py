@@ -26,6 +26,7 @@ from lightning_ssd.parameters.guard import is_guarded
 from lightning_ssd.parameters.guard_patches import guard_patches
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Place, Weight
+from lightning_ssd.parameters.swap_patch import swap_patch
 from lightning_ssd.parameters.units import SharedWeights, shared_weights, why_it_stays
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
@@ -61,6 +62,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         self._tiers = tiers
         self._optimizers: list[weakref.ref[Optimizer]] = []
         guard_patches.add_user(self.pager)
+        swap_patch.add_user(self.pager)
 
     def _why_it_stays(self, weights: SharedWeights, place: Place) -> str | None:
         if place[1] is None and not self._builders:
@@ -168,6 +170,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
             return
         with ExitStack() as closing:  # each of these, whatever another one raises; the last one first
             closing.callback(guard_patches.remove_user, self.pager)
+            closing.callback(swap_patch.remove_user, self.pager)
             closing.callback(self.pager.close)
             closing.callback(self.pager.bring_back_all)
             closing.callback(self._remove_windows)

@@ -5,8 +5,8 @@ for telling:
 
 * ``tensor.data`` of a weight in the forward of its unit, and of a view of a weight: whoever has it may change bytes
   without a sign in the version; of any tensor that is given the memory of a weight;
-* ``nn.Parameter(weight)`` and ``torch.utils.swap_tensors``, which take plain parameters only, and
-  ``torch.Tensor._make_subclass``, which asks no class;
+* ``nn.Parameter(weight)``, which takes plain parameters only, and ``torch.Tensor._make_subclass``, which asks no
+  class;
 * ``tensor.set_(weight)``, which asks no class either, and gives a storage without memory memory of its own: whoever
   reads it finds arbitrary bytes;
 * ``torch.overrides.has_torch_function``, by which modules choose between two implementations: bits would depend on
@@ -43,7 +43,6 @@ _data: Any = torch._C.TensorBase.data
 _plain_new = nn.Parameter.__new__
 _plain_set: Any = torch._C.TensorBase.set_
 _plain_subclass: Any = torch.Tensor._make_subclass
-_plain_swap: Any = torch.utils.swap_tensors
 _plain_has_torch_function: Any = torch.overrides.has_torch_function
 _foreach_types: Any = importlib.import_module("torch.optim.optimizer")._foreach_supported_types
 _WRAPPERS = {
@@ -53,16 +52,11 @@ _WRAPPERS = {
 """Functions in C that transforms begin with."""
 
 
-class PatchUser(Protocol):
-    """Who has weights, or gradients, that wait."""
+class FollowsStreams(Protocol):
+    """Who has weights in use."""
 
     def follow_stream(self) -> None:
-        """The current stream may use those that are in use, too."""
-
-    def will_swap(self, tensor: torch.Tensor) -> None:
-        """A tensor is about to exchange everything with another one: it is waited for no more, nor is its gradient,
-        and nobody refers to it, not even weakly.
-        """
+        """The current stream may use them, too."""
 
 
 class _GuardPatches:
@@ -71,19 +65,19 @@ class _GuardPatches:
     def __init__(self) -> None:
         # Guards users and what stands in. A leaf lock.
         self._lock = threading.Lock()
-        self._users: tuple[PatchUser, ...] = ()
+        self._users: tuple[FollowsStreams, ...] = ()
         self._put_back: list[Callable[[], None]] = []
         self.num_hooks = 0
         """How often hooks were entered that may hold a saved weight itself."""
 
-    def add_user(self, user: PatchUser) -> None:
+    def add_user(self, user: FollowsStreams) -> None:
         """Somebody has weights that wait."""
         with self._lock:
             self._users = (*self._users, user)
             if len(self._users) == 1:
                 self._begin()
 
-    def remove_user(self, user: PatchUser) -> None:
+    def remove_user(self, user: FollowsStreams) -> None:
         """Of :meth:`add_user`."""
         with self._lock:
             self._users = tuple(other for other in self._users if other is not user)
@@ -95,11 +89,6 @@ class _GuardPatches:
         if not threading.current_thread().name.startswith("lightning_ssd"):
             for user in self._users:
                 user.follow_stream()
-
-    def will_swap(self, tensor: torch.Tensor) -> None:
-        """See :meth:`PatchUser.will_swap`."""
-        for user in self._users:
-            user.will_swap(tensor)
 
     def _begin(self) -> None:
         tensor: Any = torch.Tensor
@@ -114,7 +103,6 @@ class _GuardPatches:
         for owner in (torch.cuda, torch.accelerator):
             if (set_stream := getattr(owner, "set_stream", None)) is not None:
                 self._stand_in(owner, "set_stream", _then_follow(set_stream))
-        self._stand_in(torch.utils, "swap_tensors", _swap_tensors)
         self._stand_in(torch.overrides, "has_torch_function", _has_torch_function)
         self._stand_in(_Hooks, "__enter__", _enter_hooks)
         for kind in GUARDED:
@@ -174,18 +162,6 @@ def _tell_exposed(tensor: torch.Tensor, *, replaces: bool) -> None:
 def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
     with using([data] if is_guarded(data) else []):
         return _plain_new(cls, data, requires_grad)
-
-
-def _swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
-    """PyTorch refuses to swap what has weak references, and those of users end here.
-
-    Those of a graph that has saved a weight do not: PyTorch refuses then, as it does where the graph has the weight
-    itself.
-    """
-    for tensor in (one, other):
-        guard_patches.will_swap(tensor)
-    with using([tensor for tensor in (one, other) if is_guarded(tensor)]):  # which refuses what is lost
-        _plain_swap(one, other)
 
 
 def _has_torch_function(args: Any) -> bool:

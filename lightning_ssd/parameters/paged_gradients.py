@@ -26,6 +26,7 @@ from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
+from lightning_ssd.parameters.swap_patch import ParameterHooks, swap_patch
 from lightning_ssd.parameters.units import is_plain, sharded_by_name
 from lightning_ssd.parameters.weight_files import FiledStorage, WeightFiles, is_mapped
 
@@ -59,11 +60,11 @@ class PagedGradients:
         self._waits = waits
         self._freed = freed
         self._min_nbytes = max(min_nbytes, 1)
-        # By the number of the parameter. No reference to it: torch.utils.swap_tensors refuses even a weak one.
-        self._hooks: dict[int, RemovableHandle] = {}
+        self._hooks: dict[int, ParameterHooks] = {}
+        """By the number of the parameter."""
         self._reductions: list[Reduction] = []
-        self._shards: set[int] = set()
-        """The sharded parameters whose gradients wait, by number."""
+        self._staying: set[int] = set()
+        """The sharded parameters whose gradients are to stay, by number."""
         self._memory: dict[int, FiledStorage] = {}
         self._retired: list[FiledStorage] = []
         """Memory that somebody else still had when its parameter needed some."""
@@ -71,6 +72,7 @@ class PagedGradients:
         self._pid = os.getpid()
         # Guards the exchange of memory against closing; again from a signal handler. A leaf lock but for the arenas'.
         self._lock = threading.RLock()
+        swap_patch.add_user(self)
 
     def register_module(self, module: nn.Module) -> None:
         """From now on gradients of the parameters that are trained wait, as far as they may, and no others.
@@ -96,11 +98,12 @@ class PagedGradients:
         self._files.check_room([local_of(p).nbytes for p in (*new, *(s.parameter for s in new_shards))], changes=True)
         for parameter in new:
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._hooks[id(parameter)] = register(self._accumulated)
+            self._hooks[id(parameter)] = ParameterHooks(parameter, [register(self._accumulated)])
         for group in {id(s.group.group): s.group.group for s in new_shards}.values():
             self._reductions.append(Reduction(group, self._reduced))
-        self._shards -= {id(shard.parameter) for shard in sharded.values()}
-        self._shards |= {id(shard.parameter) for shard in shards}
+        for shard in sharded.values():
+            stays = self._waits is not None and not self._waits(shard.parameter)
+            (self._staying.add if stays else self._staying.discard)(id(shard.parameter))
         self._forget()  # of those that are to stay now
         if nbytes:
             _log.info(
@@ -115,10 +118,14 @@ class PagedGradients:
             if key in self._memory:
                 self._retired.append(self._memory.pop(key))
 
+    def will_swap(self, tensor: torch.Tensor) -> None:
+        """See :class:`~lightning_ssd.parameters.swap_patch.SwapUser`."""
+        if id(tensor) in self._hooks and self._has_hook(tensor):
+            self._let_stay(id(tensor))
+
     def _has_hook(self, parameter: torch.Tensor) -> bool:
-        handle = self._hooks.get(id(parameter))
-        hooks = None if handle is None else handle.hooks_dict_ref()
-        return hooks is not None and hooks is parameter._post_accumulate_grad_hooks
+        hooks = self._hooks.get(id(parameter))
+        return hooks is not None and hooks.are_of(parameter)
 
     def _is_told(self, shard: ShardedParameter) -> bool:
         return any(reduction.module is shard.group.group for reduction in self._reductions)
@@ -154,7 +161,7 @@ class PagedGradients:
 
     def _reduced(self, group: Any) -> None:
         """FSDP2 has spread the gradients of a group: each process has its part of the sum."""
-        if os.getpid() != self._pid or not any(id(parameter) in self._shards for parameter in parameters_of(group)):
+        if os.getpid() != self._pid or all(id(parameter) in self._staying for parameter in parameters_of(group)):
             return
         moving = []
         for parameter, gradient in gradients_of(group):
@@ -172,7 +179,7 @@ class PagedGradients:
         """All that lie in one memory, or it would stay."""
         moved = [
             self._moved(parameter, gradient._local_tensor)
-            if id(parameter) in self._shards and self._takes(gradient._local_tensor)
+            if id(parameter) not in self._staying and self._takes(gradient._local_tensor)
             else gradient._local_tensor.clone()
             for parameter, gradient in members
         ]
@@ -215,14 +222,16 @@ class PagedGradients:
     def _forget(self) -> None:
         """Give back the place of gradients that are gone."""
         with self._lock:
-            for key, handle in list(self._hooks.items()):
-                if handle.hooks_dict_ref() is None:
+            for key, hooks in list(self._hooks.items()):
+                if hooks.parameter is None:
                     del self._hooks[key]
                     if key in self._memory:
                         self._retired.append(self._memory.pop(key))
             self._reductions = [reduction for reduction in self._reductions if reduction.module is not None]
-            self._shards &= {id(p) for reduction in self._reductions for p in parameters_of(reduction.module)}
-            for key in [key for key in self._memory if key not in self._hooks and key not in self._shards]:
+            sharded = {id(p) for reduction in self._reductions for p in parameters_of(reduction.module)}
+            self._staying &= sharded
+            waiting = self._hooks.keys() | (sharded - self._staying)
+            for key in self._memory.keys() - waiting:
                 self._retired.append(self._memory.pop(key))
             for mapped in [mapped for mapped in self._retired if not mapped.key.alive()]:
                 self._retired.remove(mapped)
@@ -238,8 +247,9 @@ class PagedGradients:
         """Later gradients stay in memory; those that there are stay what they are. Idempotent."""
         with self._lock:
             self._is_closed = True
-        for handle in list(self._hooks.values()):
-            handle.remove()
+        swap_patch.remove_user(self)
+        for hooks in list(self._hooks.values()):
+            hooks.remove()
         self._hooks.clear()
         for reduction in self._reductions:
             reduction.remove()

@@ -140,6 +140,11 @@ class MoveSearch:
         return self._num_to_keep > 0 or self._phase is Phase.MEASURING or self._phase is Phase.AWAITING
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether the next pass keeps everything, and is none that others are compared with."""
+        return self._is_resting and self._num_to_keep > NUM_KEPT
+
+    @property
     def wants_trace(self) -> bool:
         """Whether the next pass is the one to plan from."""
         return self._phase is Phase.MEASURING and self._num_to_keep <= 1
@@ -170,9 +175,12 @@ class MoveSearch:
     def kept(self, step_s: float | None) -> None:
         """A pass that kept everything has ended, after so many seconds; ``None``: they are not known."""
         self._num_passes += 1
-        was_keeping = self.keeps
+        was_keeping, was_at_rest = self.keeps, self.is_at_rest
         self._num_to_keep = max(self._num_to_keep - 1, 0)
-        if self._num_to_skip:
+        if was_at_rest:
+            if not self.is_at_rest:
+                self._num_to_skip = 1  # the next one has memory as plain PyTorch has it
+        elif self._num_to_skip:
             self._num_to_skip -= 1
         elif step_s is not None:
             self._keep_time(step_s)

@@ -21,7 +21,6 @@ from lightning_ssd.scheduling.drift import DriftDetector
 from lightning_ssd.scheduling.memory_limits import NonActivationMemory
 from lightning_ssd.scheduling.move_search import MoveSearch
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
-from lightning_ssd.scheduling.search_phase import State
 from lightning_ssd.scheduling.step_model import StepModel
 from lightning_ssd.scheduling.tracing import TRANSITIONS, Tracing, TracingEvent
 
@@ -120,8 +119,8 @@ class PassKind:
 
     @property
     def is_resting(self) -> bool:
-        """Whether moving was given up for many passes, whatever their sizes."""
-        return bool(self._searches) and all(one.state is State.RESTING for one in self._searches.values())
+        """Whether the next pass is none that others are compared with, whatever its sizes."""
+        return bool(self._searches) and all(one.is_at_rest for one in self._searches.values())
 
     def model(self, sizes: Sizes) -> StepModel:
         """Of passes of these sizes."""

@@ -43,6 +43,24 @@ def chain(offloader: Offloader, x: Tensor, *, length: int = 10) -> Tensor:
         return y.sum()
 
 
+@pytest.mark.parametrize("setup", [KEEP, EAGER])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_leaf_that_a_graph_has_is_not_swapped(requires_grad: bool, setup: Setup, tmp_path: Path) -> None:
+    """Plain PyTorch sees that the graph has it; backward would compute with what it became."""
+    inputs = torch.ones(SIDE, requires_grad=True)
+    scale = nn.Parameter(torch.full((SIDE,), 3.0), requires_grad=requires_grad)
+    with open_offloader(tmp_path, setup) as offloader:
+        with offloader.saved_tensors():
+            loss = (inputs * scale).sum()
+        with pytest.raises(RuntimeError, match="Cannot swap"):
+            torch.utils.swap_tensors(scale, nn.Parameter(torch.zeros(SIDE), requires_grad=requires_grad))
+        (gradient,) = torch.autograd.grad(loss, inputs)
+        assert torch.equal(gradient, torch.full((SIDE,), 3.0))
+        del loss
+        offloader.end_backward()
+        torch.utils.swap_tensors(scale, nn.Parameter(torch.zeros(SIDE), requires_grad=requires_grad))
+
+
 def test_one_storage_saved_by_many_operations_is_written_once(tmp_path: Path) -> None:
     with open_offloader(tmp_path) as offloader:
         with offloader.saved_tensors():

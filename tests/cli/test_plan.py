@@ -222,6 +222,18 @@ def test_a_profile_that_is_mistyped_is_refused_with_the_key(
     assert match in " ".join(done.stderr.split())
 
 
+def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "hardware: {}\nmachine:\n  # drive_write_gb_per_s: 2\ntrainer: {accelerator: cpu, precision: 32-true}\n"
+    )
+    assert "drive_write_gb_per_s and drive_read_gb_per_s" in run("--model", NET, "--hardware", str(file), *SIZES).stderr
+    file.write_text("hardware: [\n")
+    done = run("--model", NET, "--hardware", str(file), *SIZES)
+    assert done.exit_code == 1
+    assert "a hardware profile with hardware, machine" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("target", "got", "advice"),
     [

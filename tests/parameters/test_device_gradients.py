@@ -335,7 +335,7 @@ def swap_gradients_too(model: nn.Module) -> None:
 @pytest.mark.parametrize("when", ["before_step", "after_step"])
 @pytest.mark.parametrize("does", [load_others, swap_with_each_other, swap_with_a_tensor, swap_gradients_too])
 def test_swapping_tensors(does: Any, when: str, options: Any, opened: Opened) -> None:
-    """PyTorch loses the hooks of what is swapped: its gradients stay from then on."""
+    """PyTorch loses the hooks of what is swapped: its gradients stay until the module is registered again."""
 
     def run(offloader: Offloader | None) -> Loop:
         def swap(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -354,6 +354,59 @@ def test_swapping_tensors(does: Any, when: str, options: Any, opened: Opened) ->
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert same(loop.result(), plain.result())
+    backward(loop)
+    if options.get("gradients") != "keep":
+        assert have_left(offloader, loop.model)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("does", [load_others, swap_with_a_tensor])
+def test_hooks_of_the_user_run_after_a_swap(does: Any, register: str, is_closed: bool, opened: Opened) -> None:
+    """A swap leaves a dictionary of hooks that nobody calls; one of ours would swallow the user's."""
+
+    def run(offloader: Offloader | None) -> tuple[int, list[torch.Tensor]]:
+        loop, called = Loop(offloader), []
+        backward(loop)
+        if is_closed and offloader is not None:
+            offloader.close()
+            loop.offloader = None
+        loop.model.zero_grad()
+        does(loop.model)
+        parameter = loop.model.blocks[1].up.weight
+        getattr(parameter, register)(called.append)
+        backward(loop, step=1)
+        return len(called), [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        (num, gradients), (num_plain, plain) = run(opened()), run(None)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert num == num_plain == 1
+    assert same(gradients, plain)
+
+
+def test_a_conversion_that_is_refused_loses_no_gradient(opened: Opened) -> None:
+    """Module.to() takes the gradient away meanwhile, and gives it back."""
+
+    def run(offloader: Offloader | None) -> list[torch.Tensor]:
+        loop = Loop(offloader)
+        backward(loop)
+        assert offloader is None or have_left(offloader, loop.model)
+        weight = loop.model.blocks[0].up.weight
+        seen = weight.view_as(weight)
+        with pytest.raises(RuntimeError, match="Couldn't swap"):
+            loop.model.blocks[0].up._apply(torch.clone)
+        del seen
+        backward(loop, step=1)
+        return [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        assert same(run(opened()), run(None))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def test_tensors_can_be_swapped_after_closing(opened: Opened) -> None:

@@ -271,6 +271,20 @@ def test_tensors_can_be_swapped(opened: Callable[..., Offloader]) -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_hooks_of_the_user_run_after_a_swap(is_closed: bool, opened: Callable[..., Offloader]) -> None:
+    """A swap leaves a dictionary of hooks that nobody calls; one of ours would swallow the user's."""
+    offloader, called = opened(), []
+    loop = Loop(offloader).run(1)
+    if is_closed:
+        offloader.close()
+    weight = loop.model.blocks[0].up.weight
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.ones_like(weight)))
+    weight.register_post_accumulate_grad_hook(called.append)
+    loop._loss(next(batches(1))).backward()
+    assert len(called) == 1
+
+
 def test_threads_train_side_by_side(opened: Callable[..., Offloader]) -> None:
     offloader = opened()
     offloader.expect_no_optimizer()

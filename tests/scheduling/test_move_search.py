@@ -556,3 +556,22 @@ def test_without_a_trace_passes_keep_for_the_next_plan() -> None:
     assert machine.search.replan()
     assert machine.search.keeps
     assert not machine.search.wants_plan
+
+
+def test_passes_at_rest_are_not_compared_with() -> None:
+    """They may be faster than plain PyTorch, where they reuse memory."""
+    machine = Machine(lambda share: 0.6 * (share > 0), guess_s=0.0)
+    while not machine.search.is_at_rest:
+        machine.run(1)
+    before = machine.search.keep_s
+    assert before is not None
+    machine.pace = 0.8
+    while machine.search.is_at_rest:
+        machine.run(1)
+    assert machine.search.keep_s == before
+    assert machine.search.state is State.RESTING
+    machine.pace = 1.0
+    for _ in range(NUM_KEPT):
+        assert machine.search.keeps
+        machine.run(1)
+    assert machine.search.keep_s == pytest.approx(1.0)

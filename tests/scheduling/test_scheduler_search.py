@@ -113,7 +113,7 @@ def test_passes_know_that_moving_was_given_up() -> None:
     """Not those that others are compared with: these have memory as plain PyTorch has it."""
     with opened(machine=lambda: FAST) as made:
         resting = []
-        for _ in range(60):
+        for _ in range(140):
             cursor, _ = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
             share = 0.6 * bool(cursor._candidates)
             run_pass(made, make_trace(COUNT), step_s=1 + share, available_bytes=1 << 40)
@@ -123,7 +123,9 @@ def test_passes_know_that_moving_was_given_up() -> None:
             assert cursor.is_resting <= (report is not None), "before anything was tried"
     first = resting.index(True)
     assert NUM_KEPT < first < 30
-    assert all(resting[first : first + 8])
+    rest = resting[first:].index(False)
+    assert rest >= 8 - NUM_KEPT
+    assert not any(resting[first + rest :][:NUM_KEPT]), "the last ones are compared with the next plan"
 
 
 def test_where_moving_becomes_dear_less_is_moved() -> None:

@@ -416,6 +416,29 @@ def test_shards_leave_and_come_back_as_memory_lacks(
     assert waiting[-1] == (0, 0)
 
 
+def test_gradients_of_shards_that_were_exchanged_or_unfrozen_wait(mesh: Any, opened: Callable[..., Offloader]) -> None:
+    """FSDP2 makes other parameters of what is assigned."""
+    model, offloader = sharded(mesh), opened(parameters="keep")
+    offloader.expect_no_optimizer()
+    offloader.register_module(model)
+
+    def num_waiting() -> int:
+        model(torch.ones(8, WIDTH)).square().mean().backward()
+        offloader.end_backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return sum(is_mapped(local_of(gradient).untyped_storage()) for gradient in gradients)
+
+    assert num_waiting() == 7
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    assert num_waiting() == 7
+    model[0].requires_grad_(False)
+    offloader.register_module(model)
+    assert num_waiting() == 5
+    model[0].requires_grad_(True)
+    assert num_waiting() == 7
+
+
 def test_shards_that_are_unfrozen_while_they_wait(mesh: Any, opened: Callable[..., Offloader]) -> None:
     found = []
     for offloader in (None, opened(**FROZEN)):
