@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from yaml import YAMLError  # type: ignore[import-untyped]
@@ -57,6 +57,7 @@ def load_hardware(name: str) -> Described:
         raise CommandError("a hardware profile", f"{escape_control(path)} does not exist", "name a file that exists")
     try:
         content: Any = OmegaConf.load(path)
+        _refuse_near_misses(content)
         if "defaults" in content:
             content = OmegaConf.merge(OmegaConf.load(_PACKAGED / "_lightning_ssd_hardware.yaml"), content)
         plain: Any = OmegaConf.to_container(content, resolve=True)
@@ -164,6 +165,23 @@ def _option(group: str, name: str) -> Path:
         got = escape_control(name)
         raise CommandError(f"an option of conf/{group} ({known}) or {other}", got, "take one of them")
     return path
+
+
+def _refuse_near_misses(content: Any) -> None:
+    """With ``defaults:``, what is mistyped would be what they say. A profile may set other things, too, for training.
+
+    Raises:
+        ConfigError: a section, or a setting of the trainer that is read here, is probably mistyped.
+    """
+    trainer = content.get("trainer") if isinstance(content, DictConfig) else None
+    for prefix, keys, known in (
+        ("", content, ("hardware", "machine", "trainer")),
+        ("trainer.", trainer, ("accelerator", "precision")),
+    ):
+        for key in map(str, keys if isinstance(keys, DictConfig) else ()):
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+            if near and near[0] != key:
+                raise ConfigError(f"{prefix}{key} is not read; did you mean {prefix}{near[0]}?")
 
 
 def _settings(plain: Any, section: str, kind: type[Any]) -> dict[str, Any]:

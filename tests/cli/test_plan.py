@@ -205,19 +205,26 @@ def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments: list[str],
     [
         (("drive_endurance:", "drive_endurence:"), "hardware.drive_endurence is no setting; did you mean drive_endur"),
         (("device_peak_tflops:", "tflops:"), "machine.tflops is no setting"),
-        (("trainer:", "trainers:"), "there is no section trainer:"),
-        (("accelerator:", "accelerators:"), "trainer.accelerator is missing"),
-        (("precision:", "precisions:"), "trainer.precision is missing"),
+        (("trainer:", "trainr:"), "trainr is not read; did you mean trainer?"),
+        (("machine:", "machin:"), "machin is not read; did you mean machine?"),
+        (("precision:", "precison:"), "trainer.precison is not read; did you mean trainer.precision?"),
+        (("trainer:", "x:"), "there is no section trainer:"),
+        (("accelerator:", "x:"), "trainer.accelerator is missing"),
     ],
 )
+@pytest.mark.parametrize("has_defaults", [True, False])
 def test_a_profile_that_is_mistyped_is_refused_with_the_key(
-    change: tuple[str, str], match: str, tmp_path: Path
+    has_defaults: bool, change: tuple[str, str], match: str, tmp_path: Path
 ) -> None:
     written = (ROOT / "conf" / "hardware" / "dgx_h100.yaml").read_text()
-    assert written.count(change[0]) == 1
-    alone = written.replace("defaults:\n  - /_lightning_ssd_hardware\n", "")
-    (tmp_path / "mine.yaml").write_text(alone.replace(*change))
+    assert written.count(f"\n{change[0]}") + written.count(f"  {change[0]}") == 1
+    if not has_defaults:
+        written = written.replace("defaults:\n  - /_lightning_ssd_hardware\n", "")
+    (tmp_path / "mine.yaml").write_text(written.replace(*change))
     done = run("--model", NET, "--hardware", str(tmp_path / "mine.yaml"), *SIZES)
+    if has_defaults and change[1] == "x:":
+        assert done.exit_code == 0, "the defaults say it"
+        return
     assert done.exit_code == 1
     assert match in " ".join(done.stderr.split())
 
