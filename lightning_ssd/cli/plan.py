@@ -442,6 +442,8 @@ def _life_text(days: float | None) -> str:
         return "unknown"
     if math.isinf(days):
         return "unused"
+    if days < 1:
+        return "under a day"
     return f"{days:.0f} days" if days < 365 else f"{days / 365:.1f} years"
 
 

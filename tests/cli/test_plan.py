@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import lightning_ssd
 from lightning_ssd import HardwareProfile
+from lightning_ssd.cli import plan
 from lightning_ssd.cli.main import app
 from lightning_ssd.cli.write_hardware import hardware_yaml
 from lightning_ssd.planning.machine_profile import MachineProfile
@@ -227,6 +229,21 @@ def test_a_profile_that_is_mistyped_is_refused_with_the_key(
         return
     assert done.exit_code == 1
     assert match in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("days", "text"),
+    [
+        (None, "unknown"),
+        (math.inf, "unused"),
+        (0.9, "under a day"),
+        (1.0, "1 days"),
+        (364.0, "364 days"),
+        (730.0, "2.0 years"),
+    ],
+)
+def test_how_long_drives_last_is_told(days: float | None, text: str) -> None:
+    assert plan._life_text(days) == text
 
 
 def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path: Path) -> None:
