@@ -32,7 +32,8 @@ class _SwapPatch:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # a leaf lock
+        # Guards the users. A leaf lock.
+        self._lock = threading.Lock()
         self._users: tuple[SwapUser, ...] = ()
 
     def add_user(self, user: SwapUser) -> None:

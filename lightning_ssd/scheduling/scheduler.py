@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_ssd.common.collectives import AllReduceMin
+from lightning_ssd.planning.bandwidth import leaves_band
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
@@ -39,6 +40,8 @@ __all__ = ["Scheduler"]
 _log = logging.getLogger(__name__)
 
 _MAX_KINDS = 64
+_TYPICAL = 0.25
+"""A traced pass that took this much more or less than passes that keep everything is traced again."""
 _NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
 
 
@@ -277,7 +280,8 @@ class Scheduler:
         if search is not None and known.plan.moves:
             before = search.state
             stall_s = known.plan.prediction.stall_s
-            told = search.moved(known, known.moved_bytes, measured.step_s, stall_s, has_trace=kind.has_trace)
+            has_trace = self._has_trace(kind, known, search)
+            told = search.moved(known, known.moved_bytes, measured.step_s, stall_s, has_trace=has_trace)
             self._learnt_cost = search.cost_s_per_byte
             if told is not None and self._cache is not None:
                 self._cache.drop(known.sizes)  # as much as that cannot be moved, or more can
@@ -297,11 +301,19 @@ class Scheduler:
             return
         if search is None or not is_searched:
             kind.ask_for_trace()
-        elif not search.replan(has_trace=kind.has_trace):
+        elif not search.replan(has_trace=self._has_trace(kind, known, search)):
             return
         else:
             self._plan_from(kind, known, search)
         _log.info("planning again: %s", reason)
+
+    @staticmethod
+    def _has_trace(kind: PassKind, known: StoredPlan, search: MoveSearch) -> bool:
+        """Whether the next plan can be made from the trace of this one: a disturbed pass must not be planned from for
+        ever.
+        """
+        keep_s = search.keep_s
+        return kind.has_trace and keep_s is not None and not leaves_band(known.plan.keep_step_s, keep_s, _TYPICAL)
 
     def _plan_from(self, kind: PassKind, known: StoredPlan, search: MoveSearch) -> None:
         """Make the next plan from the trace of this one, if that is wanted; else a pass is traced anew."""

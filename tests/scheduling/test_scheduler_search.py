@@ -165,3 +165,27 @@ def test_drives_of_another_speed_need_no_pass_that_keeps() -> None:
     assert not any(traced[60:])
     assert all(shares[60:66])
     assert shares[60:].count(0.0) <= 2 * NUM_KEPT, "the plan is compared with keeping, as any"
+
+
+@pytest.mark.parametrize(("trace_s", "is_traced"), [(1.0, False), (1.2, False), (1.4, True), (0.7, True)])
+def test_a_disturbed_pass_is_not_planned_from_for_ever(trace_s: float, is_traced: bool) -> None:
+    """Where it took another time than passes that keep everything do, the next plan needs another trace."""
+    rates, traced = [FAST], []
+    with opened(machine=lambda: rates[0]) as made:
+        for number in range(90):
+            trace = make_trace(COUNT)
+            cursor, wants_trace = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
+            known = next((k for k in cursor._candidates), None)
+            share = 0.0 if known is None else known.moved_bytes / (COUNT * NBYTES)
+            run_pass(made, trace, step_s=1 + 0.05 * share, available_bytes=1 << 40)
+            made.wait()
+            traced.append(wants_trace)
+            if number == 59:
+                ssd = rates[0].ssd
+                assert ssd is not None
+                rates[0] = replace(rates[0], ssd=replace(ssd, write_bytes_per_s=ssd.write_bytes_per_s / 2))
+            if number == 39:
+                for kind in made._kinds.values():
+                    for sizes, plan in kind.plans.items():
+                        kind.plans[sizes] = replace(plan, plan=replace(plan.plan, keep_step_s=trace_s))
+    assert any(traced[60:70]) is is_traced
