@@ -21,6 +21,7 @@ from lightning_ssd.scheduling.drift import DriftDetector
 from lightning_ssd.scheduling.memory_limits import NonActivationMemory
 from lightning_ssd.scheduling.move_search import MoveSearch
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
+from lightning_ssd.scheduling.search_phase import State
 from lightning_ssd.scheduling.step_model import StepModel
 from lightning_ssd.scheduling.tracing import TRANSITIONS, Tracing, TracingEvent
 
@@ -121,6 +122,11 @@ class PassKind:
     def is_resting(self) -> bool:
         """Whether the next pass is none that others are compared with, whatever its sizes."""
         return bool(self._searches) and all(one.is_at_rest for one in self._searches.values())
+
+    @property
+    def ends_rest(self) -> bool:
+        """Whether the next pass belongs to such a rest no more, and the next plan is compared with it."""
+        return any(one.state is State.RESTING and not one.is_at_rest for one in self._searches.values())
 
     def model(self, sizes: Sizes) -> StepModel:
         """Of passes of these sizes."""

@@ -157,6 +157,7 @@ class Scheduler:
             or kind.planning is not None
             or kind.wants_trace
             or kind.is_of_many
+            or kind.ends_rest
             or self._limits.limits_total_memory
         ):
             return False

@@ -112,8 +112,9 @@ def test_moving_that_does_not_pay_is_given_up(cost_s: float) -> None:
 def test_passes_know_that_moving_was_given_up() -> None:
     """Not those that others are compared with: these have memory as plain PyTorch has it."""
     with opened(machine=lambda: FAST) as made:
-        resting = []
+        resting, goes_on = [], []
         for _ in range(140):
+            goes_on.append(made.goes_on_keeping("a"))
             cursor, _ = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
             share = 0.6 * bool(cursor._candidates)
             run_pass(made, make_trace(COUNT), step_s=1 + share, available_bytes=1 << 40)
@@ -126,6 +127,8 @@ def test_passes_know_that_moving_was_given_up() -> None:
     rest = resting[first:].index(False)
     assert rest >= 8 - NUM_KEPT
     assert not any(resting[first + rest :][:NUM_KEPT]), "the last ones are compared with the next plan"
+    assert all(goes_on[first + 1 : first + rest])
+    assert not any(goes_on[first + rest :][:NUM_KEPT]), "and know it, as only passes with hooks do"
 
 
 def test_where_moving_becomes_dear_less_is_moved() -> None:
