@@ -294,9 +294,9 @@ class MoveSearch:
         )
         if self.keeps or is_good or self._num_awaited is not None:
             return False
-        if has_trace:
+        if has_trace and self.slowdown is not None and self.slowdown <= self._limit:
             self._go_on_until_planned()
-        else:
+        else:  # also where the present plan is too slow by now
             self._measure_keeping(PhaseEvent.REPLANNED)
         return True
 

@@ -550,10 +550,13 @@ def test_a_plan_that_never_comes_is_asked_for_again() -> None:
     assert machine.search.replan(has_trace=True)
 
 
-def test_without_a_trace_passes_keep_for_the_next_plan() -> None:
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_passes_keep_for_the_next_plan_without_a_trace_or_where_this_one_is_too_slow(is_slow: bool) -> None:
     machine = settled()
     machine.search._moves_all = False
-    assert machine.search.replan()
+    if is_slow:
+        machine.search.slowdown = LIMIT + 0.01
+    assert machine.search.replan(has_trace=is_slow)
     assert machine.search.keeps
     assert not machine.search.wants_plan
 
