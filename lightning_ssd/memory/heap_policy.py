@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -27,12 +26,9 @@ _LOOK_S = 0.001
 """Asking for the resident set takes about 10 us; in a millisecond little is allocated."""
 _LOOK_KEPT_S = 0.005
 _SLACK_SHARE = 1 / 8
-_FREE_SHARE, _MORE_SHARE, _MAX_FREE_SHARE = 1 / 2, 1 / 8, 3 / 4
+_FREE_SHARE = 1 / 2
 """Of what moving makes room for, free memory that may stay where nobody has asked for less memory: the heap of passes
-that are all alike needs no more after some of them, and giving it back costs them a fifth of their time. Where they
-need more, and give it back each time, more may stay."""
-_NUM_SEEN, _NUM_TRIMMED = 4, 2
-"""So many of the latest passes show that."""
+that are all alike needs no more after some of them, and giving it back costs them a fifth of their time."""
 _MIN_SLACK_BYTES, _MAX_SLACK_BYTES = 16 << 20, 128 << 20
 """Free memory that never has to return: this share of all that is saved, within these bounds."""
 
@@ -95,10 +91,6 @@ class HeapPolicy:
         self._peak_bytes = 0
         self._is_limited = True
         self._slack_bytes = _MIN_SLACK_BYTES
-        self._free_share = _FREE_SHARE
-        self._has_trimmed = False
-        self._trimmed: deque[bool] = deque(maxlen=_NUM_SEEN)
-        """Which of the latest passes have given memory back."""
 
     def enter(self, mode: HeapMode) -> None:
         """Begin a pass, or give the one under way another mode. Where memory is scarce, ``TRIM`` is ``MAP_EACH``."""
@@ -138,8 +130,6 @@ class HeapPolicy:
         self._is_scarce = room_bytes is not None and room_bytes < peak_bytes + self._slack_bytes
         if abs(peak_bytes - self._peak_bytes) > self._slack_bytes:
             self._needed_bytes = 0  # such passes are no longer the same
-            self._free_share = _FREE_SHARE
-            self._trimmed.clear()
         self._needed_bytes = max(self._needed_bytes - self._slack_bytes // 8, 0)
         self._peak_bytes = peak_bytes
         self._is_limited = is_limited
@@ -176,7 +166,7 @@ class HeapPolicy:
     def _may_be_free_bytes(self) -> int:
         if self._is_limited or not self._needed_bytes:
             return self._slack_bytes
-        return max(self._slack_bytes, int(self._free_share * (self._kept_bytes - self._needed_bytes)))
+        return max(self._slack_bytes, int(_FREE_SHARE * (self._kept_bytes - self._needed_bytes)))
 
     def _without_free(self, level: int) -> int:
         """Give free memory back if there is much of it; return what is needed."""
@@ -187,18 +177,12 @@ class HeapPolicy:
                 # Such as gradients and what a loss needs: trimming would take holes from tensors that come next.
                 return level - free
         trim()
-        self._has_trimmed |= self._needed_bytes > 0  # else nobody knew what is needed
         self._unheaped_bytes = besides_blocks_bytes()
         return self._level()
 
     def border(self) -> None:
         """A backward is over."""
-        if self._is_watched and not self._is_limited:
-            self._trimmed.append(self._has_trimmed)
-            if sum(self._trimmed) == _NUM_TRIMMED:
-                self._free_share = min(self._free_share + _MORE_SHARE, _MAX_FREE_SHARE)
-                self._trimmed.clear()
-        self._is_watched = self._is_kept = self._has_trimmed = False
+        self._is_watched = self._is_kept = False
         now_s = time.perf_counter()
         if self._threshold is not None and self._huge is None and now_s - self._last_border_s > _MIN_RELAXED_S:
             self._threshold.restore()
