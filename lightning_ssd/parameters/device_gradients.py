@@ -248,8 +248,8 @@ class GradientPager(DevicePager):
             return
         # All that it has had, too: Module.to() takes the gradient away meanwhile.
         unit = self.find_unit(_place_of(id(tensor)))
-        for weight in [] if unit is None else list(unit.weights):
-            if unit is not None and weight.memory.key.alive():
+        if unit is not None:
+            for weight in [weight for weight in unit.weights if weight.memory.key.alive()]:
                 self.release(unit, weight)
         self._hooks.pop(id(tensor)).remove()
 

@@ -13,6 +13,9 @@ A search goes through these states, and back:
 * **Settled**: passes follow the plan; rarer and rarer, or when they become slower, keeping is measured again.
 * **Resting**: everything is kept for many passes, because no plan kept its promise, or trying has cost too much.
 
+Where a plan keeps its promise and another one may be better, that is made from the trace that there is, and passes
+follow the present one until then.
+
 A decision needs evidence: times scatter, and what is not beyond their scatter counts as equal. The typical time of a
 few passes is their lower third, because whatever disturbs a pass makes it longer.
 """

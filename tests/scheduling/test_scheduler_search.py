@@ -11,6 +11,8 @@ import pytest
 from lightning_ssd.planning.plan import Machine
 from lightning_ssd.scheduling.clock import Clock, HostClock
 from lightning_ssd.scheduling.move_search import NUM_KEPT
+from lightning_ssd.scheduling.plan_cursor import StoredPlan
+from lightning_ssd.scheduling.scheduler import Scheduler
 from tests.support.fake_passes import FAST, NBYTES, LateClock, make_trace, opened, run_pass
 
 COUNT = 24
@@ -36,6 +38,10 @@ class Run:
     guess_s: float = 0.0
     """Of moving everything, for the first plan."""
     seed: int = 1
+    between: Callable[[Run, Scheduler, int], None] = lambda run, made, number: None
+    """Called after the pass of this number."""
+    machine: Machine = FAST
+    """As the scheduler finds it."""
     shares: list[float] = field(default_factory=list)
     """That each pass moved."""
     traced: list[int] = field(default_factory=list)
@@ -43,8 +49,8 @@ class Run:
 
     def __call__(self, passes: int, *, clock: type[Clock] = HostClock, count: int = COUNT) -> Run:
         dice, total = random.Random(self.seed), count * NBYTES
-        machine = Machine(ssd=FAST.ssd, cost_s_per_byte=self.guess_s / total)
-        with opened(machine=lambda: machine) as made:
+        self.machine = Machine(ssd=FAST.ssd, cost_s_per_byte=self.guess_s / total)
+        with opened(machine=lambda: self.machine) as made:
             for number in range(passes):
                 trace = make_trace(count)
                 cursor, wants_trace = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
@@ -55,6 +61,7 @@ class Run:
                 made.wait()
                 self.shares.append(share)
                 self.traced += [number] * wants_trace
+                self.between(self, made, number)
             report = made.report()
             self.told = "" if report is None else report.text()
         return self
@@ -144,51 +151,43 @@ def test_keeping_is_measured_again_in_few_passes() -> None:
     assert 3 < run.shares.count(0) <= 3 * NUM_KEPT + 2 * 4
 
 
+def slow_drives(run: Run, made: Scheduler, number: int) -> None:
+    ssd = run.machine.ssd
+    if number == 59 and ssd is not None:
+        run.machine = replace(run.machine, ssd=replace(ssd, write_bytes_per_s=ssd.write_bytes_per_s / 2))
+
+
+def plans_of(made: Scheduler) -> dict[tuple[int, ...], StoredPlan]:
+    (kind,) = made._kinds.values()
+    return kind.plans
+
+
 def test_drives_of_another_speed_need_no_pass_that_keeps() -> None:
     """The next plan is made from the trace that there is."""
-    rates, shares, traced = [FAST], [], []
-    with opened(machine=lambda: rates[0]) as made:
-        for number in range(90):
-            trace = make_trace(COUNT)
-            cursor, wants_trace = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
-            known = next((k for k in cursor._candidates), None)
-            share = 0.0 if known is None else known.moved_bytes / (COUNT * NBYTES)
-            run_pass(made, trace, step_s=1 + 0.05 * share, available_bytes=1 << 40)
-            made.wait()
-            shares.append(share)
-            traced.append(wants_trace)
-            if number == 59:
-                ssd = rates[0].ssd
-                assert ssd is not None
-                slower = replace(ssd, write_bytes_per_s=ssd.write_bytes_per_s / 2)
-                rates[0] = replace(rates[0], ssd=slower)
-        assert known is not None
-        assert known.rates == slower, "it has been planned again"
-    assert 0 < shares[59] < 0.7
-    assert not any(traced[60:])
-    assert all(shares[60:66])
-    assert shares[60:].count(0.0) <= 2 * NUM_KEPT, "the plan is compared with keeping, as any"
+    rates = []
+
+    def between(run: Run, made: Scheduler, number: int) -> None:
+        slow_drives(run, made, number)
+        rates.append([plan.rates for plan in plans_of(made).values()])
+
+    run = Run(lambda share: 0.05 * share, between=between)(90)
+    assert rates[-1] == [run.machine.ssd], "it has been planned again"
+    assert rates[59] == [FAST.ssd]
+    assert 0 < run.shares[59] < 0.7
+    assert max(run.traced) < 60
+    assert all(run.shares[60:66])
+    assert run.shares[60:].count(0.0) <= 2 * NUM_KEPT, "the plan is compared with keeping, as any"
 
 
 @pytest.mark.parametrize(("trace_s", "is_traced"), [(1.0, False), (1.2, False), (1.4, True), (0.7, True)])
 def test_a_disturbed_pass_is_not_planned_from_for_ever(trace_s: float, is_traced: bool) -> None:
     """Where it took another time than passes that keep everything do, the next plan needs another trace."""
-    rates, traced = [FAST], []
-    with opened(machine=lambda: rates[0]) as made:
-        for number in range(90):
-            trace = make_trace(COUNT)
-            cursor, wants_trace = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
-            known = next((k for k in cursor._candidates), None)
-            share = 0.0 if known is None else known.moved_bytes / (COUNT * NBYTES)
-            run_pass(made, trace, step_s=1 + 0.05 * share, available_bytes=1 << 40)
-            made.wait()
-            traced.append(wants_trace)
-            if number == 59:
-                ssd = rates[0].ssd
-                assert ssd is not None
-                rates[0] = replace(rates[0], ssd=replace(ssd, write_bytes_per_s=ssd.write_bytes_per_s / 2))
-            if number == 39:
-                for kind in made._kinds.values():
-                    for sizes, plan in kind.plans.items():
-                        kind.plans[sizes] = replace(plan, plan=replace(plan.plan, keep_step_s=trace_s))
-    assert any(traced[60:70]) is is_traced
+
+    def between(run: Run, made: Scheduler, number: int) -> None:
+        slow_drives(run, made, number)
+        if number == 39:
+            for sizes, plan in plans_of(made).items():
+                plans_of(made)[sizes] = replace(plan, plan=replace(plan.plan, keep_step_s=trace_s))
+
+    run = Run(lambda share: 0.05 * share, between=between)(90)
+    assert any(60 <= number < 70 for number in run.traced) is is_traced
