@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -26,9 +27,12 @@ _LOOK_S = 0.001
 """Asking for the resident set takes about 10 us; in a millisecond little is allocated."""
 _LOOK_KEPT_S = 0.005
 _SLACK_SHARE = 1 / 8
-_FREE_SHARE = 1 / 2
+_FREE_SHARE, _MORE_SHARE, _MAX_FREE_SHARE = 1 / 2, 1 / 8, 3 / 4
 """Of what moving makes room for, free memory that may stay where nobody has asked for less memory: the heap of passes
-that are all alike needs no more after some of them, and giving it back costs them a fifth of their time."""
+that are all alike needs no more after some of them, and giving it back costs them a fifth of their time. Where they
+need more, and give it back each time, more may stay."""
+_NUM_SEEN, _NUM_TRIMMED = 4, 2
+"""So many of the latest passes show that."""
 _MIN_SLACK_BYTES, _MAX_SLACK_BYTES = 16 << 20, 128 << 20
 """Free memory that never has to return: this share of all that is saved, within these bounds."""
 
@@ -41,7 +45,7 @@ class HeapMode(enum.Enum):
     """What becomes of freed memory while one pass runs."""
 
     RELAXED = enum.auto()
-    """It stays or goes as malloc sees fit: the pass keeps everything, and is what others are compared with."""
+    """It stays or goes as in plain PyTorch: the pass keeps everything, and is what others are compared with."""
     REUSE = enum.auto()
     """It stays: many passes are going to keep everything."""
     TRIM = enum.auto()
@@ -65,7 +69,8 @@ class HeapPolicy:
 
     Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
     move and between them, large tensors lie in the heap, too, and the heap gets huge pages. So it is where moving was
-    given up, in passes that none is compared with.
+    given up, in passes that none is compared with. Those that others are compared with have memory as plain PyTorch has
+    it *without* whole pages: with them glibc returns and maps more in each pass, and any plan would look fast.
 
     A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
 
@@ -91,6 +96,10 @@ class HeapPolicy:
         self._peak_bytes = 0
         self._is_limited = True
         self._slack_bytes = _MIN_SLACK_BYTES
+        self._free_share = _FREE_SHARE
+        self._has_trimmed = False
+        self._trimmed: deque[bool] = deque(maxlen=_NUM_SEEN)
+        """Which of the latest passes have given memory back."""
 
     def enter(self, mode: HeapMode) -> None:
         """Begin a pass, or give the one under way another mode. Where memory is scarce, ``TRIM`` is ``MAP_EACH``."""
@@ -109,11 +118,22 @@ class HeapPolicy:
         self._next_look_s = 0.0
         if mode is HeapMode.MAP_EACH:
             self._threshold.fix()
-        elif mode is not HeapMode.RELAXED and self._huge is not None:
-            self._threshold.reuse()
-            self._huge.look()
-        else:
+        elif self._huge is None:
             self._threshold.restore()
+        elif mode is HeapMode.RELAXED:
+            self._threshold.as_without_pages()
+        else:
+            self._threshold.reuse()
+        if self._huge is not None:
+            self._set_pages(self._huge, mode)
+
+    def _set_pages(self, huge: HugeHeap, mode: HeapMode) -> None:
+        if mode is HeapMode.RELAXED:
+            huge.suspend()
+            return
+        huge.resume()
+        if mode is not HeapMode.MAP_EACH:
+            huge.look()
 
     def expect(
         self, peak_bytes: int, saved_bytes: int, room_bytes: int | None = None, *, is_limited: bool = True
@@ -130,6 +150,8 @@ class HeapPolicy:
         self._is_scarce = room_bytes is not None and room_bytes < peak_bytes + self._slack_bytes
         if abs(peak_bytes - self._peak_bytes) > self._slack_bytes:
             self._needed_bytes = 0  # such passes are no longer the same
+            self._free_share = _FREE_SHARE
+            self._trimmed.clear()
         self._needed_bytes = max(self._needed_bytes - self._slack_bytes // 8, 0)
         self._peak_bytes = peak_bytes
         self._is_limited = is_limited
@@ -166,7 +188,7 @@ class HeapPolicy:
     def _may_be_free_bytes(self) -> int:
         if self._is_limited or not self._needed_bytes:
             return self._slack_bytes
-        return max(self._slack_bytes, int(_FREE_SHARE * (self._kept_bytes - self._needed_bytes)))
+        return max(self._slack_bytes, int(self._free_share * (self._kept_bytes - self._needed_bytes)))
 
     def _without_free(self, level: int) -> int:
         """Give free memory back if there is much of it; return what is needed."""
@@ -177,12 +199,20 @@ class HeapPolicy:
                 # Such as gradients and what a loss needs: trimming would take holes from tensors that come next.
                 return level - free
         trim()
+        self._has_trimmed |= self._needed_bytes > 0  # else nobody knew what is needed
         self._unheaped_bytes = besides_blocks_bytes()
         return self._level()
 
     def border(self) -> None:
         """A backward is over."""
-        self._is_watched = self._is_kept = False
+        if self._is_watched and not self._is_limited:
+            self._trimmed.append(self._has_trimmed)
+            if sum(self._trimmed) == _NUM_TRIMMED:
+                self._free_share = min(self._free_share + _MORE_SHARE, _MAX_FREE_SHARE)
+                self._trimmed.clear()
+        self._is_watched = self._is_kept = self._has_trimmed = False
+        if self._huge is not None:
+            self._huge.resume()
         now_s = time.perf_counter()
         if self._threshold is not None and self._huge is None and now_s - self._last_border_s > _MIN_RELAXED_S:
             self._threshold.restore()
@@ -190,6 +220,8 @@ class HeapPolicy:
 
     def close(self) -> None:
         """Leave malloc as it was, without our holes."""
+        if self._huge is not None:
+            self._huge.resume()
         if self._threshold is not None:
             self._threshold.restore()
             trim()

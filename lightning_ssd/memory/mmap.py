@@ -34,7 +34,7 @@ NO_ACCESS = 0  # PROT_NONE, which Python does not name everywhere
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _WIPEONFORK = 18  # MADV_WIPEONFORK, likewise
-ADVISE_HUGE: int = getattr(mmap, "MADVADVISE_HUGE", 14)
+ADVISE_HUGE: int = getattr(mmap, "MADV_HUGEPAGE", 14)
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 MAP_FAILED = ctypes.c_void_p(-1).value
 

@@ -14,6 +14,10 @@ keep: how far its row is from 1 and "equal" is the noise of the machine, in whic
 with the suffix "+mmap" runs with glibc's mmap threshold fixed, as lightning_ssd fixes it. Modes that plan are warmed up
 until they follow a plan. A mode that runs out of memory is told of in its row, and the others go on without it. How
 names of modes are read: ``recipes.benchmarks.harness.mode_names``.
+
+A process that waits for its turn has its memory grow cold, and on some virtual machines what it has freed goes back to
+the host. ``--turn-steps 4`` has each take four steps in a turn, of which the first is not timed: so a process trains
+that has the machine to itself.
 """
 
 from __future__ import annotations
@@ -57,6 +61,8 @@ from recipes.benchmarks.hooks import ROUNDS, bench_hooks
 from recipes.benchmarks.workers.step import Job
 
 GIB = float(1 << 30)
+_FREE_PAGE_REPORTING = 5
+"""Bit of a memory balloon's features (Virtual I/O Device Version 1.2, section 5.5.3)."""
 _PATH_OPTIONS = ("--dir", "--json", "--output")
 
 
@@ -152,11 +158,22 @@ def environment(recipe: str, threads: int, shape: Shape | None = None) -> dict[s
         "processor": cpu[0] if cpu else platform.processor(),
         "cores": os.cpu_count(),
         "malloc": malloc_name(),
+        "free_page_reporting": reports_free_pages(),
         "device": torch.cuda.get_device_name() if shape is not None and shape.device == "cuda" else "cpu",
         "threads": threads,
         "load_average": os.getloadavg()[0],
         **({} if shape is None else {"shape": asdict(shape), "model": _model()}),
     }
+
+
+def reports_free_pages() -> bool:
+    """Whether this is a virtual machine that hands memory which stays free for two seconds back to its host.
+
+    Mapping it again takes several times as long then. Processes that take turns pay for that, since what one of them
+    has freed stays free while the others step; one that trains alone pays less. See ``--turn-steps``.
+    """
+    balloons = Path("/sys/bus/virtio/drivers/virtio_balloon").glob("virtio*/features")
+    return any(path.read_text()[_FREE_PAGE_REPORTING] == "1" for path in balloons)
 
 
 def commit() -> str:

@@ -12,7 +12,7 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.memory import heap_policy as module
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
-from lightning_ssd.memory.malloc import MallocThreshold, trim
+from lightning_ssd.memory.malloc import HeapClaim, MallocThreshold, trim
 from lightning_ssd.memory.readings import level_bytes
 from tests.support.helpers import Setup, open_offloader
 
@@ -30,7 +30,7 @@ def heap_policy() -> Iterator[HeapPolicy]:
 
 
 def is_fixed(of: HeapPolicy) -> bool:
-    return of._threshold in MallocThreshold._users
+    return of._threshold is not None and of._threshold.claim is HeapClaim.MAP_EACH
 
 
 class Heap:
@@ -141,6 +141,43 @@ def test_half_of_what_moving_makes_room_for_may_stay_where_nobody_asks_for_less(
                 heap.num_trims, heap.free = 0, free
                 heap_policy.look(0)
                 assert heap.num_trims == trims, (is_limited, free)
+    finally:
+        heap_policy.close()
+
+
+def test_more_may_stay_where_each_pass_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to three quarters of what moving makes room for: a quarter of that is saved at least."""
+    monkeypatch.setattr(module, "has_whole_pages", lambda: True)
+    monkeypatch.setattr(module, "_LOOK_KEPT_S", 0.0)
+    heap = Heap(monkeypatch)
+    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
+
+    def run(free: int, peak: int = 100) -> bool:
+        """A pass that has so much free memory; whether it gave that back."""
+        heap.num_trims, heap.used, heap.free = 0, 500, 0
+        heap_policy.expect(peak * MIB, 0, is_limited=is_limited)
+        heap_policy.enter(HeapMode.TRIM)
+        heap_policy.look(0)
+        heap.num_trims, heap.free = 0, free
+        heap_policy.look(0)
+        heap_policy.border()
+        return heap.num_trims > 0
+
+    try:
+        heap_policy.enter(HeapMode.RELAXED)
+        heap.used = 1300
+        heap_policy.look(0)
+        is_limited = False
+        run(0)
+        heap_policy._needed_bytes = 500 * MIB
+        monkeypatch.setattr(module, "_MIN_SLACK_BYTES", 0)  # or what is needed would be forgotten slowly
+        assert [run(free) for free in (450, 0, 0, 0, 450, 0, 450)] == [True, False, False, False, True, False, True]
+        assert not run(450), "500 of 800 MiB, after two of four passes"
+        assert [run(501) for _ in range(3)] == [True, True, False]
+        assert [run(601) for _ in range(9)] == [True] * 9, "never more"
+        assert run(450, peak=300), "such passes are no longer the same"
+        is_limited = True
+        assert all(run(450, peak=300) for _ in range(9))
     finally:
         heap_policy.close()
 
@@ -297,12 +334,12 @@ def test_closing_leaves_malloc_to_itself(heap_policy: HeapPolicy) -> None:
 
 
 def test_where_memory_is_not_of_malloc_nothing_happens() -> None:
-    before = set(MallocThreshold._users)
+    before = dict(MallocThreshold._claims)
     elsewhere = HeapPolicy()
     elsewhere.enter(HeapMode.MAP_EACH)
     elsewhere.border()
     elsewhere.close()
-    assert before == MallocThreshold._users
+    assert before == MallocThreshold._claims
 
 
 def test_a_foreign_malloc_is_neither_watched_nor_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
