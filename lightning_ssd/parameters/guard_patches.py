@@ -5,6 +5,7 @@ for telling:
 
 * ``tensor.data`` of a weight in the forward of its unit, and of a view of a weight: whoever has it may change bytes
   without a sign in the version; of any tensor that is given the memory of a weight;
+* ``tensor.grad = gradient``, which asks only the class of the tensor: autograd would add to memory that is away;
 * ``nn.Parameter(weight)``, which takes plain parameters only, and ``torch.Tensor._make_subclass``, which asks no
   class;
 * ``tensor.set_(weight)``, which asks no class either, and gives a storage without memory memory of its own: whoever
@@ -40,6 +41,7 @@ _plain_enter = _Hooks.__enter__
 _push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _data: Any = torch._C.TensorBase.data
+_grad: Any = torch._C.TensorBase.grad
 _plain_new = nn.Parameter.__new__
 _plain_set: Any = torch._C.TensorBase.set_
 _plain_subclass: Any = torch.Tensor._make_subclass
@@ -94,6 +96,8 @@ class _GuardPatches:
         tensor: Any = torch.Tensor
         tensor.data = property(_get_data, _set_data)
         self._put_back.append(lambda: delattr(torch.Tensor, "data"))
+        tensor.grad = property(_grad.__get__, _set_grad, _grad.__delete__)
+        self._put_back.append(lambda: delattr(torch.Tensor, "grad"))
         self._put_back.append(lambda: setattr(nn.Parameter, "__new__", staticmethod(_plain_new)))
         nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
         self._put_back.append(lambda: delattr(torch.Tensor, "_make_subclass"))
@@ -141,6 +145,13 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         _tell_exposed(tensor, replaces=True)
     with using([value] if is_guarded(value) else []):
         _data.__set__(tensor, value)
+
+
+def _set_grad(tensor: torch.Tensor, gradient: Any) -> None:
+    """A gradient that is given to another tensor, too, is held by both, and leaves no more."""
+    is_new = gradient is not None and _grad.__get__(tensor) is not gradient
+    with using([gradient] if is_new and is_guarded(gradient) else []):
+        _grad.__set__(tensor, gradient)
 
 
 def _set_storage(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -23,6 +23,7 @@ def write_report(report: RunReport, directory: str | os.PathLike[str]) -> list[P
 
     What needs a library that is not installed is left out, and said so in the log: the page needs Plotly, the still
     pictures Matplotlib (``pip install '.[report]'`` in the checkout). The numbers are written in any case, first.
+    What an earlier report has left of that goes, since it would be of another run.
 
     Args:
         report: of the run.
@@ -44,13 +45,16 @@ def write_report(report: RunReport, directory: str | os.PathLike[str]) -> list[P
     try:
         written.insert(0, _write(folder / PAGE_NAME, render_page(report)))
     except ImportError as error:
+        (folder / PAGE_NAME).unlink(missing_ok=True)
         _log.warning("no page was written (%s); pip install '.[report]' in the checkout", error)
+    pictures = {folder / f"{chart.key}.png": chart for chart in report_charts(report)}
     try:
-        for chart in report_charts(report):
-            file = folder / f"{chart.key}.png"
+        for file, chart in pictures.items():
             save_png(chart, file)
             written.append(file)
     except ImportError as error:
+        for file in pictures:
+            file.unlink(missing_ok=True)
         _log.warning("no still pictures were written (%s); pip install '.[report]' in the checkout", error)
     return written
 

@@ -28,6 +28,7 @@ from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import level_bytes
 from recipes.benchmarks.harness.curve_plot import load_pyplot
 from recipes.benchmarks.harness.gpt import GPT
+from recipes.benchmarks.step import environment
 
 __all__ = ["draw", "main", "train"]
 
@@ -147,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = subprocess.run([*command, *["--tiny"][: args.tiny]], stdout=subprocess.PIPE, text=True, check=True)
         content[mode] = json.loads(done.stdout.splitlines()[-1])
         print(f"{_MODES[mode][0]}: {max(level for _, level in content[mode]['samples']) / _MIB:,.0f} MiB above rest")
-    args.output.with_suffix(".json").write_text(json.dumps(content))
+    facts = environment("memory_over_step", torch.get_num_threads())
+    args.output.with_suffix(".json").write_text(json.dumps({"environment": facts, "modes": content}))
     draw(content, args.output)
     return 0 if len({found["loss"] for found in content.values()}) == 1 else 1
 

@@ -112,6 +112,36 @@ print(MallocThreshold._holes, MallocThreshold._claims)
     assert left == "None {}"
 
 
+FAULTS = """
+# Pages that a training pass maps, in whole pages and with the settings of {settings}.
+import resource, statistics
+import torch
+from torch import nn
+from lightning_ssd.memory.huge_heap import HugeHeap
+
+HugeHeap().suspend()
+threshold = MallocThreshold()
+threshold.reuse(), threshold.{settings}()
+blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(10)]
+model, x, counts = nn.Sequential(*blocks), torch.ones(2048, 256), []
+for _ in range(9):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    model(x).sum().backward()
+    model.zero_grad()
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(int(statistics.median(counts[3:])))
+"""
+
+
+def test_passes_to_compare_with_map_no_more_than_without_whole_pages() -> None:
+    plain = int(run_pattern(FAULTS.format(settings="restore"), **OFF))
+    slow = int(run_pattern(FAULTS.format(settings="restore"), **ON))
+    compared = int(run_pattern(FAULTS.format(settings="as_without_pages"), **ON))
+    if slow < 2 * plain:
+        pytest.skip("this glibc maps as little in whole pages")
+    assert compared < (plain + slow) / 2
+
+
 def test_somebody_who_maps_each_tensor_comes_first(forks: list[str]) -> None:
     output = run_pattern(
         """

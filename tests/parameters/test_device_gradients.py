@@ -424,26 +424,48 @@ def test_a_gradient_that_somebody_has(holder: str, opened: Opened) -> None:
     assert same(gradient_twice(HOLDERS[holder], offloader), gradient_twice(HOLDERS[holder], None))
 
 
+@pytest.mark.parametrize("both_wait", [True, False])
 @pytest.mark.parametrize("is_away", [True, False])
-def test_one_gradient_of_two_parameters(is_away: bool, opened: Opened) -> None:
+def test_one_gradient_of_two_parameters(is_away: bool, both_wait: bool, opened: Opened) -> None:
     found = []
     for offloader in (None, opened()):
         torch.manual_seed(4)
         layers = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
         if offloader is not None:
             offloader.expect_no_optimizer()
-            offloader.register_module(layers)
+            offloader.register_module(layers if both_wait else layers[1])
         if is_away:
             layers(torch.ones(2, 128)).sum().backward()
             if offloader is not None:
-                assert eventually(offloader, lambda layers=layers: len(gone(layers)) == 2)
+                assert eventually(offloader, lambda layers=layers: len(gone(layers)) == 1 + both_wait)
             layers[0].weight.grad = layers[1].weight.grad
         else:
             layers[0].weight.grad = layers[1].weight.grad = torch.zeros(128, 128)
         for _ in range(2):
             layers(torch.ones(2, 128)).sum().backward()
+        layers[0](torch.ones(2, 128)).sum().backward()
         found.append([layer.weight.grad.clone() for layer in layers])
+        if offloader is not None:
+            assert layers[0].weight.grad is layers[1].weight.grad
     assert same(*found)
+
+
+def test_setting_a_gradient_asks_for_no_bytes_of_its_own(opened: Opened) -> None:
+    """``p.grad = p.grad``, as a helper that has changed nothing does, and a tensor that has none."""
+    offloader = opened()
+    offloader.expect_no_optimizer()
+    layer = nn.Linear(128, 128, bias=False)
+    offloader.register_module(layer)
+    layer(torch.ones(2, 128)).sum().backward()
+    assert eventually(offloader, lambda: len(gone(layer)) == 1)
+    layer.weight.grad = layer.weight.grad
+    assert len(gone(layer)) == 1
+    del layer.weight.grad
+    assert layer.weight.grad is None
+    with pytest.raises(TypeError, match="assigned grad"):
+        layer.weight.grad = 1  # type: ignore[assignment]
+    offloader.close()
+    assert "grad" not in vars(torch.Tensor)
 
 
 def test_a_sparse_gradient_stays(opened: Opened) -> None:

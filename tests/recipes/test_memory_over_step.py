@@ -21,5 +21,7 @@ def test_a_toy_run_draws_both_modes(
     output = spill_dir / "pictures" / "memory.png"
     assert memory_over_step.main(["--tiny", "--dir", str(spill_dir), "--output", str(output)]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
-    assert set(json.loads(output.with_suffix(".json").read_text())) == {"keep", "offload"}
+    content = json.loads(output.with_suffix(".json").read_text())
+    assert set(content["modes"]) == {"keep", "offload"}
+    assert {"command", "date", "commit"} <= set(content["environment"])
     assert capsys.readouterr().out.count("MiB above rest") == 2

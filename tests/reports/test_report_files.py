@@ -145,10 +145,15 @@ def test_without_the_libraries_the_numbers_are_written(
     def missing(*_: object) -> str:
         raise ImportError("No module named 'plotly'")
 
+    written = write_report(made_report(), tmp_path)
+    assert len(written) > 2
     monkeypatch.setattr(files, "render_page", missing)
     monkeypatch.setattr(files, "save_png", missing)
     written = write_report(made_report(), tmp_path)
     assert [file.name for file in written] == ["report.json", "trace_step_4.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.json", "trace_step_4.json"], (
+        "none of another run"
+    )
     assert "'.[report]'" in caplog.text
 
 
