@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from typing import ClassVar
 
 from lightning_ssd.memory.mmap import ADVISE_HUGE, HUGE_PAGE_BYTES, MAP_FAILED, libc
@@ -28,11 +29,13 @@ class HugeHeap:
 
     # The lock is a leaf: nothing is called while it is held but libc. A fork that takes it in mid-air has its own.
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _suspended: ClassVar[set[HugeHeap]] = set()
+    _suspended: ClassVar[weakref.WeakSet[HugeHeap]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self._start = self._end = _heap_start()
-        self._may_suspend = _prctl(_GET_DISABLED) == 0 or bool(self._suspended)
+        self._dropped: weakref.finalize[..., HugeHeap] | None = None
+        with self._lock:
+            self._may_suspend = _prctl(_GET_DISABLED) == 0 or len(self._suspended) > 0
 
     def look(self) -> None:
         """Advise what has been added since the last look. Takes a microsecond where nothing has."""
@@ -49,6 +52,9 @@ class HugeHeap:
         if not self._may_suspend:
             return
         with self._lock:
+            if self._dropped is None:
+                self._dropped = weakref.finalize(self, _after_last)
+                self._dropped.atexit = False
             self._suspended.add(self)  # first: wherever an interrupt comes, resume() makes it good
             _prctl(_SET_DISABLED, 1)
 
@@ -57,9 +63,12 @@ class HugeHeap:
         if self not in self._suspended:
             return
         with self._lock:
-            if self._suspended <= {self}:
+            if len(self._suspended) == 1:
                 _prctl(_SET_DISABLED, 0)
             self._suspended.discard(self)
+            if self._dropped is not None:
+                self._dropped.detach()
+                self._dropped = None
 
 
 def _prctl(option: int, value: int = 0) -> int:
@@ -76,10 +85,16 @@ def _heap_start() -> int | None:
         return None
 
 
+def _after_last() -> None:
+    """One has been dropped. Without the lock, which the thread that collects it may hold."""
+    if not len(HugeHeap._suspended):
+        _prctl(_SET_DISABLED, 0)
+
+
 def _after_fork() -> None:
     HugeHeap._lock = threading.Lock()
-    if HugeHeap._suspended:
-        HugeHeap._suspended.clear()
+    if len(HugeHeap._suspended):
+        HugeHeap._suspended = weakref.WeakSet()
         _prctl(_SET_DISABLED, 0)
 
 

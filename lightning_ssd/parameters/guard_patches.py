@@ -41,7 +41,7 @@ _plain_enter = _Hooks.__enter__
 _push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _data: Any = torch._C.TensorBase.data
-_grad: Any = torch._C.TensorBase.grad
+_GRADS: dict[str, Any] = {"grad": torch._C.TensorBase.grad, "_grad": torch._C.TensorBase._grad}
 _plain_new = nn.Parameter.__new__
 _plain_set: Any = torch._C.TensorBase.set_
 _plain_subclass: Any = torch.Tensor._make_subclass
@@ -96,8 +96,9 @@ class _GuardPatches:
         tensor: Any = torch.Tensor
         tensor.data = property(_get_data, _set_data)
         self._put_back.append(lambda: delattr(torch.Tensor, "data"))
-        tensor.grad = property(_grad.__get__, _set_grad, _grad.__delete__)
-        self._put_back.append(lambda: delattr(torch.Tensor, "grad"))
+        for name, plain in _GRADS.items():
+            self._put_back.append(partial(_take_away, name))
+            setattr(tensor, name, _Gradient(plain))
         self._put_back.append(lambda: setattr(nn.Parameter, "__new__", staticmethod(_plain_new)))
         nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
         self._put_back.append(lambda: delattr(torch.Tensor, "_make_subclass"))
@@ -147,11 +148,31 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         _data.__set__(tensor, value)
 
 
-def _set_grad(tensor: torch.Tensor, gradient: Any) -> None:
+class _Gradient(property):
+    """``tensor.grad`` whose setter asks the class of what is set, too.
+
+    Else it is PyTorch's own: read and deleted in C, without a frame that a warning would name. Whoever asks
+    ``torch.Tensor.grad`` for its functions, as ``__torch_function__`` is told, gets PyTorch's.
+
+    Args:
+        plain: PyTorch's.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__(plain.__get__, partial(_set_grad, plain), plain.__delete__)
+        self.__dict__.update({name: getattr(plain, name) for name in ("__get__", "__set__", "__delete__")})
+
+
+def _set_grad(plain: Any, tensor: torch.Tensor, gradient: Any) -> None:
     """A gradient that is given to another tensor, too, is held by both, and leaves no more."""
-    is_new = gradient is not None and _grad.__get__(tensor) is not gradient
-    with using([gradient] if is_new and is_guarded(gradient) else []):
-        _grad.__set__(tensor, gradient)
+    is_given = is_guarded(gradient) and plain.__get__(tensor) is not gradient
+    with using([gradient] if is_given else []):
+        plain.__set__(tensor, gradient)
+
+
+def _take_away(name: str) -> None:
+    if isinstance(vars(torch.Tensor).get(name), _Gradient):
+        delattr(torch.Tensor, name)
 
 
 def _set_storage(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

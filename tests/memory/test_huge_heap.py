@@ -98,3 +98,21 @@ print(huge_mib() - before)
         pytest.skip("this kernel gives no transparent huge pages")
     assert small == 0
     assert large >= 60
+
+
+def test_one_that_is_dropped_leaves_them_on() -> None:
+    told = answers(
+        """
+first.suspend(), second.suspend()
+del first
+print(are_off())
+del second
+print(are_off())
+libc.prctl(41, 1, 0, 0, 0)  # by the user, later
+third = HugeHeap()
+third.resume()
+del third
+print(are_off())
+"""
+    )
+    assert told == ["1", "0", "1"]
