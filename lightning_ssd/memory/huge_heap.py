@@ -27,7 +27,7 @@ class HugeHeap:
     What is started meanwhile by another program than a fork of Python's has none, either.
     """
 
-    # The lock is a leaf: nothing is called while it is held but libc. A fork that takes it in mid-air has its own.
+    # Guards who is suspended, and the setting of the process. A leaf lock: nothing is called under it but libc.
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _suspended: ClassVar[weakref.WeakSet[HugeHeap]] = weakref.WeakSet()
 
@@ -92,6 +92,7 @@ def _after_last() -> None:
 
 
 def _after_fork() -> None:
+    # The fork may have come while another thread had it. A leaf lock, as before.
     HugeHeap._lock = threading.Lock()
     if len(HugeHeap._suspended):
         HugeHeap._suspended = weakref.WeakSet()

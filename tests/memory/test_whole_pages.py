@@ -112,34 +112,31 @@ print(MallocThreshold._holes, MallocThreshold._claims)
     assert left == "None {}"
 
 
-FAULTS = """
-# Pages that a training pass maps, in whole pages and with the settings of {settings}.
-import resource, statistics
-import torch
-from torch import nn
-from lightning_ssd.memory.huge_heap import HugeHeap
-
-HugeHeap().suspend()
+TOP = """
+# MiB of the heap that glibc returns when so many blocks of 6 MiB at its top are freed.
 threshold = MallocThreshold()
-threshold.reuse(), threshold.{settings}()
-blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(10)]
-model, x, counts = nn.Sequential(*blocks), torch.ones(2048, 256), []
-for _ in range(9):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    model(x).sum().backward()
-    model.zero_grad()
-    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(int(statistics.median(counts[3:])))
+threshold.{settings}()
+
+def returned_of(num):
+    libc.malloc_trim(0)
+    blocks = [libc.malloc(6 * MIB) for _ in range(num)]
+    largest = libc.mallinfo2().arena
+    for block in reversed(blocks):
+        libc.free(block)
+    return (largest - libc.mallinfo2().arena) // MIB
+
+print(returned_of(11), returned_of(40))
 """
 
 
-def test_passes_to_compare_with_map_no_more_than_without_whole_pages() -> None:
-    plain = int(run_pattern(FAULTS.format(settings="restore"), **OFF))
-    slow = int(run_pattern(FAULTS.format(settings="restore"), **ON))
-    compared = int(run_pattern(FAULTS.format(settings="as_without_pages"), **ON))
-    if slow < 2 * plain:
-        pytest.skip("this glibc maps as little in whole pages")
-    assert compared < (plain + slow) / 2
+def test_passes_to_compare_with_keep_what_whole_pages_would_return() -> None:
+    few, many = map(int, run_pattern(TOP.format(settings="reuse(), threshold.restore"), **ON).split())
+    assert min(few, many) > 50, "glibc's own: from 64 MiB up"
+    few, many = map(int, run_pattern(TOP.format(settings="as_without_pages"), **ON).split())
+    assert few == 0, "from 128 MiB up, with the pad"
+    assert many > 100
+    few, many = map(int, run_pattern(TOP.format(settings="reuse"), **ON).split())
+    assert (few, many) == (0, 0)
 
 
 def test_somebody_who_maps_each_tensor_comes_first(forks: list[str]) -> None:
