@@ -45,7 +45,7 @@ class HeapMode(enum.Enum):
     """What becomes of freed memory while one pass runs."""
 
     RELAXED = enum.auto()
-    """It stays or goes as in plain PyTorch: the pass keeps everything, and is what others are compared with."""
+    """It stays or goes as malloc sees fit: the pass keeps everything, and is what others are compared with."""
     REUSE = enum.auto()
     """It stays: many passes are going to keep everything."""
     TRIM = enum.auto()
@@ -69,8 +69,7 @@ class HeapPolicy:
 
     Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
     move and between them, large tensors lie in the heap, too, and the heap gets huge pages. So it is where moving was
-    given up, in passes that none is compared with. Those that others are compared with have memory as plain PyTorch has
-    it *without* whole pages: with them glibc returns and maps more in each pass, and any plan would look fast.
+    given up, in passes that none is compared with.
 
     A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
 
@@ -118,22 +117,11 @@ class HeapPolicy:
         self._next_look_s = 0.0
         if mode is HeapMode.MAP_EACH:
             self._threshold.fix()
-        elif self._huge is None:
-            self._threshold.restore()
-        elif mode is HeapMode.RELAXED:
-            self._threshold.as_without_pages()
-        else:
+        elif mode is not HeapMode.RELAXED and self._huge is not None:
             self._threshold.reuse()
-        if self._huge is not None:
-            self._set_pages(self._huge, mode)
-
-    def _set_pages(self, huge: HugeHeap, mode: HeapMode) -> None:
-        if mode is HeapMode.RELAXED:
-            huge.suspend()
-            return
-        huge.resume()
-        if mode is not HeapMode.MAP_EACH:
-            huge.look()
+            self._huge.look()
+        else:
+            self._threshold.restore()
 
     def expect(
         self, peak_bytes: int, saved_bytes: int, room_bytes: int | None = None, *, is_limited: bool = True
@@ -211,8 +199,6 @@ class HeapPolicy:
                 self._free_share = min(self._free_share + _MORE_SHARE, _MAX_FREE_SHARE)
                 self._trimmed.clear()
         self._is_watched = self._is_kept = self._has_trimmed = False
-        if self._huge is not None:
-            self._huge.resume()
         now_s = time.perf_counter()
         if self._threshold is not None and self._huge is None and now_s - self._last_border_s > _MIN_RELAXED_S:
             self._threshold.restore()
@@ -220,8 +206,6 @@ class HeapPolicy:
 
     def close(self) -> None:
         """Leave malloc as it was, without our holes."""
-        if self._huge is not None:
-            self._huge.resume()
         if self._threshold is not None:
             self._threshold.restore()
             trim()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -21,7 +19,6 @@ from lightning_ssd.memory.readings import anonymous_bytes
 
 __all__ = [
     "PAGES_VARIABLE",
-    "HeapClaim",
     "MallocThreshold",
     "besides_blocks_bytes",
     "foreign_malloc",
@@ -161,17 +158,6 @@ def _glibc() -> tuple[Any, str | None]:
     return libc, None
 
 
-class HeapClaim(enum.IntEnum):
-    """What somebody asks of glibc, for the whole process. Where several ask, the first of these holds."""
-
-    MAP_EACH = enum.auto()
-    """Freed tensors leave the process at once."""
-    REUSE = enum.auto()
-    """Freed tensors stay in the heap."""
-    WITHOUT_PAGES = enum.auto()
-    """Tensors in whole pages stay and leave as others do."""
-
-
 class MallocThreshold:
     """Makes freed tensors leave the process: glibc then maps each allocation from ``nbytes`` up on its own.
 
@@ -180,13 +166,12 @@ class MallocThreshold:
     offloading would free nothing. Mapping costs page faults on each allocation, so that small ones stay in the heap.
     Holes that the heap has by then would still be used first, so that :class:`_HeldHoles` occupies them meanwhile.
 
-    Or, by :meth:`reuse`, it makes freed tensors stay in the heap, which its user then trims. Or, by
-    :meth:`as_without_pages`, it has tensors in whole pages stay and leave as others do.
+    Or, by :meth:`reuse`, it makes freed tensors stay in the heap, which its user then trims.
 
-    The setting belongs to the process. Several users count, in the order of :class:`HeapClaim`, and the lowest
-    ``nbytes`` among them. When the last one restores, the dynamic adjustment cannot be switched on again: thresholds
-    are then fixed to where it ends up after a 32 MiB tensor was freed (map from 32 MiB, trim at 64 MiB), or to the
-    user's own ``MALLOC_*_THRESHOLD_`` variables.
+    The setting belongs to the process. Several users count; the lowest ``nbytes`` among them holds, and before
+    :meth:`reuse`. When the last one restores, the dynamic adjustment cannot be switched on again: thresholds are then
+    fixed to where it ends up after a 32 MiB tensor was freed (map from 32 MiB, trim at 64 MiB), or to the user's own
+    ``MALLOC_*_THRESHOLD_`` variables.
 
     Example::
 
@@ -197,7 +182,8 @@ class MallocThreshold:
 
     # mallopt is process-wide, hence this bookkeeping. The lock is a leaf: nothing is called while it is held but libc.
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _claims: ClassVar[dict[MallocThreshold, HeapClaim]] = {}
+    _users: ClassVar[set[MallocThreshold]] = set()
+    _reusers: ClassVar[set[MallocThreshold]] = set()
     _holes: ClassVar[_HeldHoles | None] = None
     _is_changed: ClassVar[bool] = False
 
@@ -224,11 +210,6 @@ class MallocThreshold:
         self.nbytes = nbytes
         self._libc, self.reason = _glibc()
 
-    @property
-    def claim(self) -> HeapClaim | None:
-        """What this object asks for."""
-        return self._claims.get(self)
-
     def fix(self) -> bool:
         """Fix the threshold. Again from the same object: no effect.
 
@@ -237,7 +218,15 @@ class MallocThreshold:
         """
         if self._libc is None:
             return False
-        taken = self._ask(HeapClaim.MAP_EACH)
+        with self._lock:
+            # Claimed first: wherever an interrupt comes, restore() makes it good.
+            MallocThreshold._is_changed = True
+            self._users.add(self)
+            self._reusers.discard(self)
+            if self._holes is None:
+                MallocThreshold._holes = holes = _HeldHoles(self._libc)
+                holes.hold(self.nbytes)
+            taken = self._apply()
         self.reason = None if taken else "mallopt refused the value"
         return taken
 
@@ -246,65 +235,45 @@ class MallocThreshold:
 
         Where glibc takes no such threshold (before 2.35), tensors from 32 MiB up are mapped as ever.
         """
-        self._ask(HeapClaim.REUSE)
-
-    def as_without_pages(self) -> None:
-        """Have glibc keep and return about as much as if tensors had no whole pages. Ends :meth:`fix`.
-
-        It frees what is left of the pages that a tensor was cut from. Where that borders on the free top of the heap,
-        glibc returns the top, all but a pad, and the next tensor maps it anew: with its own settings twice to four
-        times as much in each pass. With a pad of half of what makes it return any, it returns as seldom as otherwise.
-        """
-        self._ask(HeapClaim.WITHOUT_PAGES)
-
-    def restore(self) -> None:
-        """End this object's claim. Without one: no effect."""
         if self._libc is None:
             return
         with self._lock:
-            self._claims.pop(self, None)
+            # Again from the same object: set again, since an interrupt may have come between the claim and the setting.
+            MallocThreshold._is_changed = True
+            self._reusers.add(self)
+            self._users.discard(self)
+            self._settle()
+
+    def restore(self) -> None:
+        """End this object's claims. Without any claim: no effect."""
+        if self._libc is None:
+            return
+        with self._lock:
+            self._users.discard(self)
+            self._reusers.discard(self)
             if self._is_changed:
                 self._settle()
-                MallocThreshold._is_changed = bool(self._claims)
+                MallocThreshold._is_changed = bool(self._users or self._reusers)
 
-    def _ask(self, claim: HeapClaim) -> bool:
-        """Claim; return whether the C library took it."""
-        if self._libc is None:
-            return False
-        with self._lock:
-            # Claimed first: wherever an interrupt comes, restore() makes it good. And what is claimed already is
-            # settled again, since one may have come between the two.
-            MallocThreshold._is_changed = True
-            self._claims[self] = claim
-            return self._settle()
-
-    def _settle(self) -> bool:
-        """Apply what the claims ask for. Called with the lock held."""
-        mapped_nbytes = [user.nbytes for user, claim in self._claims.items() if claim is HeapClaim.MAP_EACH]
-        if mapped_nbytes and self._holes is None:
-            MallocThreshold._holes = holes = _HeldHoles(self._libc)
-            holes.hold(min(mapped_nbytes))
-        taken = self._apply(mapped_nbytes)
-        if self._holes is not None and not mapped_nbytes:
+    def _settle(self) -> None:
+        """Apply what the claims that are left ask for. Called with the lock held."""
+        self._apply()
+        if self._holes is not None and not self._users:
             self._holes.release()
             MallocThreshold._holes = None
-        return taken
 
-    def _apply(self, mapped_nbytes: Sequence[int]) -> bool:
+    def _apply(self) -> bool:
         """Called with the lock held."""
-        claim = min(self._claims.values(), default=None)
-        trim_nbytes, pad_nbytes = self._RESTORED_TRIM_NBYTES, self._RESTORED_TOP_PAD_NBYTES
-        if claim is HeapClaim.WITHOUT_PAGES:
-            trim_nbytes, pad_nbytes = 2 * self._GROWTH_NBYTES, self._GROWTH_NBYTES
-        mmap_nbytes = _user_setting("mmap_threshold", self._RESTORED_MMAP_NBYTES)
-        trim_nbytes = _user_setting("trim_threshold", trim_nbytes)
-        pad_nbytes = _user_setting("top_pad", pad_nbytes)
-        if claim is HeapClaim.MAP_EACH:
-            mmap_nbytes = min(mapped_nbytes)
+        pad_nbytes = _user_setting("top_pad", self._RESTORED_TOP_PAD_NBYTES)
+        if self._users:
+            mmap_nbytes = min(user.nbytes for user in self._users)
             trim_nbytes = self._FIXED_TRIM_NBYTES
-        elif claim is HeapClaim.REUSE:
+        elif self._reusers:
             mmap_nbytes = trim_nbytes = self._UNREACHED_NBYTES
             pad_nbytes = self._GROWTH_NBYTES
+        else:
+            mmap_nbytes = _user_setting("mmap_threshold", self._RESTORED_MMAP_NBYTES)
+            trim_nbytes = _user_setting("trim_threshold", self._RESTORED_TRIM_NBYTES)
         self._libc.mallopt(self._M_TOP_PAD, pad_nbytes)
         taken = self._libc.mallopt(self._M_MMAP_THRESHOLD, mmap_nbytes)
         return bool(taken and self._libc.mallopt(self._M_TRIM_THRESHOLD, trim_nbytes))

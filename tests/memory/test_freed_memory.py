@@ -6,7 +6,7 @@ import pytest
 
 from lightning_ssd.memory import freed_memory
 from lightning_ssd.memory.freed_memory import FreedMemory
-from lightning_ssd.memory.malloc import HeapClaim, MallocThreshold
+from lightning_ssd.memory.malloc import MallocThreshold
 
 pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
 
@@ -43,7 +43,7 @@ def made(machine: Machine) -> Iterator[Made]:
 
 
 def is_fixed(freed: FreedMemory) -> bool:
-    return freed._threshold.claim is HeapClaim.MAP_EACH
+    return freed._threshold in MallocThreshold._users
 
 
 def test_with_room_for_all_malloc_is_left_alone(made: Made) -> None:

@@ -12,7 +12,7 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.memory import heap_policy as module
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
-from lightning_ssd.memory.malloc import HeapClaim, MallocThreshold, trim
+from lightning_ssd.memory.malloc import MallocThreshold, trim
 from lightning_ssd.memory.readings import level_bytes
 from tests.support.helpers import Setup, open_offloader
 
@@ -30,7 +30,7 @@ def heap_policy() -> Iterator[HeapPolicy]:
 
 
 def is_fixed(of: HeapPolicy) -> bool:
-    return of._threshold is not None and of._threshold.claim is HeapClaim.MAP_EACH
+    return of._threshold in MallocThreshold._users
 
 
 class Heap:
@@ -334,12 +334,12 @@ def test_closing_leaves_malloc_to_itself(heap_policy: HeapPolicy) -> None:
 
 
 def test_where_memory_is_not_of_malloc_nothing_happens() -> None:
-    before = dict(MallocThreshold._claims)
+    before = set(MallocThreshold._users)
     elsewhere = HeapPolicy()
     elsewhere.enter(HeapMode.MAP_EACH)
     elsewhere.border()
     elsewhere.close()
-    assert before == MallocThreshold._claims
+    assert before == MallocThreshold._users
 
 
 def test_a_foreign_malloc_is_neither_watched_nor_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from lightning_ssd.memory import heap_policy as module
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
-from lightning_ssd.memory.malloc import PAGES_VARIABLE, HeapClaim, MallocThreshold
-from lightning_ssd.memory.mmap import libc
+from lightning_ssd.memory.malloc import PAGES_VARIABLE, MallocThreshold
 from tests.memory.test_malloc import run, run_pattern
 
 pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
@@ -91,7 +90,7 @@ print(inside, is_mapped(900 * MIB), MallocThreshold._is_changed)
     assert restored == ["False", "True", "False"], "what is mapped is freed at once"
 
 
-@pytest.mark.parametrize("order", ["fix reuse fix", "reuse fix", "as_without_pages fix", "fix"])
+@pytest.mark.parametrize("order", ["fix reuse fix", "reuse fix", "fix"])
 def test_the_latest_claim_of_one_user_holds(order: str, forks: list[str]) -> None:
     output = run_pattern(
         f"""
@@ -102,41 +101,14 @@ print(held_after_free()[0])
 threshold.reuse()
 print(held_after_free()[0])
 threshold.restore()
-print(MallocThreshold._holes, MallocThreshold._claims)
+print(MallocThreshold._holes, MallocThreshold._users, MallocThreshold._reusers)
 """,
         forks,
     )
     fixed, reused, left = output.splitlines()
     assert int(fixed) <= 4
     assert int(reused) > 100
-    assert left == "None {}"
-
-
-TOP = """
-# MiB of the heap that glibc returns when so many blocks of 6 MiB at its top are freed.
-threshold = MallocThreshold()
-threshold.{settings}()
-
-def returned_of(num):
-    libc.malloc_trim(0)
-    blocks = [libc.malloc(6 * MIB) for _ in range(num)]
-    largest = libc.mallinfo2().arena
-    for block in reversed(blocks):
-        libc.free(block)
-    return (largest - libc.mallinfo2().arena) // MIB
-
-print(returned_of(11), returned_of(40))
-"""
-
-
-def test_passes_to_compare_with_keep_what_whole_pages_would_return() -> None:
-    few, many = map(int, run_pattern(TOP.format(settings="reuse(), threshold.restore"), **ON).split())
-    assert min(few, many) > 50, "glibc's own: from 64 MiB up"
-    few, many = map(int, run_pattern(TOP.format(settings="as_without_pages"), **ON).split())
-    assert few == 0, "from 128 MiB up, with the pad"
-    assert many > 100
-    few, many = map(int, run_pattern(TOP.format(settings="reuse"), **ON).split())
-    assert (few, many) == (0, 0)
+    assert left == "None set() set()"
 
 
 def test_somebody_who_maps_each_tensor_comes_first(forks: list[str]) -> None:
@@ -160,7 +132,7 @@ def test_an_interrupt_between_claim_and_setting_is_made_good() -> None:
         """
 threshold = MallocThreshold()
 apply = MallocThreshold._apply
-def interrupted(*_):
+def interrupted(self):
     raise KeyboardInterrupt
 for begin in (threshold.reuse, threshold.restore):
     MallocThreshold._apply = interrupted
@@ -183,7 +155,7 @@ def test_the_next_pass_makes_an_interrupted_setting_good() -> None:
         """
 threshold = MallocThreshold()
 apply = MallocThreshold._apply
-def interrupted(*_):
+def interrupted(self):
     raise KeyboardInterrupt
 MallocThreshold._apply = interrupted
 try:
@@ -238,50 +210,22 @@ assert all(bool((one == 1).all()) for one in first)
 def test_passes_that_move_reuse_memory_only_in_whole_pages(has_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "has_whole_pages", lambda: has_pages)
     heap_policy = HeapPolicy(is_ours=True)
-    claims = {
-        HeapMode.TRIM: HeapClaim.REUSE,
-        HeapMode.RELAXED: HeapClaim.WITHOUT_PAGES,
-        HeapMode.REUSE: HeapClaim.REUSE,
-        HeapMode.MAP_EACH: HeapClaim.MAP_EACH,
-    }
-    if not has_pages:
-        claims = dict.fromkeys(HeapMode) | {HeapMode.MAP_EACH: HeapClaim.MAP_EACH}
-    threshold = heap_policy._threshold
-    assert threshold is not None
     try:
-        for mode, claim in claims.items():
+        modes = {HeapMode.TRIM: True, HeapMode.RELAXED: False, HeapMode.REUSE: True, HeapMode.MAP_EACH: False}
+        for mode, reuses in modes.items():
             heap_policy.enter(mode)
-            assert threshold.claim is claim, mode
+            assert (heap_policy._threshold in MallocThreshold._reusers) is (reuses and has_pages), mode
         heap_policy.enter(HeapMode.TRIM)
         heap_policy.look(0)
         heap_policy.border()
         # What is given back between passes would be mapped anew by the next one.
-        assert threshold.claim is claims[HeapMode.TRIM]
+        assert (heap_policy._threshold in MallocThreshold._reusers) is has_pages
         heap_policy.enter(HeapMode.RELAXED)
-        assert threshold.claim is claims[HeapMode.RELAXED]
+        assert not MallocThreshold._reusers, "keeping everything takes what it takes without us"
         heap_policy.enter(HeapMode.TRIM)
     finally:
         heap_policy.close()
-    assert threshold.claim is None
-
-
-def test_only_passes_that_others_are_compared_with_get_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_whole_pages", lambda: True)
-    heap_policy = HeapPolicy(is_ours=True)
-    try:
-        for mode in (*HeapMode, HeapMode.RELAXED):
-            heap_policy.enter(mode)
-            assert are_pages_small() == (mode is HeapMode.RELAXED), mode
-        heap_policy.border()
-        assert not are_pages_small(), "between passes"
-        heap_policy.enter(HeapMode.RELAXED)
-    finally:
-        heap_policy.close()
-    assert not are_pages_small()
-
-
-def are_pages_small() -> bool:
-    return bool(libc.prctl(42, 0, 0, 0, 0))  # PR_GET_THP_DISABLE
+    assert not MallocThreshold._reusers
 
 
 def test_the_recipes_have_it_and_a_user_may_say_otherwise() -> None:
