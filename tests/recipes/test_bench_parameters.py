@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -48,4 +49,8 @@ def test_a_toy_run_has_the_bits_of_keeping(tmp_path: Path) -> None:
     assert main([*arguments, "--dir", str(tmp_path / "drive"), "--json", str(tmp_path / "out.json")]) == 0
     parts = json.loads((tmp_path / "out.json").read_text())["parts"]
     assert [row["mode"] for row in parts["compute, full"]["summary"]] == ["keep", "states", "away", "keep_again"]
-    assert parts["compute, lora"]["summary"][1]["process_written_bytes"] == 0
+    # No weight is written. Reading a file may change its access time: without a journal, ext4 counts the inode's page
+    # as written by the reader. A block of weights that waits has three thousand such pages.
+    frozen = parts["compute, lora"]["summary"][1]
+    assert frozen["mode"] == "frozen_away"
+    assert frozen["process_written_bytes"] <= 4 * resource.getpagesize()

@@ -97,7 +97,8 @@ def moved_now(directory: str) -> dict[str, int]:
     """Bytes that went from and to drives so far.
 
     By the kernel's account of this process (``/proc/self/io``: a write is counted when a page of the page cache is
-    changed), and by that of the whole drive, whoever moved them.
+    changed, which may be the inode's page, if reading a file changes its access time), and by that of the whole drive,
+    whoever moved them.
     """
     process = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     device = Path(directory).stat().st_dev
