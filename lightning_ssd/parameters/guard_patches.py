@@ -6,6 +6,8 @@ for telling:
 * ``tensor.data`` of a weight in the forward of its unit, and of a view of a weight: whoever has it may change bytes
   without a sign in the version; of any tensor that is given the memory of a weight;
 * ``tensor.grad = gradient``, which asks only the class of the tensor: autograd would add to memory that is away;
+* ``torch.autograd.backward`` and ``grad``, which compute in C with the gradients that they are given, and with those
+  that a custom function returns;
 * ``nn.Parameter(weight)``, which takes plain parameters only, and ``torch.Tensor._make_subclass``, which asks no
   class;
 * ``tensor.set_(weight)``, which asks no class either, and gives a storage without memory memory of its own: whoever
@@ -42,6 +44,8 @@ _push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _data: Any = torch._C.TensorBase.data
 _GRADS: dict[str, Any] = {"grad": torch._C.TensorBase.grad, "_grad": torch._C.TensorBase._grad}
+_autograd: Any = torch.autograd
+_Backward: Any = torch.autograd.function.BackwardCFunction
 _plain_new = nn.Parameter.__new__
 _plain_set: Any = torch._C.TensorBase.set_
 _plain_subclass: Any = torch.Tensor._make_subclass
@@ -110,6 +114,10 @@ class _GuardPatches:
                 self._stand_in(owner, "set_stream", _then_follow(set_stream))
         self._stand_in(torch.overrides, "has_torch_function", _has_torch_function)
         self._stand_in(_Hooks, "__enter__", _enter_hooks)
+        self._stand_in(torch.autograd, "_engine_run_backward", _with_gradients(_autograd._engine_run_backward))
+        for name in ("apply", "apply_boxed"):
+            if (apply := getattr(_Backward, name, None)) is not None:
+                self._stand_in(_Backward, name, _giving_copies(apply))
         for kind in GUARDED:
             self._put_back.append(partial(_foreach_types.remove, kind))
             _foreach_types.append(kind)  # as DTensor does
@@ -216,6 +224,28 @@ def _bringing_back(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], tor
         return tensor.detach() if is_guarded(tensor) else tensor
 
     return unpacked
+
+
+def _with_gradients(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients that a backward begins with are in memory until it is over: nobody knows when it reads them."""
+
+    def run_with_gradients(outputs: Any, gradients: Any = (), *args: Any, **kwargs: Any) -> Any:
+        with using([one for one in gradients if is_guarded(one)]):
+            return run(outputs, gradients, *args, **kwargs)
+
+    return run_with_gradients
+
+
+def _giving_copies(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Whatever else has a tensor that a custom function returns, autograd copies it before it keeps or changes it."""
+
+    def applied(*args: Any) -> Any:
+        given = apply(*args)
+        if isinstance(given, tuple):
+            return tuple(one.clone() if is_guarded(one) else one for one in given)
+        return given.clone() if is_guarded(given) else given
+
+    return applied
 
 
 def _with_memory(wrap: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from tests.parameters.test_device_training import (
     Uncounted,
     losses_of_all_weights,
 )
-from tests.parameters.test_device_weights import away, eventually
+from tests.parameters.test_device_weights import eventually
 from tests.parameters.test_everything_away import HOLDERS, PROGRAMS, Loop, gradient_twice
 from tests.parameters.test_paged_weights import MIN_TENSOR, batches, same
 from tests.support.faults import FaultyBackend, always, eio, enospc
@@ -422,97 +422,6 @@ def test_a_gradient_that_somebody_has(holder: str, opened: Opened) -> None:
     offloader = opened()
     offloader.expect_no_optimizer()
     assert same(gradient_twice(HOLDERS[holder], offloader), gradient_twice(HOLDERS[holder], None))
-
-
-@pytest.mark.parametrize("name", ["grad", "_grad"])
-@pytest.mark.parametrize("both_wait", [True, False])
-@pytest.mark.parametrize("is_away", [True, False])
-def test_one_gradient_of_two_parameters(is_away: bool, both_wait: bool, name: str, opened: Opened) -> None:
-    found = []
-    for offloader in (None, opened()):
-        torch.manual_seed(4)
-        layers = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
-        if offloader is not None:
-            offloader.expect_no_optimizer()
-            offloader.register_module(layers if both_wait else layers[1])
-        if is_away:
-            layers(torch.ones(2, 128)).sum().backward()
-            if offloader is not None:
-                assert eventually(offloader, lambda layers=layers: len(gone(layers)) == 1 + both_wait)
-            setattr(layers[0].weight, name, layers[1].weight.grad)
-        else:
-            layers[0].weight.grad = layers[1].weight.grad = torch.zeros(128, 128)
-        layers[0](torch.ones(2, 128)).sum().backward()  # asks nobody about the other one's gradient
-        for _ in range(2):
-            layers(torch.ones(2, 128)).sum().backward()
-        found.append([layer.weight.grad.clone() for layer in layers])
-        if offloader is not None:
-            assert layers[0].weight.grad is layers[1].weight.grad
-    assert same(*found)
-
-
-def test_setting_a_gradient_asks_for_no_bytes_of_its_own(opened: Opened) -> None:
-    """``p.grad = p.grad``, as a helper that has changed nothing does, and a tensor that has none."""
-    offloader = opened()
-    offloader.expect_no_optimizer()
-    layer = nn.Linear(128, 128, bias=False)
-    offloader.register_module(layer)
-    layer(torch.ones(2, 128)).sum().backward()
-    assert eventually(offloader, lambda: len(gone(layer)) == 1)
-    layer.weight.grad = layer.weight.grad
-    assert len(gone(layer)) == 1
-    del layer.weight.grad
-    assert layer.weight.grad is None
-    with pytest.raises(TypeError, match="assigned grad"):
-        layer.weight.grad = 1  # type: ignore[assignment]
-    offloader.close()
-    assert not {"grad", "_grad"} & set(vars(torch.Tensor))
-
-
-def test_grad_is_pytorchs_own_but_for_what_is_set(opened: Opened) -> None:
-    class Subclass(torch.Tensor):
-        pass
-
-    plain = {name: getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")}
-    offloader = opened()
-    offloader.expect_no_optimizer()
-    layer = nn.Linear(128, 128, bias=False)
-    offloader.register_module(layer)
-    assert isinstance(vars(torch.Tensor)["grad"], property), "it stands"
-    assert {name: getattr(torch.Tensor.grad, name) for name in plain} == plain, "as __torch_function__ is told"
-    tensor = torch.ones(3).as_subclass(Subclass).requires_grad_()
-    tensor.grad = torch.ones(3)
-    assert type(tensor.grad) is torch.Tensor
-    assert tensor.grad is tensor.grad
-    inner = torch.ones(3, requires_grad=True) * 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        inner.grad = torch.ones(3)
-    with pytest.warns(UserWarning, match="not a leaf") as told:
-        (torch.ones(3, requires_grad=True) * 2).grad  # noqa: B018
-    assert told[0].filename == __file__
-
-
-@pytest.mark.parametrize("does", ["read", "write", "delete", "zero", "clip"])
-def test_weights_that_are_away_stay_there_when_gradients_are_asked_for(does: str, opened: Opened) -> None:
-    offloader = opened(parameters="offload")
-    loop = Loop(offloader)
-    loop.run()
-    assert eventually(offloader, lambda: len(away(loop.model)) >= NUM_WEIGHTS - 1)  # one may be on its way again
-    parameters = list(loop.model.parameters())
-    if does == "read":
-        assert all(p.grad is None or p.grad.shape == p.shape for p in parameters)
-    elif does == "write":
-        for p in parameters:
-            p.grad = None
-    elif does == "delete":
-        for p in parameters:
-            del p.grad
-    elif does == "zero":
-        loop.optimizer.zero_grad()
-    else:
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-    assert len(away(loop.model)) >= NUM_WEIGHTS - 1
 
 
 def test_a_sparse_gradient_stays(opened: Opened) -> None:

@@ -158,6 +158,8 @@ GIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "functionalize": lambda weight: torch.func.functionalize(lambda w: w * 2)(weight),
     "linearize": lambda weight: torch.func.linearize(torch.sin, weight)[1](torch.ones(64, 256)),
     "compiled": lambda weight: torch.compile(lambda w: w.sin(), backend="aot_eager")(weight),
+    "gradient": lambda weight: _prehook(weight, "argument"),
+    "gradient of a function": lambda weight: _prehook(weight, "backward"),
 }
 
 
@@ -207,9 +209,7 @@ IN_C: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "nested": lambda weight: torch.nested.nested_tensor([weight, weight]).to_padded_tensor(0.0),
     "sparse": lambda weight: torch.sparse_coo_tensor(torch.arange(64)[None], weight, (64, 256)).to_dense(),
     "to_dlpack": lambda weight: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight)) + 0,
-    "gradient": lambda weight: _prehook(weight, "argument"),
     "gradient of a hook": lambda weight: _prehook(weight, "hook"),
-    "gradient of a function": lambda weight: _prehook(weight, "backward"),
     "another class": _of_a_class,
     "script": lambda weight: torch.jit.script(_scripted)(weight),
 }
