@@ -307,11 +307,13 @@ class MoveSearch:
 
     def _judge(self, nbytes: int, keep_s: float, slowdown: float, has_trace: bool) -> str | None:
         num, excess, error = len(self._moved), slowdown - self._limit, self._error
+        # Keeping is measured in a few passes at a time. Where they disagree, none of them shows that moving is slow.
+        doubt = max(error, NUM_ERRORS * self._kept.error)
         is_faster = num >= _MIN_TRIED and slowdown + error < 1
         is_over = is_faster or num >= (_MAX_TRIED // 2 if self._is_known else _MAX_TRIED)
         cost = typical([one.step_s - one.stall_s - self._kept.at(one.number) for one in self._moved])
-        is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + error
-        if is_far_off or (num >= _MIN_TRIED and excess > error) or (is_over and excess > error / 2):
+        is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + doubt
+        if is_far_off or (num >= _MIN_TRIED and excess > doubt) or (is_over and excess > doubt / 2):
             if not (is_far_off or self._num_compared or self._was_doubted or self._has_spent):
                 self._was_doubted = True
                 self._compare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,6 +70,12 @@ class PairedTimes:
     def num_recent(self) -> int:
         """Passes in the two latest blocks."""
         return sum(len(block.passes) for block in list(self._blocks)[-2:])
+
+    @property
+    def error(self) -> float:
+        """Standard error of the latest block, relative, by its own passes; 0: too few."""
+        found = offs(self.last(WINDOW))
+        return math.sqrt(sum(off * off for off in found) / (len(found) - 1) / len(found)) if found else 0.0
 
     @property
     def offs(self) -> list[float]:

@@ -217,6 +217,24 @@ def test_what_moves_all_is_looked_at_where_it_becomes_slow() -> None:
     assert 0 < machine.moved[-1] < 0.2, "and less is moved"
 
 
+def test_one_fast_pass_among_slow_ones_does_not_show_that_moving_is_slow() -> None:
+    """Times of a run on two cores, in which a plan that was as fast as keeping was given up for a single pass."""
+    search = MoveSearch(LIMIT, 0.03 / TOTAL)
+    for step_s in (2.43, 1.50, 1.51):
+        search.kept(step_s)
+    search.submitted()
+    search.planned(900, TOTAL)
+    plan = object()
+    for step_s in (1.55, 1.45, 1.46, 1.38):
+        assert search.moved(plan, 900, step_s, 0.0) is None
+    for step_s in (1.74, 1.84, 1.22):
+        assert search.keeps, "it is compared once more"
+        search.kept(step_s)
+    for step_s in (1.54, 1.41, 1.39, 1.42, 1.40):
+        assert search.moved(plan, 900, step_s, 0.0) is None
+        assert not search.is_at_rest
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_where_moving_is_faster_than_keeping_the_second_plan_moves_everything(noise: float) -> None:
     """However little the first one dared: no third of the way at a time."""
