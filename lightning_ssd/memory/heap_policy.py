@@ -7,8 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import torch
-
 from lightning_ssd.memory.huge_heap import HugeHeap
 from lightning_ssd.memory.malloc import (
     MallocThreshold,
@@ -17,14 +15,14 @@ from lightning_ssd.memory.malloc import (
     has_whole_pages,
     trim,
 )
-from lightning_ssd.memory.readings import level_bytes
+from lightning_ssd.memory.readings import ResidentSet
 
 __all__ = ["HeapMode", "HeapPolicy"]
 
 _MIN_RELAXED_S = 0.2
 """Between borders that are closer than this, changing to and fro would cost more than it saves."""
 _LOOK_S = 0.001
-"""Asking for the resident set takes about 10 us; in a millisecond little is allocated."""
+"""In a millisecond little is allocated."""
 _LOOK_KEPT_S = 0.005
 _SLACK_SHARE = 1 / 8
 _FREE_SHARE, _MORE_SHARE, _MAX_FREE_SHARE = 1 / 2, 1 / 8, 3 / 4
@@ -35,10 +33,6 @@ _NUM_SEEN, _NUM_TRIMMED = 4, 2
 """So many of the latest passes show that."""
 _MIN_SLACK_BYTES, _MAX_SLACK_BYTES = 16 << 20, 128 << 20
 """Free memory that never has to return: this share of all that is saved, within these bounds."""
-
-
-def _resident_bytes() -> int:
-    return level_bytes(torch.device("cpu"))
 
 
 class HeapMode(enum.Enum):
@@ -75,14 +69,15 @@ class HeapPolicy:
 
     Args:
         is_ours: whether activations live in memory of malloc; False does nothing.
-        level: bytes resident in this process.
+        level: bytes resident in this process; default: by the kernel.
     """
 
-    def __init__(self, *, is_ours: bool = False, level: Callable[[], int] = _resident_bytes) -> None:
+    def __init__(self, *, is_ours: bool = False, level: Callable[[], int] | None = None) -> None:
         threshold = MallocThreshold() if is_ours else None
         self._threshold = None if threshold is None or threshold.reason else threshold
         self._huge = HugeHeap() if self._threshold is not None and has_whole_pages() else None
-        self._level = level
+        self._resident = ResidentSet() if self._threshold is not None and level is None else None
+        self._level = level or (self._resident.read if self._resident is not None else lambda: 0)
         self._last_border_s = 0.0
         self._next_look_s = 0.0
         self._is_watched = self._is_kept = self._is_scarce = self._has_holes = False
@@ -209,3 +204,5 @@ class HeapPolicy:
         if self._threshold is not None:
             self._threshold.restore()
             trim()
+        if self._resident is not None:
+            self._resident.close()

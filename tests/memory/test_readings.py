@@ -1,3 +1,4 @@
+import errno
 import mmap
 import os
 import sys
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from lightning_ssd.memory.readings import (
+    ResidentSet,
     available_bytes,
     cgroup_available_bytes,
     cgroup_limit_bytes,
@@ -91,6 +93,43 @@ def test_a_level_that_nobody_tells_is_zero(monkeypatch):
 
     monkeypatch.setattr(os, "open", missing)
     assert level_bytes(torch.device("cpu")) == 0
+
+
+@linux_only
+def test_the_resident_set_is_that_of_this_process_in_a_fork_too():
+    cpu = torch.device("cpu")
+    resident = ResidentSet()
+    before = resident.read()
+    assert abs(before - level_bytes(cpu)) < 4 * MIB
+    with mmap.mmap(-1, 64 * MIB) as block:
+        block.write(bytes(64 * MIB))
+        assert abs(resident.read() - level_bytes(cpu)) < 4 * MIB
+    pid = os.fork()
+    if pid == 0:
+        with mmap.mmap(-1, 64 * MIB) as block:
+            block.write(bytes(64 * MIB))
+            is_its_own = abs(resident.read() - level_bytes(cpu)) < 4 * MIB
+        resident.close()  # the parent's stays open
+        os._exit(0 if is_its_own else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert resident.read() > 0
+    num_open = len(os.listdir("/proc/self/fd"))
+    resident.close()
+    resident.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open - 1
+    assert abs(resident.read() - level_bytes(cpu)) < 4 * MIB, "opened each time"
+
+
+@linux_only
+def test_a_resident_set_without_a_file_descriptor(monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EMFILE, "none left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        resident = ResidentSet()
+    assert resident.read() > 0
+    resident.close()
 
 
 def test_the_level_of_a_device_is_read_without_starting_cuda(monkeypatch):
