@@ -52,6 +52,7 @@ __all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_m
 
 _STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
 _SPARE_BYTES = 256 << 20
+_DEFAULT_SLOWDOWN = OffloadPolicy().max_slowdown
 _log = logging.getLogger(__name__)
 
 _MIN_RELIEF_IF_MAPPED = 0.05
@@ -388,6 +389,11 @@ def _constraints(
     policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, is_mapped: bool
 ) -> MemoryConstraints:
     memory, activations = policy.budget_nbytes
+    if (memory, activations) != (None, None) and policy.max_slowdown != _DEFAULT_SLOWDOWN:
+        _log.warning(
+            "max_slowdown=%s has no effect beside a budget, under which the fastest plan is chosen; leave one out",
+            policy.max_slowdown,
+        )
     wear = policy.wear_bytes_per_day(capacity_bytes)
     return MemoryConstraints(
         max_slowdown=policy.max_slowdown,
@@ -396,6 +402,7 @@ def _constraints(
         memory_budget=memory,
         wear_bytes_per_day=None if wear is None else wear // num_processes,
         recompute=policy.recomputable_classes is not None,
+        have_states_stay=policy.optimizer_states == "keep",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,23 @@ def test_whoever_ends_backwards_is_told_nothing(spill_dir: Path) -> None:
         for _ in range(30):  # forwards alone
             with offloader.saved_tensors():
                 x.exp().sin()
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [
+        ({"max_slowdown": 1.5, "activation_budget": "1MiB"}, True),
+        ({"max_slowdown": 1.5, "memory_budget": "8GiB"}, True),
+        ({"activation_budget": "1MiB"}, False),
+        ({"max_slowdown": 1.5}, False),
+    ],
+)
+def test_a_slowdown_beside_a_budget_is_told_of(
+    settings: dict[str, Any], is_told: bool, spill_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Offloader(policy=OffloadPolicy(**settings), hardware=HardwareProfile(paths=spill_dir)):
+        pass
+    assert ("max_slowdown=1.5 has no effect beside a budget" in caplog.text) is is_told
 
 
 STATES = OffloadPolicy(activations="keep", optimizer_states="offload")

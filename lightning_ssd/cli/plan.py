@@ -397,12 +397,12 @@ def _table(task: _Task, found: Sequence[Outlook]) -> Table:
         mark = "!" if room is not None and total > room * _GB else ""
         table.add_row(
             outlook.mode,
-            f"{prediction.peak_bytes / _GIB:.2f}",
-            f"{mark}{total / _GIB:.1f}",
+            _amount(prediction.peak_bytes / _GIB, 2),
+            f"{mark}{_amount(total / _GIB, 1)}",
             _seconds(prediction.step_s),
             _seconds(prediction.stall_s),
-            f"{prediction.written_bytes / _GB:.1f}",
-            f"{prediction.host_bytes / _GB:.1f}",
+            _amount(prediction.written_bytes / _GB, 1),
+            _amount(prediction.host_bytes / _GB, 1),
             _life_text(outlook.life_days),
         )
     return table
@@ -417,10 +417,10 @@ def _fits_table(task: _Task) -> Table:
         moving_s = _moving_s(task, found)
         table.add_row(
             name,
-            f"{found.device_bytes / _GIB:.2f}",
-            f"{found.waiting_bytes / _GIB:.2f}",
-            f"{found.read_bytes / _GB:.1f}",
-            f"{found.written_bytes / _GB:.1f}",
+            _amount(found.device_bytes / _GIB, 2),
+            _amount(found.waiting_bytes / _GIB, 2),
+            _amount(found.read_bytes / _GB, 1),
+            _amount(found.written_bytes / _GB, 1),
             "unknown" if moving_s is None else _seconds(moving_s),
         )
     return table
@@ -431,6 +431,13 @@ def _moving_s(task: _Task, found: Fit) -> float | None:
     if ssd is None:
         return None
     return found.io_s(read_bytes_per_s=ssd.read_bytes_per_s, write_bytes_per_s=ssd.write_bytes_per_s)
+
+
+def _amount(value: float, digits: int) -> str:
+    """With so many digits behind the point; of what they would tell as next to nothing, two that count."""
+    if 0 < value < 10**-digits:
+        digits = min(1 - math.floor(math.log10(value)), 6)
+    return f"{value:.{digits}f}"
 
 
 def _seconds(value: float) -> str:

@@ -33,6 +33,8 @@ class MemoryConstraints:
     wear_bytes_per_day: int | None = None
     recompute: bool = False
     """Whether blocks may be recomputed."""
+    have_states_stay: bool = False
+    """Whether optimizer states are in memory, too."""
 
     @property
     def has_budget(self) -> bool:
@@ -183,9 +185,12 @@ class Limits:
                 f"{smallest}{advice}. Free space there, or name other directories in HardwareProfile(paths=...): with "
                 "a drive it is lower. Or raise the budget, or make the batch smaller"
             )
+        states = ""
+        if got.startswith("memory_budget") and self._constraints.have_states_stay:
+            states = ', or have optimizer states leave memory, too (OffloadPolicy(optimizer_states="offload"))'
         return BudgetError(
             f"{fact}; the smallest possible is {smallest}{advice}. "
-            f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes"
+            f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes{states}"
         )
 
     def _got_and_smallest(self, smallest_bytes: int, others: NonActivationMemory) -> tuple[str, str]:

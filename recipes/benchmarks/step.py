@@ -61,6 +61,7 @@ from recipes.benchmarks.hooks import ROUNDS, bench_hooks
 from recipes.benchmarks.workers.step import Job
 
 GIB = float(1 << 30)
+_BALLOONS = Path("/sys/bus/virtio/drivers/virtio_balloon")
 _FREE_PAGE_REPORTING = 5
 """Bit of a memory balloon's features (Virtual I/O Device Version 1.2, section 5.5.3)."""
 _PATH_OPTIONS = ("--dir", "--json", "--output")
@@ -172,7 +173,7 @@ def reports_free_pages() -> bool:
     Mapping it again takes several times as long then. Processes that take turns pay for that, since what one of them
     has freed stays free while the others step; one that trains alone pays less. See ``--turn-steps``.
     """
-    balloons = Path("/sys/bus/virtio/drivers/virtio_balloon").glob("virtio*/features")
+    balloons = _BALLOONS.glob("virtio*/features")
     return any(path.read_text()[_FREE_PAGE_REPORTING] == "1" for path in balloons)
 
 

@@ -246,6 +246,22 @@ def test_how_long_drives_last_is_told(days: float | None, text: str) -> None:
     assert plan._life_text(days) == text
 
 
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.0, 2, "0.00"),
+        (12.345, 2, "12.35"),
+        (0.5, 1, "0.5"),
+        (0.02, 1, "0.020"),
+        (0.004321, 2, "0.0043"),
+        (6.7e-5, 2, "0.000067"),
+        (1e-9, 2, "0.000000"),
+    ],
+)
+def test_what_a_tiny_model_takes_is_not_told_as_nothing(value: float, digits: int, text: str) -> None:
+    assert plan._amount(value, digits) == text
+
+
 def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(

@@ -362,3 +362,16 @@ def test_cost_of_hooks_is_the_median_difference_per_tensor(monkeypatch: pytest.M
 
     monkeypatch.setattr(hooks, "_time_s", time_s)
     assert hooks.cost_us(lambda x: x, lambda: nullcontext(), rounds=3) == pytest.approx(5)
+
+
+@pytest.mark.parametrize(
+    ("features", "is_told"), [([], False), (["0000010000"], True), (["1111101111"], False), (["00", "000001"], True)]
+)
+def test_free_page_reporting_is_told_by_a_balloon(
+    features: list[str], is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, bits in enumerate(features):
+        (tmp_path / f"virtio{number}").mkdir()
+        (tmp_path / f"virtio{number}" / "features").write_text(f"{bits:0<64}\n")
+    monkeypatch.setattr(bench_step, "_BALLOONS", tmp_path)
+    assert bench_step.reports_free_pages() is is_told

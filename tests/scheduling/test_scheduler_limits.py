@@ -184,6 +184,21 @@ def named(error: BaseException) -> int:
     return int(str(error).split("smallest possible is about ")[1].split(" bytes")[0])
 
 
+@pytest.mark.parametrize(
+    ("budget", "have_states_stay", "is_advised"),
+    [("memory_budget", True, True), ("memory_budget", False, False), ("activation_budget", True, False)],
+)
+def test_states_that_stay_are_named_where_they_are_in_the_way(
+    budget: str, have_states_stay: bool, is_advised: bool
+) -> None:
+    limit = NBYTES // 2 + (7 * NBYTES if budget == "memory_budget" else 0)
+    with opened(**{budget: limit}, have_states_stay=have_states_stay) as made:
+        run_pass(made, make_trace(other=7 * NBYTES))
+        with pytest.raises(BudgetError) as raised:
+            made.wait()
+    assert ('optimizer_states="offload"' in str(raised.value)) is is_advised
+
+
 @pytest.mark.parametrize("other", [7 * NBYTES, 4000 * NBYTES])
 def test_the_memory_budget_that_is_named_has_room_for_a_run_that_needs_a_little_more(other: int) -> None:
     """What else is in memory differs by a few MiB from run to run."""
