@@ -164,7 +164,8 @@ class HeapPolicy:
                 self._kept_bytes = level if is_first else max(self._kept_bytes, level)
             elif level > self._needed_bytes + self._may_be_free_bytes:
                 self._needed_bytes = max(self._needed_bytes, self._without_free(level))
-        except OSError:  # out of file descriptors, say: memory can return a millisecond later
+        except (OSError, ValueError, IndexError):
+            # Out of file descriptors, say, or somebody has closed ours: memory can return a millisecond later.
             return
 
     @property

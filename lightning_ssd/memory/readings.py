@@ -144,7 +144,7 @@ class ResidentSet:
     def close(self) -> None:
         """Close the file; later reads open it each time. Idempotent."""
         fd, self._fd = self._fd, None
-        if fd is not None and self._pid == os.getpid():
+        if fd is not None:
             os.close(fd)
 
 

@@ -44,7 +44,8 @@ _push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _data: Any = torch._C.TensorBase.data
 _GRADS: dict[str, Any] = {"grad": torch._C.TensorBase.grad, "_grad": torch._C.TensorBase._grad}
-_autograd: Any = torch.autograd
+_ENGINES: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
+_plain_run_backward: Any = _ENGINES[0]._engine_run_backward
 _Backward: Any = torch.autograd.function.BackwardCFunction
 _plain_new = nn.Parameter.__new__
 _plain_set: Any = torch._C.TensorBase.set_
@@ -114,8 +115,11 @@ class _GuardPatches:
                 self._stand_in(owner, "set_stream", _then_follow(set_stream))
         self._stand_in(torch.overrides, "has_torch_function", _has_torch_function)
         self._stand_in(_Hooks, "__enter__", _enter_hooks)
-        self._stand_in(torch.autograd, "_engine_run_backward", _with_gradients(_autograd._engine_run_backward))
-        for name in ("apply", "apply_boxed"):
+        for module in _ENGINES:
+            # Not what stands there now: torch.compiler stands in for both, too, for a while.
+            self._put_back.append(partial(setattr, module, "_engine_run_backward", _plain_run_backward))
+            module._engine_run_backward = _run_backward
+        for name in ("apply", "apply_boxed", "apply_jvp"):
             if (apply := getattr(_Backward, name, None)) is not None:
                 self._stand_in(_Backward, name, _giving_copies(apply))
         for kind in GUARDED:
@@ -221,31 +225,39 @@ def _bringing_back(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], tor
 
     def unpacked(packed: Any) -> torch.Tensor:
         tensor = unpack(packed)
-        return tensor.detach() if is_guarded(tensor) else tensor
+        if not is_guarded(tensor):
+            return tensor
+        with using([tensor]):  # no class is asked in the backward of a subclass
+            return tensor.detach()
 
     return unpacked
 
 
-def _with_gradients(run: Callable[..., Any]) -> Callable[..., Any]:
+def _run_backward(outputs: Any, gradients: Any = (), *args: Any, **kwargs: Any) -> Any:
     """Gradients that a backward begins with are in memory until it is over: nobody knows when it reads them."""
-
-    def run_with_gradients(outputs: Any, gradients: Any = (), *args: Any, **kwargs: Any) -> Any:
-        with using([one for one in gradients if is_guarded(one)]):
-            return run(outputs, gradients, *args, **kwargs)
-
-    return run_with_gradients
+    with using([one for one in gradients if is_guarded(one)]):
+        return _plain_run_backward(outputs, gradients, *args, **kwargs)
 
 
 def _giving_copies(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Whatever else has a tensor that a custom function returns, autograd copies it before it keeps or changes it."""
+    """Of what a custom function returns while it is away, autograd gets a copy.
+
+    It would copy it itself before it kept it as a gradient or changed it, since somebody else has it, too. A view it
+    would keep, and two tensors share memory.
+    """
 
     def applied(*args: Any) -> Any:
         given = apply(*args)
         if isinstance(given, tuple):
-            return tuple(one.clone() if is_guarded(one) else one for one in given)
-        return given.clone() if is_guarded(given) else given
+            return tuple(_copy(one) if is_guarded(one) else one for one in given)
+        return _copy(given) if is_guarded(given) else given
 
     return applied
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    with using([tensor]):  # no class is asked in the backward of a subclass
+        return tensor.clone()
 
 
 def _with_memory(wrap: Callable[..., Any]) -> Callable[..., Any]:

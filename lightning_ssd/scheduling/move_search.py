@@ -130,6 +130,7 @@ class MoveSearch:
         self._num_compared = 0  # passes of the trial after which keeping was last measured
         self._has_restarted = False  # the present trial, because the machine had changed
         self._was_doubted = False  # once: the few passes before the first plan may have been fast ones
+        self._was_unsure = False  # once per trial: keeping was compared again, since its passes disagreed
         self._is_again = False  # the next trial is of a plan that was settled: keeping is measured before it alone
         self.wants_plan = False
         """Whether the next plan is to be made from the trace of the present one, which passes follow until then."""
@@ -307,15 +308,18 @@ class MoveSearch:
 
     def _judge(self, nbytes: int, keep_s: float, slowdown: float, has_trace: bool) -> str | None:
         num, excess, error = len(self._moved), slowdown - self._limit, self._error
-        # Keeping is measured in a few passes at a time. Where they disagree, none of them shows that moving is slow.
-        doubt = max(error, NUM_ERRORS * self._kept.error)
         is_faster = num >= _MIN_TRIED and slowdown + error < 1
         is_over = is_faster or num >= (_MAX_TRIED // 2 if self._is_known else _MAX_TRIED)
         cost = typical([one.step_s - one.stall_s - self._kept.at(one.number) for one in self._moved])
-        is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + doubt
-        if is_far_off or (num >= _MIN_TRIED and excess > doubt) or (is_over and excess > doubt / 2):
+        is_far_off = excess > _FAR_OFF[min(num, len(_FAR_OFF)) - 1] + error
+        if is_far_off or (num >= _MIN_TRIED and excess > error) or (is_over and excess > error / 2):
             if not (is_far_off or self._num_compared or self._was_doubted or self._has_spent):
                 self._was_doubted = True
+                self._compare()
+                return None
+            if excess <= NUM_ERRORS * self._kept.error and not (self._was_unsure or self._has_spent):
+                # The passes that kept disagree by more than that: one of them may have been a fast one.
+                self._was_unsure = True
                 self._compare()
                 return None
             if is_far_off:
@@ -433,7 +437,7 @@ class MoveSearch:
         self._offs.extend(offs(self._slowdowns))
         self._moved.clear()
         self._num_compared = _MAX_TRIED if self._is_again else 0
-        self._is_again = self._has_restarted = self.wants_plan = False
+        self._is_again = self._has_restarted = self._was_unsure = self.wants_plan = False
         self._num_awaited = None
         self._num_to_skip = 1  # the first one maps memory that keeping had not to map
         self._is_resting = False

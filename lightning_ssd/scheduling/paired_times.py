@@ -73,7 +73,7 @@ class PairedTimes:
 
     @property
     def error(self) -> float:
-        """Standard error of the latest block, relative, by its own passes; 0: too few."""
+        """Standard error of the latest block, relative, by its own passes; 0: they are fewer than two."""
         found = offs(self.last(WINDOW))
         return math.sqrt(sum(off * off for off in found) / (len(found) - 1) / len(found)) if found else 0.0
 

@@ -73,6 +73,7 @@ class Mover(threading.Thread):
         self._calls = {"read": os.preadv, "write": os.pwritev}
         self._kind: str | None = "alone"
         self._doing: str | None = None
+        self._changed = threading.Condition()
         self.nbytes = 0
         self.error: OSError | None = None
 
@@ -83,24 +84,33 @@ class Mover(threading.Thread):
 
     def tell(self, kind: str | None) -> None:
         """Do this; ``None``: end. Returns when the request before it is over."""
-        self._kind = kind
-        while self.is_alive() and self._doing != kind:
-            time.sleep(0.001)
+        with self._changed:
+            self._kind = kind
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: kind in (None, self._doing) or self.error is not None)
 
     def run(self) -> None:
         at = 0
-        while (kind := self._kind) is not None and self.error is None:
-            self._doing, begin = kind, time.perf_counter()
-            pause_s = 0.001
-            if (call := self._calls.get(kind)) is not None:
-                try:
-                    self.nbytes += call(self._descriptor, [self._view], at)
-                except OSError as error:
-                    self.error = error
-                at = (at + REQUEST_BYTES) % FILE_BYTES
-                pause_s = REQUEST_BYTES / self._rate - (time.perf_counter() - begin)
+        while (call := self._next_call()) is not None:
+            begin = time.perf_counter()
+            try:
+                self.nbytes += call(self._descriptor, [self._view], at)
+            except OSError as error:
+                self.error = error
+            at = (at + REQUEST_BYTES) % FILE_BYTES
+            pause_s = REQUEST_BYTES / self._rate - (time.perf_counter() - begin)
             if pause_s > 0:
                 time.sleep(pause_s)
+
+    def _next_call(self) -> Callable[..., int] | None:
+        """Wait, without waking up, while there is nothing to do; ``None``: no more."""
+        with self._changed:
+            self._doing = self._kind
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: (self._kind != "alone" and self.error is None) or self._kind is None)
+            self._doing = self._kind
+            self._changed.notify_all()
+            return self._calls[self._kind] if self._kind is not None else None
 
 
 def compute(seconds: float) -> float:

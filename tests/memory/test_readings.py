@@ -106,11 +106,14 @@ def test_the_resident_set_is_that_of_this_process_in_a_fork_too():
         assert abs(resident.read() - level_bytes(cpu)) < 4 * MIB
     pid = os.fork()
     if pid == 0:
-        with mmap.mmap(-1, 64 * MIB) as block:
-            block.write(bytes(64 * MIB))
-            is_its_own = abs(resident.read() - level_bytes(cpu)) < 4 * MIB
-        resident.close()  # the parent's stays open
-        os._exit(0 if is_its_own else 1)
+        status = 1
+        try:
+            with mmap.mmap(-1, 64 * MIB) as block:
+                block.write(bytes(64 * MIB))
+                status = int(abs(resident.read() - level_bytes(cpu)) >= 4 * MIB)
+            resident.close()
+        finally:
+            os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert resident.read() > 0
     num_open = len(os.listdir("/proc/self/fd"))

@@ -153,6 +153,62 @@ def _of_a_function(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return other.grad
 
 
+class GivesFromABox(Gives):
+    """It gets its gradients in a list."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Any) -> Any:
+        return ctx.give(), None
+
+
+def _of_a_boxed_function(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    other = nn.Parameter(torch.zeros(128, 128))
+    GivesFromABox.apply(other, lambda: layer.weight.grad).sum().backward()
+    layer.weight.grad.mul_(2)
+    return other.grad
+
+
+class Subclass(torch.Tensor):
+    """In its backward no class is asked."""
+
+
+def _of_a_function_in_the_backward_of_a_subclass(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    other = nn.Parameter(torch.zeros(128, 128))
+    Gives.apply(other, lambda: layer.weight.grad).sum().as_subclass(Subclass).backward()
+    return other.grad
+
+
+def _to_a_subclass(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    other = nn.Parameter(torch.zeros(128, 128))
+    (other * 2).as_subclass(Subclass).backward(layer.weight.grad)
+    return other.grad
+
+
+def _unpacked_in_the_backward_of_a_subclass(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    other = nn.Parameter(torch.ones(128, 128))
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: 0, lambda packed: layer.weight.grad):
+        loss = (other * layer.weight.detach()).sum().as_subclass(Subclass)
+    loss.backward()
+    return other.grad
+
+
+def _of_a_tangent(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    class Forward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+            return given * 2
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: torch.Tensor) -> Any:
+            return layer.weight.grad
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(128, 128), torch.ones(128, 128))
+        return torch.autograd.forward_ad.unpack_dual(Forward.apply(dual)).tangent + 0
+
+
 def _with_a_graph(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     other = nn.Parameter(torch.ones(128, 128))
     (first,) = torch.autograd.grad(other.pow(3), other, layer.weight.grad, create_graph=True)
@@ -171,13 +227,29 @@ def _in_a_batch(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(other.pow(2), other, layer.weight.grad, is_grads_batched=True)[0]
 
 
-@pytest.mark.parametrize(
-    "gives", [_product, _into_itself, _into_another, _of_a_function, _with_a_graph, _two, _in_a_batch]
+GIVEN = (
+    _product,
+    _into_itself,
+    _into_another,
+    _to_a_subclass,
+    _of_a_function,
+    _of_a_boxed_function,
+    _of_a_function_in_the_backward_of_a_subclass,
+    _of_a_tangent,
+    _unpacked_in_the_backward_of_a_subclass,
+    _with_a_graph,
+    _two,
+    _in_a_batch,
 )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it, with a tangent
+@pytest.mark.parametrize("gives", GIVEN)
 def test_a_gradient_that_autograd_is_given(gives: Callable[..., Any], opened: Opened) -> None:  # noqa: F811
     """All of these end the process where autograd reads memory that is not there."""
     found = []
-    for offloader in (None, opened()):
+    for make in (None, opened):
+        offloader = None if make is None else make()
         torch.manual_seed(3)
         layer = nn.Linear(128, 128, bias=False)
         if offloader is not None:
@@ -199,3 +271,22 @@ def test_a_gradient_that_autograd_is_given(gives: Callable[..., Any], opened: Op
 def _wait(offloader: Offloader, layer: nn.Linear) -> None:
     offloader.send_out_weights()
     assert eventually(offloader, lambda: len(gone(layer)) == 1)
+
+
+def test_autograd_is_plain_again_afterwards(opened: Opened) -> None:  # noqa: F811
+    """Also where the compiler has stood in for it meanwhile."""
+    modules = (torch.autograd, torch.autograd.graph)
+    plain = [module._engine_run_backward for module in modules]
+    for _ in range(2):
+        offloader = opened()
+        stood_in = [module._engine_run_backward for module in modules]
+        assert not set(stood_in) & set(plain)
+        with torch.compiler._patch_engine_backward():
+            pass
+        assert [module._engine_run_backward for module in modules] == stood_in
+        offloader.close()
+        assert [module._engine_run_backward for module in modules] == plain
+    with torch.compiler._patch_engine_backward():
+        offloader = opened()
+    offloader.close()
+    assert [module._engine_run_backward for module in modules] == plain

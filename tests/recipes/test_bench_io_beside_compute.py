@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -24,10 +26,11 @@ def test_what_is_lost_is_of_the_same_round() -> None:
 
 
 def test_a_short_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_beside_compute, "FILE_BYTES", 32 << 20)
+    monkeypatch.setattr(io_beside_compute, "REQUEST_BYTES", 2 << 20)
+    monkeypatch.setattr(io_beside_compute, "FILE_BYTES", 8 << 20)
     drive = tmp_path / "drive"
     drive.mkdir()
-    command = ["--dir", str(drive), "--rounds", "1", "--seconds", "0.05", "--json", str(tmp_path / "out.json")]
+    command = ["--dir", str(drive), "--rounds", "1", "--seconds", "0.2", "--json", str(tmp_path / "out.json")]
     assert main(command) == 0
     rows = json.loads((tmp_path / "out.json").read_text())["medians"]
     assert {row["kind"] for row in rows} == {"alone", "read", "write"}
@@ -39,3 +42,15 @@ def test_a_short_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_mistakes_are_refused(wrong: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--dir", str(tmp_path), *wrong])
+
+
+def test_a_drive_that_refuses_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> int:
+        raise OSError(errno.EIO, "it is broken")
+
+    monkeypatch.setattr(io_beside_compute, "REQUEST_BYTES", 2 << 20)
+    monkeypatch.setattr(io_beside_compute, "FILE_BYTES", 8 << 20)
+    monkeypatch.setattr(os, "preadv", refuse)
+    with pytest.raises(SystemExit, match=r"the drive refuses to read: .* it is broken"):
+        main(["--dir", str(tmp_path), "--rounds", "1", "--seconds", "0.05"])
+    assert not list(tmp_path.iterdir())

@@ -230,9 +230,31 @@ def test_one_fast_pass_among_slow_ones_does_not_show_that_moving_is_slow() -> No
     for step_s in (1.74, 1.84, 1.22):
         assert search.keeps, "it is compared once more"
         search.kept(step_s)
-    for step_s in (1.54, 1.41, 1.39, 1.42, 1.40):
+    for step_s in (1.54, 1.41, 1.39):
+        assert search.moved(plan, 900, step_s, 0.0) is None
+    for step_s in (1.69, 1.48, 1.52):
+        assert search.keeps, "and again, since two passes disagree"
+        search.kept(step_s)
+    for step_s in (1.54, 1.41, 1.40, 1.42, 1.39):
         assert search.moved(plan, 900, step_s, 0.0) is None
         assert not search.is_at_rest
+
+
+def test_one_slow_pass_among_those_that_keep_excuses_no_plan() -> None:
+    """What disturbs a pass makes it longer: the other one tells. It is compared once more, and no more."""
+    search = MoveSearch(LIMIT, 0.03 / TOTAL)
+    for step_s in (2.0, 1.0, 1.4):
+        search.kept(step_s)
+    search.submitted()
+    search.planned(900, TOTAL)
+    plan, told = object(), None
+    for _ in range(20):
+        if search.keeps:
+            for step_s in (1.3, 1.0, 1.4):
+                search.kept(step_s)
+        told = told or search.moved(plan, 900, 1.1, 0.0)
+    assert told is not None
+    assert "less is moved" in told
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
