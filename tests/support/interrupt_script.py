@@ -328,6 +328,7 @@ class Report:
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         made = (SurgeryTrial if kind == "surgery" else Trial)(directory, kind)
         trial, caught, began_s, run_began_s = made, None, 0.0, time.perf_counter()
+        where: str | None = None  # the interrupt may come between the trial and disarm()
         del made
         try:
             try:
