@@ -87,6 +87,7 @@ def assemble(stack: ExitStack, policy: OffloadPolicy, environment: Environment) 
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
         BackendUnavailableError: ``hardware.backend`` names one that does not work here.
     """
+    _tell_of_slowdown(policy)
     parts = _assemble_activations(stack, policy, environment)
     return _with_parameters(parts, stack, policy, environment)
 
@@ -389,11 +390,6 @@ def _constraints(
     policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, is_mapped: bool
 ) -> MemoryConstraints:
     memory, activations = policy.budget_nbytes
-    if (memory, activations) != (None, None) and policy.max_slowdown != _DEFAULT_SLOWDOWN:
-        _log.warning(
-            "max_slowdown=%s has no effect beside a budget, under which the fastest plan is chosen; leave one out",
-            policy.max_slowdown,
-        )
     wear = policy.wear_bytes_per_day(capacity_bytes)
     return MemoryConstraints(
         max_slowdown=policy.max_slowdown,
@@ -404,6 +400,17 @@ def _constraints(
         recompute=policy.recomputable_classes is not None,
         have_states_stay=policy.optimizer_states == "keep",
     )
+
+
+def _tell_of_slowdown(policy: OffloadPolicy) -> None:
+    """Sweeps set it for all jobs, so that it is no error."""
+    reason = ""
+    if policy.activations != "auto":
+        reason = f"with activations={policy.activations!r}, which plans nothing"
+    elif policy.budget_nbytes != (None, None):
+        reason = "beside a budget, under which the fastest plan is chosen"
+    if reason and policy.max_slowdown != _DEFAULT_SLOWDOWN:
+        _log.warning("max_slowdown=%s has no effect %s; leave one out", policy.max_slowdown, reason)
 
 
 def _open_plan_cache(policy: OffloadPolicy, environment: Environment) -> PlanCache | None:

@@ -62,8 +62,8 @@ class OffloadMonitor(Callback):
         reset_peaks: let all peaks begin anew after each row, so that a row holds the peak since the row before. Off by
             default, because PyTorch's and the system's peaks belong to every reader in the process.
         report_dir: a directory for ``report.html``, ``report.json``, still pictures and traces, written at the end of
-            ``fit``; made if it is missing. ``None``: none are. The page and the pictures need Plotly and Matplotlib
-            (``pip install '.[report]'`` in the checkout).
+            ``fit``, also of one that an error or Ctrl-C ends; made if it is missing. ``None``: none are. The page and
+            the pictures need Plotly and Matplotlib (``pip install '.[report]'`` in the checkout).
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class OffloadMonitor(Callback):
         self._written_before = self._written_now = 0
         self._warned = False
         self._log_of_run = RunLog()
-        self._wants_records = self._is_recording = False
+        self._wants_records = self._is_recording = self._is_running = False
         self._config: dict[str, Any] = {}
         self._told: set[str] = set()
 
@@ -110,6 +110,7 @@ class OffloadMonitor(Callback):
         self._wants_records = False
         if trainer.barebones:
             return
+        self._is_running = True
         if _offloader_of(trainer) is None and not self._warned:
             self._warned = True
             rank_zero_warn(
@@ -242,6 +243,7 @@ class OffloadMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._is_running = False
         if trainer.barebones:
             return
         # Now, because the strategy closes the offloader before on_fit_end.
@@ -268,7 +270,18 @@ class OffloadMonitor(Callback):
         self.summary = summarize_run(facts)
         if trainer.is_global_zero:
             self._publish_verdict(trainer, headline(facts))
-            self._write_report(trainer, metrics)
+            self._write_report(trainer, metrics, self.summary)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Write the report all the same: whoever has run out of memory wants to see what filled it."""
+        if not self._is_running:
+            return
+        self._is_running = False
+        self._try("record the step that failed", partial(self._end_record, trainer))
+        if trainer.is_global_zero:
+            summary = f"The run ended early, after step {self._run.num_steps}: {exception!r}"
+            self._write_report(trainer, self._run.result(), summary)
 
     def _publish_settings(self, trainer: pl.Trainer) -> None:
         offloader = _offloader_of(trainer)
@@ -291,13 +304,13 @@ class OffloadMonitor(Callback):
         for experiment in _experiments(trainer):
             self._try("log its verdict", partial(publish_facts, experiment, config=config, summary=summary))
 
-    def _write_report(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    def _write_report(self, trainer: pl.Trainer, metrics: dict[str, float], summary: str) -> None:
         if self.report_dir is None:
             return
         directory = self.report_dir
 
         def write() -> None:
-            rank_zero_info(f"Report: {write_report(self._report(trainer, metrics), directory)[0]}")
+            rank_zero_info(f"Report: {write_report(self._report(trainer, metrics, summary), directory)[0]}")
 
         self._try(f"write its report to {os.fspath(directory)}", write)
 
@@ -313,14 +326,14 @@ class OffloadMonitor(Callback):
                     category=UserWarning,
                 )
 
-    def _report(self, trainer: pl.Trainer, metrics: dict[str, float]) -> RunReport:
+    def _report(self, trainer: pl.Trainer, metrics: dict[str, float], summary: str) -> RunReport:
         offloader, num_steps = _offloader_of(trainer), self._run.num_steps
         plan = None if offloader is None else offloader.plan_report
         machine = machine_of(offloader, trainer.strategy.root_device)
         return RunReport(
             title=type(trainer.lightning_module).__name__,
             created=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),  # for people: nothing is computed from it
-            summary=self.summary or "",
+            summary=summary,
             num_steps=num_steps,
             step_s=(self._run_s + self._step_s) / num_steps if num_steps else 0.0,
             num_processes=trainer.world_size,

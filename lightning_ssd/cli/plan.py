@@ -345,11 +345,8 @@ def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
     out.print(_fits_table(task))
     notes = ["Predicted, not measured. A step is forward and backward of one batch on each device."]
     room = task.described.machine.device_memory_gb
-    if room is not None:
-        notes.append(
-            "'in all' adds weights, gradients and AdamW's states, not temporaries; ! marks more than "
-            f"{room * _GB / _GIB:.3g} GiB."
-        )
+    mark = "" if room is None else f"; ! marks more than {room * _GB / _GIB:.3g} GiB"
+    notes.append(f"'in all' adds weights, gradients and AdamW's states, not temporaries{mark}.")
     notes.append(
         "'here' is what weights, gradients and AdamW's states take of the device, of which saved activations are no "
         "part; 'moving' is a step's time for the drives alone, with an update, of which nothing is in host memory."

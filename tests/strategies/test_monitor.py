@@ -384,6 +384,39 @@ def test_a_report_is_written_and_told_of(tmp_path, caplog):
     assert (tmp_path / "report" / "report.html").stat().st_size > 1 << 20
 
 
+@pytest.mark.parametrize("error", [MemoryError("none left"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("where", ["on_train_batch_start", "on_after_backward", "on_train_epoch_end"])
+def test_a_run_that_fails_leaves_a_report(where, error, tmp_path):
+    def fail(self, *args):
+        if where == "on_train_epoch_end" or self.trainer.global_step == 2:
+            raise error
+
+    fails = type("Fails", (Net,), {where: fail})
+    monitor = OffloadMonitor(report_dir=tmp_path / "report")
+    with pytest.raises((MemoryError, SystemExit, KeyboardInterrupt)):
+        fit(fails, strategy_for(tmp_path), tmp_path, callbacks=[monitor])
+    report = load_report(tmp_path / "report")
+    num_steps = NUM_BATCHES if where == "on_train_epoch_end" else 2
+    assert report.summary == f"The run ended early, after step {num_steps}: {error!r}"
+    assert report.num_steps == num_steps
+    assert report.records
+    assert monitor.summary is None, "no verdict"
+
+
+def test_before_the_first_step_a_run_that_fails_leaves_no_report_of_an_earlier_one(tmp_path):
+    monitor = OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
+    fit_monitored(tmp_path, monitor)
+    before = (tmp_path / "report" / "report.json").read_text()
+
+    class Fails(Net):
+        def configure_optimizers(self):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(Fails, strategy_for(tmp_path), tmp_path, callbacks=[monitor])
+    assert (tmp_path / "report" / "report.json").read_text() == before
+
+
 def test_micro_batches_of_a_step_are_one_record(tmp_path):
     monitor = OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
     fit_monitored(tmp_path, monitor, accumulate_grad_batches=3)
