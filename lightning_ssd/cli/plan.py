@@ -388,20 +388,21 @@ def _table(task: _Task, found: Sequence[Outlook]) -> Table:
     for header in ("peak\nGiB", "in all\nGiB", "step\ns", "stalls\ns", "to SSD\nGB", "to host\nGB", "drive\nlife"):
         table.add_column(header, justify="right", no_wrap=True)
     room = task.described.machine.device_memory_gb
-    for outlook in found:
-        prediction = outlook.prediction
-        total = prediction.peak_bytes + _fixed_bytes(task.model.size)
-        mark = "!" if room is not None and total > room * _GB else ""
-        table.add_row(
-            outlook.mode,
-            _amount(prediction.peak_bytes / _GIB, 2),
-            f"{mark}{_amount(total / _GIB, 1)}",
-            _seconds(prediction.step_s),
-            _seconds(prediction.stall_s),
-            _amount(prediction.written_bytes / _GB, 1),
-            _amount(prediction.host_bytes / _GB, 1),
-            _life_text(outlook.life_days),
-        )
+    predictions = [outlook.prediction for outlook in found]
+    totals = [prediction.peak_bytes + _fixed_bytes(task.model.size) for prediction in predictions]
+    marks = ["!" if room is not None and total > room * _GB else "" for total in totals]
+    columns = (
+        [outlook.mode for outlook in found],
+        _column([prediction.peak_bytes for prediction in predictions], _GIB, 2),
+        [mark + total for mark, total in zip(marks, _column(totals, _GIB, 1), strict=True)],
+        [_seconds(prediction.step_s) for prediction in predictions],
+        [_seconds(prediction.stall_s) for prediction in predictions],
+        _column([prediction.written_bytes for prediction in predictions], _GB, 1),
+        _column([prediction.host_bytes for prediction in predictions], _GB, 1),
+        [_life_text(outlook.life_days) for outlook in found],
+    )
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -410,16 +411,18 @@ def _fits_table(task: _Task) -> Table:
     table.add_column("of the model waits", no_wrap=True)
     for header in ("here\nGiB", "waits\nGiB", "read\nGB", "written\nGB", "moving\ns"):
         table.add_column(header, justify="right", no_wrap=True)
-    for name, found in _fits(task):
-        moving_s = _moving_s(task, found)
-        table.add_row(
-            name,
-            _amount(found.device_bytes / _GIB, 2),
-            _amount(found.waiting_bytes / _GIB, 2),
-            _amount(found.read_bytes / _GB, 1),
-            _amount(found.written_bytes / _GB, 1),
-            "unknown" if moving_s is None else _seconds(moving_s),
-        )
+    names, fits = zip(*_fits(task), strict=True)
+    moving = [_moving_s(task, fit) for fit in fits]
+    columns = (
+        names,
+        _column([fit.device_bytes for fit in fits], _GIB, 2),
+        _column([fit.waiting_bytes for fit in fits], _GIB, 2),
+        _column([fit.read_bytes for fit in fits], _GB, 1),
+        _column([fit.written_bytes for fit in fits], _GB, 1),
+        ["unknown" if seconds is None else _seconds(seconds) for seconds in moving],
+    )
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -430,11 +433,12 @@ def _moving_s(task: _Task, found: Fit) -> float | None:
     return found.io_s(read_bytes_per_s=ssd.read_bytes_per_s, write_bytes_per_s=ssd.write_bytes_per_s)
 
 
-def _amount(value: float, digits: int) -> str:
-    """With so many digits behind the point; of what they would tell as next to nothing, two that count."""
-    if 0 < value < 10**-digits:
-        digits = min(1 - math.floor(math.log10(value)), 6)
-    return f"{value:.{digits}f}"
+def _column(sizes: Sequence[float], unit: float, digits: int) -> list[str]:
+    """Sizes below each other, with so many digits behind the point, or so many that two of the largest one count."""
+    largest = max(sizes, default=0) / unit
+    if 0 < largest < 1:
+        digits = min(max(digits, 1 - math.floor(math.log10(largest))), 6)
+    return [f"{size / unit:.{digits}f}" for size in sizes]
 
 
 def _seconds(value: float) -> str:

@@ -247,19 +247,20 @@ def test_how_long_drives_last_is_told(days: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "digits", "text"),
+    ("sizes", "digits", "texts"),
     [
-        (0.0, 2, "0.00"),
-        (12.345, 2, "12.35"),
-        (0.5, 1, "0.5"),
-        (0.02, 1, "0.020"),
-        (0.004321, 2, "0.0043"),
-        (6.7e-5, 2, "0.000067"),
-        (1e-9, 2, "0.000000"),
+        ([44.7, 7.734, 0.0], 2, ["44.70", "7.73", "0.00"]),
+        ([1.0, 0.04], 1, ["1.0", "0.0"]),
+        ([0.73, 0.04], 1, ["0.73", "0.04"]),
+        ([0.04, 0.0078, 0.0], 2, ["0.040", "0.008", "0.000"]),
+        ([6.7e-5], 2, ["0.000067"]),
+        ([1e-9], 2, ["0.000000"]),
+        ([0.0, 0.0], 1, ["0.0", "0.0"]),
+        ([], 1, []),
     ],
 )
-def test_what_a_tiny_model_takes_is_not_told_as_nothing(value: float, digits: int, text: str) -> None:
-    assert plan._amount(value, digits) == text
+def test_what_a_tiny_model_takes_is_not_told_as_nothing(sizes: list[float], digits: int, texts: list[str]) -> None:
+    assert plan._column([2 * size for size in sizes], 2.0, digits) == texts
 
 
 def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path: Path) -> None:
