@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -383,45 +383,43 @@ def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _table(task: _Task, found: Sequence[Outlook]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("activations=", no_wrap=True)
-    for header in ("peak\nGiB", "in all\nGiB", "step\ns", "stalls\ns", "to SSD\nGB", "to host\nGB", "drive\nlife"):
-        table.add_column(header, justify="right", no_wrap=True)
     room = task.described.machine.device_memory_gb
     predictions = [outlook.prediction for outlook in found]
     totals = [prediction.peak_bytes + _fixed_bytes(task.model.size) for prediction in predictions]
     marks = ["!" if room is not None and total > room * _GB else "" for total in totals]
-    columns = (
-        [outlook.mode for outlook in found],
-        _column([prediction.peak_bytes for prediction in predictions], _GIB, 2),
-        [mark + total for mark, total in zip(marks, _column(totals, _GIB, 1), strict=True)],
-        [_seconds(prediction.step_s) for prediction in predictions],
-        [_seconds(prediction.stall_s) for prediction in predictions],
-        _column([prediction.written_bytes for prediction in predictions], _GB, 1),
-        _column([prediction.host_bytes for prediction in predictions], _GB, 1),
-        [_life_text(outlook.life_days) for outlook in found],
-    )
-    for row in zip(*columns, strict=True):
-        table.add_row(*row)
-    return table
+    columns = {
+        "activations=": [outlook.mode for outlook in found],
+        "peak\nGiB": _column([prediction.peak_bytes for prediction in predictions], _GIB, 2),
+        "in all\nGiB": [mark + total for mark, total in zip(marks, _column(totals, _GIB, 1), strict=True)],
+        "step\ns": [_seconds(prediction.step_s) for prediction in predictions],
+        "stalls\ns": [_seconds(prediction.stall_s) for prediction in predictions],
+        "to SSD\nGB": _column([prediction.written_bytes for prediction in predictions], _GB, 1),
+        "to host\nGB": _column([prediction.host_bytes for prediction in predictions], _GB, 1),
+        "drive\nlife": [_life_text(outlook.life_days) for outlook in found],
+    }
+    return _table_of(columns)
 
 
 def _fits_table(task: _Task) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("of the model waits", no_wrap=True)
-    for header in ("here\nGiB", "waits\nGiB", "read\nGB", "written\nGB", "moving\ns"):
-        table.add_column(header, justify="right", no_wrap=True)
     names, fits = zip(*_fits(task), strict=True)
     moving = [_moving_s(task, fit) for fit in fits]
-    columns = (
-        names,
-        _column([fit.device_bytes for fit in fits], _GIB, 2),
-        _column([fit.waiting_bytes for fit in fits], _GIB, 2),
-        _column([fit.read_bytes for fit in fits], _GB, 1),
-        _column([fit.written_bytes for fit in fits], _GB, 1),
-        ["unknown" if seconds is None else _seconds(seconds) for seconds in moving],
-    )
-    for row in zip(*columns, strict=True):
+    columns = {
+        "of the model waits": names,
+        "here\nGiB": _column([fit.device_bytes for fit in fits], _GIB, 2),
+        "waits\nGiB": _column([fit.waiting_bytes for fit in fits], _GIB, 2),
+        "read\nGB": _column([fit.read_bytes for fit in fits], _GB, 1),
+        "written\nGB": _column([fit.written_bytes for fit in fits], _GB, 1),
+        "moving\ns": ["unknown" if seconds is None else _seconds(seconds) for seconds in moving],
+    }
+    return _table_of(columns)
+
+
+def _table_of(columns: Mapping[str, Sequence[str]]) -> Table:
+    """Names in the first column, by its head, and numbers in the others."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for number, header in enumerate(columns):
+        table.add_column(header, justify="right" if number else "left", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
     return table
 

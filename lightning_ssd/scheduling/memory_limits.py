@@ -186,18 +186,23 @@ class Limits:
                 "a drive it is lower. Or raise the budget, or make the batch smaller"
             )
         states = ""
-        if got.startswith("memory_budget") and self._constraints.have_states_stay:
+        if self._is_memory_in_the_way(others) and self._constraints.have_states_stay:
             states = ', or have optimizer states leave memory, too (OffloadPolicy(optimizer_states="offload"))'
         return BudgetError(
             f"{fact}; the smallest possible is {smallest}{advice}. "
             f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes{states}"
         )
 
+    def _is_memory_in_the_way(self, others: NonActivationMemory) -> bool:
+        """Whether the budget of all memory, not that of saved activations, leaves less room for these."""
+        memory, activations = self._constraints.memory_budget, self._constraints.activation_budget
+        return memory is not None and (activations is None or memory - (others.peak_bytes or 0) < activations)
+
     def _got_and_smallest(self, smallest_bytes: int, others: NonActivationMemory) -> tuple[str, str]:
         """The budget that is in the way, and the one in its place for which a plan is known."""
-        constraints, other = self._constraints, others.peak_bytes or 0
-        memory, activations = constraints.memory_budget, constraints.activation_budget
-        if memory is None or (activations is not None and memory - other >= activations):
+        other = others.peak_bytes or 0
+        memory, activations = self._constraints.memory_budget, self._constraints.activation_budget
+        if memory is None or not self._is_memory_in_the_way(others):
             # One that another process has agreed on has no number here.
             return f"activation_budget={format_size(activations) if activations is not None else None}", format_size(
                 smallest_bytes

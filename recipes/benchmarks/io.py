@@ -263,13 +263,14 @@ class FioContender:
 
 def measure(name: str, direction: str, nbytes: int, work: Callable[[], object]) -> Sample:
     """Wall time and the core time of all threads of this process."""
-    begin, cores = time.perf_counter(), _core_s()
+    begin, cores = time.perf_counter(), core_s()
     work()
-    seconds, core_s = time.perf_counter() - begin, _core_s() - cores
-    return Sample(name, direction, nbytes / GIB / seconds, core_s / (nbytes / GIB))
+    seconds, used_s = time.perf_counter() - begin, core_s() - cores
+    return Sample(name, direction, nbytes / GIB / seconds, used_s / (nbytes / GIB))
 
 
-def _core_s() -> float:
+def core_s() -> float:
+    """Core time of all threads of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -340,6 +341,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
+def write_json(path: Path, facts: dict[str, Any], rows: Sequence[dict[str, Any]], samples: Sequence[Any]) -> None:
+    """Environment, medians, and all samples (dataclasses)."""
+    content = {"environment": facts, "medians": rows, "samples": [asdict(sample) for sample in samples]}
+    path.write_text(json.dumps(content, indent=1))
+
+
 def race(contenders: Sequence[Contender], rounds: int) -> list[Sample]:
     """Every contender in every round, after one round that allocates and warms up; the order is turned each time."""
     samples: list[Sample] = []
@@ -392,8 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(rows)
     print(f"\nRead back and compared, all equal: {len(tensors)} tensors each. Written: {planned / GIB:.1f} GiB.")
     if args.json:
-        content = {"environment": facts, "medians": rows, "samples": [asdict(sample) for sample in samples]}
-        args.json.write_text(json.dumps(content, indent=1))
+        write_json(args.json, facts, rows, samples)
     return 0
 
 

@@ -12,8 +12,6 @@ and copies take time of a thread for which the others wait.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
 import mmap
 import os
 import shutil
@@ -23,20 +21,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_ssd.common.validation import parse_size
+from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, address_of
+from recipes.benchmarks.io import GIB, core_s, write_json
 from recipes.benchmarks.step import environment
 
-GIB = float(1 << 30)
 REQUEST_BYTES, FILE_BYTES = 16 << 20, 1 << 30
 MATRIX = 1024
 KINDS = ("alone", "read", "write")
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,12 @@ class Mover(threading.Thread):
     def __init__(self, descriptor: int, rate: float) -> None:
         super().__init__(name="mover", daemon=True)
         self._descriptor, self._rate = descriptor, rate
-        self._memory = mmap.mmap(-1, REQUEST_BYTES + _HUGE_PAGE_BYTES)
+        self._memory = mmap.mmap(-1, REQUEST_BYTES + HUGE_PAGE_BYTES)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-        start = -ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) % _HUGE_PAGE_BYTES
+        start = -address_of(self._memory) % HUGE_PAGE_BYTES
         self._view = memoryview(self._memory)[start : start + REQUEST_BYTES]
-        self._view[:] = os.urandom(_HUGE_PAGE_BYTES) * (REQUEST_BYTES // _HUGE_PAGE_BYTES)
+        self._view[:] = os.urandom(HUGE_PAGE_BYTES) * (REQUEST_BYTES // HUGE_PAGE_BYTES)
         self._calls = {"read": os.preadv, "write": os.pwritev}
         self._kind: str | None = "alone"
         self._doing: str | None = None
@@ -127,18 +125,13 @@ def measure(mover: Mover, threads: int, kind: str, seconds: float) -> Sample:
     """Compute beside it."""
     torch.set_num_threads(threads)
     mover.tell(kind)
-    before, begin, cores = mover.nbytes, time.perf_counter(), _core_s()
+    before, begin, cores = mover.nbytes, time.perf_counter(), core_s()
     per_s = compute(seconds)
     elapsed, moved = time.perf_counter() - begin, mover.nbytes - before
     mover.tell("alone")
     if mover.error is not None:
         raise SystemExit(f"the drive refuses to {kind}: {mover.error}; nothing was measured")
-    return Sample(threads, kind, per_s, moved / GIB / elapsed, (_core_s() - cores) / elapsed)
-
-
-def _core_s() -> float:
-    times = os.times()
-    return times.user + times.system
+    return Sample(threads, kind, per_s, moved / GIB / elapsed, (core_s() - cores) / elapsed)
 
 
 def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -250,8 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = summarise(samples)
     show(rows)
     if args.json:
-        content = {"environment": facts, "medians": rows, "samples": [asdict(sample) for sample in samples]}
-        args.json.write_text(json.dumps(content, indent=1))
+        write_json(args.json, facts, rows, samples)
     return 0
 
 

@@ -403,7 +403,7 @@ def test_a_run_that_fails_leaves_a_report(where, error, tmp_path):
     assert monitor.summary is None, "no verdict"
 
 
-def test_before_the_first_step_a_run_that_fails_leaves_no_report_of_an_earlier_one(tmp_path):
+def test_a_run_that_fails_before_it_trains_leaves_the_report_of_an_earlier_one(tmp_path):
     monitor = OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
     fit_monitored(tmp_path, monitor)
     before = (tmp_path / "report" / "report.json").read_text()
