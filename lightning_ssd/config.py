@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from lightning_ssd.common.validation import Size, parse_size, refuse_misread
-from lightning_ssd.errors import ConfigError
+from lightning_ssd.errors import ConfigError, UnknownSettingError
 
 __all__ = ["HardwareProfile", "OffloadPolicy", "names_mistakes"]
 
@@ -30,10 +30,6 @@ _MIN_MEMORY_BUDGET = 1 << 20
 _WEAR = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*DWPD\s*", re.IGNORECASE)
 
 
-class _UnknownSettingError(ConfigError, TypeError):
-    """Also what Python itself raises for it."""
-
-
 def names_mistakes(cls: type[_T]) -> type[_T]:
     """Let a class that takes everything by name say which name a mistyped one is near to, or whose it is."""
     build = cls.__init__
@@ -43,13 +39,13 @@ def names_mistakes(cls: type[_T]) -> type[_T]:
     @functools.wraps(build)
     def checked(self: _T, *args: Any, **settings: Any) -> None:
         if args:
-            raise _UnknownSettingError(
+            raise UnknownSettingError(
                 f"{cls.__name__} takes its settings by name, and got {args[0]!r} without one; allowed: {allowed}"
             )
         for name, value in settings.items():
             if name not in taken:
                 hint = _hint(name, value, taken)
-                raise _UnknownSettingError(f"{cls.__name__} has no setting {name}{hint}; allowed: {allowed}")
+                raise UnknownSettingError(f"{cls.__name__} has no setting {name}{hint}; allowed: {allowed}")
         build(self, **settings)
 
     cls.__init__ = checked  # type: ignore[method-assign, assignment]

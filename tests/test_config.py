@@ -38,7 +38,9 @@ def test_integers_are_bytes(nbytes: int) -> None:
     assert parse_size(nbytes) == parse_size(f"{nbytes}B" if nbytes < 1 << 50 else nbytes) == nbytes
 
 
-@pytest.mark.parametrize("wrong", [-1, "-1MiB", "1 XiB", "", "MiB", "1e3MiB", True, 1.5, None, "1MiB 2", "9" * 400])
+@pytest.mark.parametrize(
+    "wrong", [-1, "-1MiB", "1 XiB", "", "MiB", "1e3MiB", True, 1.5, None, "1MiB 2", "2Gbit/s", "/s", "9" * 400]
+)
 def test_other_sizes_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"here=.*allowed: bytes"):
         parse_size(wrong, name="here")
@@ -267,6 +269,12 @@ def test_a_unit_without_its_b_is_named(text: str) -> None:
     message = r'is not a size; did you mean "4GB" \(powers of 1,000\) or "4GiB" \(of 1,024\)\?; allowed: bytes'
     with pytest.raises(ConfigError, match=message):
         parse_size(text)
+
+
+@pytest.mark.parametrize(("text", "meant"), [("3.5GB/s", "3.5GB"), ("3.5 GiB/s ", "3.5 GiB"), ("500MBps", "500MB")])
+def test_a_rate_per_second_is_named_without_it(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf'write_rate=.* is not a size; did you mean "{meant}"\? A rate is in bytes'):
+        HardwareProfile(write_rate=text, read_rate=1)
 
 
 @pytest.mark.parametrize(

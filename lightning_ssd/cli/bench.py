@@ -32,8 +32,6 @@ from lightning_ssd.storage.filesystem import inspect_directory
 
 __all__ = ["Measured", "bench", "measure"]
 
-_ROUNDS = 3
-"""Each directory is written once to prepare it (a first write allocates), once alone, and once with all others."""
 _ROOM = 1.3
 """Room that is wanted per byte that is written: spill files grow in steps of a quarter."""
 _WORD = 8
@@ -47,7 +45,7 @@ class Measured:
     alone: tuple[Rates, ...]
     """One per directory."""
     together: Rates
-    """All directories at once, added up."""
+    """All directories at once, added up; of a single one, its own."""
     nbytes: int
     """Per directory and pass."""
     backend: str
@@ -71,10 +69,11 @@ def bench(
     """Measure how fast directories are written and read, each alone and all together.
 
     Past the page cache, with the chunks and threads of training, in files without names that are gone at the end. Every
-    byte is compared after it was read back. Each directory is written three times SIZE, which is said before.
+    byte is compared after it was read back. Each directory needs room for 1.3 times SIZE and is written twice, with
+    several of them three times, which is said before.
     """
     with reported_errors():
-        paths, nbytes = _checked(directories, size, write)
+        paths, nbytes = _checked(directories, size, write, allow_unsuitable=allow_unsuitable)
         _announce(paths, nbytes)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         chosen, why = open_backend(backend, directories=paths, device=device, allow_unsuitable_paths=allow_unsuitable)
@@ -114,8 +113,7 @@ def measure(backend: Backend, directories: Sequence[Path], nbytes: int, *, devic
         for trial in trials:
             trial.run("write")
         alone = [Rates(trial.run("write"), trial.run("read")) for trial in trials]
-        pool = stack.enter_context(ThreadPoolExecutor(len(trials)))
-        together = Rates(*(_all_at_once(pool, trials, verb) for verb in ("write", "read")))
+        together = alone[0] if len(trials) == 1 else _all_at_once(trials)
         for trial in trials:
             trial.run("check")
     return Measured(
@@ -123,10 +121,19 @@ def measure(backend: Backend, directories: Sequence[Path], nbytes: int, *, devic
     )
 
 
-def _all_at_once(pool: ThreadPoolExecutor, trials: Sequence[_Trial], verb: str) -> float:
-    begin_s = time.perf_counter()
-    list(pool.map(lambda trial: trial.run(verb), trials))
-    return sum(trial.nbytes for trial in trials) / (time.perf_counter() - begin_s)
+def _num_writes(num_directories: int) -> int:
+    """Each directory is written once to prepare it (a first write allocates), once alone, and once with all others."""
+    return 2 if num_directories == 1 else 3
+
+
+def _all_at_once(trials: Sequence[_Trial]) -> Rates:
+    def rate(verb: str) -> float:
+        begin_s = time.perf_counter()
+        list(pool.map(lambda trial: trial.run(verb), trials))
+        return sum(trial.nbytes for trial in trials) / (time.perf_counter() - begin_s)
+
+    with ThreadPoolExecutor(len(trials)) as pool:
+        return Rates(rate("write"), rate("read"))
 
 
 class _Trial:
@@ -216,7 +223,9 @@ def _trial(backend: Backend, directory: Path, nbytes: int, device: torch.device)
 # -- before and after --------------------------------------------------------------------------------------------------
 
 
-def _checked(directories: Sequence[Path], size: str, write: Path | None) -> tuple[list[Path], int]:
+def _checked(
+    directories: Sequence[Path], size: str, write: Path | None, *, allow_unsuitable: bool
+) -> tuple[list[Path], int]:
     """Absolute paths and whole chunks; nothing has been written yet."""
     nbytes = parse_size(size, name="--size") // DEFAULT_CHUNK_BYTES * DEFAULT_CHUNK_BYTES
     if not nbytes:
@@ -232,9 +241,13 @@ def _checked(directories: Sequence[Path], size: str, write: Path | None) -> tupl
         if not path.is_dir():
             got = f"{escape_control(path)} is none"
             raise CommandError("an existing directory on the drive to measure", got, "make it first, or name another")
-        free = inspect_directory(path).free_bytes
-        if free < _ROOM * nbytes:
-            need, room = format_sizes(_ROOM * nbytes, free)
+        facts = inspect_directory(path)
+        if (facts.is_memory or facts.is_network) and not allow_unsuitable:
+            kind = "memory" if facts.is_memory else "a network file system"
+            got = f"{escape_control(path)} on {facts.file_system}, which is {kind}"
+            raise CommandError("a directory on a local drive", got, "name another, or add --allow-unsuitable")
+        if facts.free_bytes < _ROOM * nbytes:
+            need, room = format_sizes(_ROOM * nbytes, facts.free_bytes)
             got = f"{room} free in {escape_control(path)}"
             raise CommandError(f"room of {need}", got, "take a smaller --size, or make room")
     if len({(os.stat(path).st_dev, os.stat(path).st_ino) for path in paths}) < len(paths):
@@ -243,7 +256,8 @@ def _checked(directories: Sequence[Path], size: str, write: Path | None) -> tupl
 
 
 def _announce(paths: Sequence[Path], nbytes: int) -> None:
-    each, total = format_sizes(_ROUNDS * nbytes, _ROUNDS * nbytes * len(paths))
+    written = _num_writes(len(paths)) * nbytes
+    each, total = format_sizes(written, written * len(paths))
     where = "the directory" if len(paths) == 1 else f"each of {len(paths)} directories, {total} in all"
     console().print(f"Writes {each} to {where}; nothing stays there.\n")
 

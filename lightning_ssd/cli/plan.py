@@ -118,7 +118,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(_as_json(task, found, problems), indent=2))
     else:
-        _show(task, found, f"{model}, batch {batch} x {sequence}")
+        _show(task, found, f"{model}, batch {batch} x {sequence}", has_budget=limit is not None)
         show_problems(problems)
     if problems:
         raise typer.Exit(FAILED)
@@ -336,7 +336,7 @@ def _fits(task: _Task) -> Iterator[tuple[str, Fit]]:
         yield "states, weights, gradients", fits(optimizer_states="offload", parameters="offload", gradients="offload")
 
 
-def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
+def _show(task: _Task, found: Sequence[Outlook], title: str, *, has_budget: bool) -> None:
     out = console()
     out.print(facts_table(_facts(task, title)))
     out.print()
@@ -344,6 +344,11 @@ def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
     out.print()
     out.print(_fits_table(task))
     notes = ["Predicted, not measured. A step is forward and backward of one batch on each device."]
+    if any(outlook.mode == "auto" for outlook in found) and not has_budget:
+        notes.append(
+            "'auto' is told with its plan. Without a budget its first steps, and some later ones, keep everything to "
+            "compare, so that a run's highest peak is that of 'keep'."
+        )
     room = task.described.machine.device_memory_gb
     mark = "" if room is None else f"; ! marks more than {room * _GB / _GIB:.3g} GiB"
     notes.append(f"'in all' adds weights, gradients and AdamW's states, not temporaries{mark}.")
@@ -401,7 +406,10 @@ def _table(task: _Task, found: Sequence[Outlook]) -> Table:
 
 
 def _fits_table(task: _Task) -> Table:
-    names, fits = zip(*_fits(task), strict=True)
+    rows: dict[Fit, str] = {}
+    for name, found in _fits(task):
+        rows.setdefault(found, name)  # of a small model nothing more may wait: a row is not repeated
+    names, fits = list(rows.values()), list(rows)
     moving = [_moving_s(task, fit) for fit in fits]
     columns = {
         "of the model waits": names,

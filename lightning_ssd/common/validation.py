@@ -22,6 +22,7 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+_PER_SECOND = re.compile(r"\s*(/s|ps)\s*$", re.IGNORECASE)
 
 
 def parse_size(value: Size, *, name: str = "size") -> int:
@@ -44,19 +45,27 @@ def parse_size(value: Size, *, name: str = "size") -> int:
         return value
     match = _SIZE.fullmatch(value)
     if match is None or match[2].lower() not in _UNITS:
-        hint = ""
-        if match is not None and re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
-            short = f"{match[1]}{match[2][0].upper()}"
-            hint = f'; did you mean "{short}B" (powers of 1,000) or "{short}iB" (of 1,024)?'
-        elif match is not None and match[2].lower() in ("tbw", "pbw"):  # as data sheets write a drive's endurance
-            hint = f'; did you mean "{match[1]}{match[2][:2].upper()}"?'
-        raise ConfigError(f"{name}={value!r} is not a size{hint}; allowed: {allowed}")
+        raise ConfigError(f"{name}={value!r} is not a size{_size_hint(value)}; allowed: {allowed}")
     number, unit = match.groups()
     exact = float(number) * _UNITS[unit.lower()]
     if exact == math.inf:
         raise ConfigError(f"{name}={value!r} is not finite; allowed: {allowed}")
     nbytes: int = round(exact)
     return nbytes
+
+
+def _size_hint(text: str) -> str:
+    """What may have been meant by text that is no size."""
+    match = _SIZE.fullmatch(text)
+    if match is not None and re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
+        short = f"{match[1]}{match[2][0].upper()}"
+        return f'; did you mean "{short}B" (powers of 1,000) or "{short}iB" (of 1,024)?'
+    if match is not None and match[2].lower() in ("tbw", "pbw"):  # as data sheets write a drive's endurance
+        return f'; did you mean "{match[1]}{match[2][:2].upper()}"?'
+    amount = _SIZE.fullmatch(_PER_SECOND.sub("", text))
+    if amount is not None and amount[2].lower() in _UNITS:
+        return f'; did you mean "{amount[0].strip()}"? A rate is in bytes per second'
+    return ""
 
 
 def typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:

@@ -213,7 +213,10 @@ class Limits:
         least = math.ceil(least / 2**20) << 20
         smallest = f"about {format_size(least)}, of which {format_size(other)} are not saved activations"
         if others.num_traces < 2:
-            smallest += " (optimizer states that come with the first step are not in it)"
+            smallest += (
+                " (optimizer states that come with the first step are not in it; AdamW's take twice what the trained "
+                "weights do)"
+            )
         return f"memory_budget={format_size(memory)}", smallest
 
 

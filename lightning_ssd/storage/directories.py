@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -38,6 +39,7 @@ def created_directories(paths: Sequence[Path], *, allow_unsuitable: bool) -> Ite
         UnsuitablePathError: one cannot be made, or cannot serve.
         ConfigError: two of them are one directory.
     """
+    made = [path for path in paths if not path.exists()]
     with ExitStack() as undo:
         for path in paths:
             for missing in [part for part in (*reversed(path.parents), path) if not os.path.exists(part)]:
@@ -47,6 +49,23 @@ def created_directories(paths: Sequence[Path], *, allow_unsuitable: bool) -> Ite
         _refuse_twice(paths)
         yield
         undo.pop_all()
+    _warn_unmounted(made)
+
+
+def _warn_unmounted(made: Sequence[Path]) -> None:
+    """Log which directories were made on the system's own drive: of one that is not mounted, the name alone is there.
+
+    Not of those that anybody would have there: below the working, the home and the temporary directory.
+    """
+    usual = Path.cwd(), Path.home(), Path(tempfile.gettempdir())
+    system = os.stat("/").st_dev
+    for path in made:
+        if os.stat(path).st_dev == system and not any(path.is_relative_to(parent) for parent in usual):
+            _log.warning(
+                "%s was missing and has been made on the drive of /; if another drive was meant, mount it and remove "
+                "the directory",
+                escape_control(path),
+            )
 
 
 def _remove(path: Path) -> None:

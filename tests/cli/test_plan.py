@@ -137,6 +137,14 @@ def test_a_budget_is_kept(budget: str, profile: Path) -> None:
     assert rows["auto, blocks"]["step_s"] <= 1.01 * rows["auto"]["step_s"]
 
 
+@pytest.mark.parametrize("budget", [(), ("--budget", "40%")], ids=["no budget", "a budget"])
+def test_steps_that_keep_everything_are_told_of_where_no_budget_forbids_them(
+    budget: tuple[str, ...], profile: Path
+) -> None:
+    done = run("--model", NET, *SIZES, "--hardware", profile, *budget)
+    assert ("a run's highest peak is that of 'keep'" in done.stdout) == (not budget)
+
+
 def test_a_budget_that_no_plan_keeps_is_told_with_the_least_one(profile: Path) -> None:
     done = run("--model", NET, *SIZES, "--hardware", profile, "--budget", "1%")
     assert done.exit_code == 1

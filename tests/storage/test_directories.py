@@ -6,13 +6,14 @@ import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import lightning_ssd
-from lightning_ssd.storage.directories import HeldDirectory
+from lightning_ssd.storage.directories import HeldDirectory, created_directories
 from tests.support.threads import at_once
 
 
@@ -25,6 +26,24 @@ def test_goes_with_the_last_holder(tmp_path: Path) -> None:
     second.close()
     assert not path.exists()
     assert path.parent.is_dir(), "not ours"
+
+
+@pytest.mark.parametrize("is_usual", [False, True], ids=["elsewhere", "in the working directory"])
+def test_a_directory_that_is_made_on_the_systems_drive_is_told(
+    is_usual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if os.stat(tmp_path).st_dev != os.stat("/").st_dev:
+        pytest.skip("temporary files lie on a drive of their own")
+    (tmp_path / "usual").mkdir()
+    monkeypatch.chdir(tmp_path / "usual")
+    monkeypatch.setenv("HOME", str(tmp_path / "usual"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "usual"))
+    path = tmp_path / "usual" / "spill" if is_usual else tmp_path / "mnt" / "spill"
+    for is_first in (True, False):
+        caplog.clear()
+        with created_directories([path], allow_unsuitable=False):
+            pass
+        assert ("has been made on the drive of /" in caplog.text) == (is_first and not is_usual)
 
 
 def test_stays_while_there_is_something_in_it(tmp_path: Path) -> None:
