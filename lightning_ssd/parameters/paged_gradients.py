@@ -88,8 +88,8 @@ class PagedGradients:
         whole = [p for p in whole if p.requires_grad and (self._waits is None or self._waits(p))]
         shards = [s for s in shards if s.parameter.requires_grad and (self._waits is None or self._waits(s.parameter))]
         nbytes = sum(local_of(p).nbytes for p in (*whole, *(s.parameter for s in shards)))
-        if nbytes and self._freed is not None:
-            self._freed.expect(self._files.used_bytes + nbytes)
+        if self._freed is not None and (nbytes or not (self._hooks or self._reductions)):
+            self._freed.expect(self._files.used_bytes + nbytes if nbytes else 0)
         waiting = {id(parameter) for parameter in whole}
         for parameter in module.parameters():
             if id(parameter) not in waiting and id(parameter) in self._hooks:

@@ -118,6 +118,8 @@ class Pager(ABC, Generic[Memory]):
         self._left: Unit[Memory] | None = None
         """Whose forward has ended last. Who looks at its weights then, such as a hook, brings them back unasked."""
         self.is_closed = False
+        self.has_told_of_casts = False
+        """Whether the log has what autocast's copies of the weights take."""
         self._window_bytes: int | None = None
         self._pid = os.getpid()
         # Guards units and what is counted. A leaf lock; again from a signal handler, which may come while it is held.

@@ -8,6 +8,7 @@ import torch
 
 from lightning_ssd.common.dtensor import ShardedGroup
 from lightning_ssd.common.method_patch import MethodPatch
+from lightning_ssd.parameters.casts import tell_of_casts
 from lightning_ssd.parameters.pager import Pager, Unit
 
 __all__ = ["Gathering", "Window"]
@@ -44,6 +45,8 @@ class Window(_UnitPatch):
         if torch.compiler.is_compiling() or not unit.weights:
             self._pager.is_traced(unit)
             return self.__wrapped__(*args, **kwargs)
+        if not self._pager.has_told_of_casts and self.module is not None:
+            self._pager.has_told_of_casts = tell_of_casts(self.module)
         return self._use(*args, **kwargs)
 
 

@@ -78,10 +78,14 @@ def expected_bytes(facts: Mapping[str, Any], mode: str) -> tuple[int, int]:
 
 
 def bound_bytes(facts: Mapping[str, Any], rest: Mapping[str, Any], activation_bytes: int, mode: str) -> int:
-    """What may be in memory at a time: two units' weights, two units' gradients, slots, what is small, activations."""
-    units = 4 if mode == "away" else 2
-    small = facts["small_bytes"] * (2 if mode == "away" else 1)
-    return round(_TOLERANCE * (units * facts["largest_unit_bytes"] + rest["slots_bytes"] + small + activation_bytes))
+    """What may be in memory at a time: two units' weights, slots, what is small, activations.
+
+    Where gradients wait, two units of them and those of what is small; else all of them and their states, which stay.
+    """
+    units, stays = 2 * facts["largest_unit_bytes"] + facts["small_bytes"], (1 + _STATE_RATIO) * facts["trained_bytes"]
+    if mode == "away":
+        stays = units
+    return round(_TOLERANCE * (units + stays + rest["slots_bytes"] + activation_bytes))
 
 
 def summarise(samples: Sequence[Values], facts: Mapping[str, Values]) -> list[Values]:

@@ -61,6 +61,14 @@ def test_while_a_model_is_built_freed_memory_leaves(made: Made) -> None:
     assert not is_fixed(freed)
 
 
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_where_no_gradient_waits_malloc_is_left_alone(is_limited: bool, made: Made) -> None:
+    freed = made(is_limited=is_limited)
+    freed.leaves()
+    freed.expect(0)
+    assert not is_fixed(freed)
+
+
 @pytest.mark.parametrize("available", [2 * WAITING - 1, 0, None])
 def test_where_memory_is_short_or_unknown_freed_memory_leaves(
     available: int | None, made: Made, machine: Machine

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.weight_files import WeightFiles, is_mapped
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
@@ -244,3 +245,20 @@ def test_an_interrupt_in_the_middle_leaves_the_gradient_in_memory(
     found = accumulated(gradients, parameter, expected.clone())
     assert is_mapped(found.untyped_storage())
     assert torch.equal(found, expected)
+
+
+# -- what it costs where none waits ----------------------------------------------------------------------------------
+
+
+def test_adapters_whose_gradients_are_too_small_to_wait_leave_malloc_alone(files: WeightFiles) -> None:
+    freed, told = FreedMemory(), []
+    freed.expect = told.append  # type: ignore[method-assign, assignment]
+    gradients = PagedGradients(files, min_nbytes=1 << 20, freed=freed)
+    adapters, large = nn.Linear(8, 8), nn.Linear(SIDE, SIDE)
+    gradients.register_module(adapters)
+    assert told == [0]
+    gradients.register_module(large)
+    assert told == [0, files.used_bytes + large.weight.nbytes]
+    gradients.register_module(adapters)
+    assert len(told) == 2, "those of the other module wait"
+    gradients.close()

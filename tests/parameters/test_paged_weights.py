@@ -164,6 +164,19 @@ def test_with_autocast(opened: Callable[..., Offloader]) -> None:
         assert same(train(model, offloader), train(plain))
 
 
+@pytest.mark.parametrize(("weights", "casts"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
+def test_what_autocasts_copies_take_is_told_once(
+    weights: torch.dtype, casts: bool, opened: Callable[..., Offloader], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = built().to(weights)
+    offloader = opened(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+        train(model, offloader)
+    told = [record.getMessage() for record in caplog.records if "autocast" in record.getMessage()]
+    assert len(told) == (casts and weights is torch.float32)
+    assert all("in bfloat16" in text and "together 50% of the weights' bytes" in text for text in told)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide
 @pytest.mark.parametrize("scope", ["blocks", "model"])
 def test_with_compiled_code(scope: str, opened: Callable[..., Offloader]) -> None:

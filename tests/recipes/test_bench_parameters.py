@@ -22,7 +22,11 @@ def test_all_that_is_trained_is_moved_with_its_gradient_and_states() -> None:
 
 
 def test_what_is_allowed_in_memory() -> None:
-    assert bound_bytes(FACTS, {"slots_bytes": 40}, 30, "frozen_away") == round(1.1 * (2 * 20 + 40 + 10 + 30))
+    adapters = FACTS | {"trained_bytes": 7}
+    gradients_and_states = 7 + 2 * 7
+    assert bound_bytes(adapters, {"slots_bytes": 0}, 30, "frozen_away") == round(
+        1.1 * (2 * 20 + 10 + gradients_and_states + 30)
+    )
     assert bound_bytes(FACTS, {"slots_bytes": 40}, 30, "away") == round(1.1 * (4 * 20 + 40 + 20 + 30))
 
 
