@@ -39,7 +39,7 @@ def created_directories(paths: Sequence[Path], *, allow_unsuitable: bool) -> Ite
         UnsuitablePathError: one cannot be made, or cannot serve.
         ConfigError: two of them are one directory.
     """
-    made = [path for path in paths if not path.exists()]
+    made = [path for path in paths if not os.path.exists(path)]
     with ExitStack() as undo:
         for path in paths:
             for missing in [part for part in (*reversed(path.parents), path) if not os.path.exists(part)]:
@@ -57,7 +57,9 @@ def _warn_unmounted(made: Sequence[Path]) -> None:
 
     Not of those that anybody would have there: below the working, the home and the temporary directory.
     """
-    usual = Path.cwd(), Path.home(), Path(tempfile.gettempdir())
+    usual = [os.path.expanduser("~"), tempfile.gettempdir()]  # without a home: "~", which is above nothing
+    with suppress(OSError):  # the working directory has been removed
+        usual.append(os.getcwd())
     system = os.stat("/").st_dev
     for path in made:
         if os.stat(path).st_dev == system and not any(path.is_relative_to(parent) for parent in usual):

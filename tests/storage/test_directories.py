@@ -46,6 +46,18 @@ def test_a_directory_that_is_made_on_the_systems_drive_is_told(
         assert ("has been made on the drive of /" in caplog.text) == (is_first and not is_usual)
 
 
+def test_where_there_is_neither_a_home_nor_a_working_directory_one_is_made_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it returns for a user without a home
+    with created_directories([tmp_path / "spill"], allow_unsuitable=False):
+        assert (tmp_path / "spill").is_dir()
+
+
 def test_stays_while_there_is_something_in_it(tmp_path: Path) -> None:
     held = HeldDirectory(tmp_path / "rank")
     (tmp_path / "rank" / "file").write_text("the user's")
