@@ -56,8 +56,8 @@ _DEFAULT_SLOWDOWN = OffloadPolicy().max_slowdown
 _log = logging.getLogger(__name__)
 
 _MIN_RELIEF_IF_MAPPED = 0.25
-"""A pass that moves anything on a CPU gives back what is free, and maps it anew, however little it moves. For a relief of
-5 to 21 per cent that was measured to take 7 to 11 per cent of the time (docs/results/bench_plan_cpu.md)."""
+"""A pass that moves anything on a CPU gives back what is free, and maps it anew, however little it moves. For a relief
+of 5 to 21 per cent that was measured to take 7 to 11 per cent of the time (docs/results/bench_plan_cpu.md)."""
 _TIMES_MAPPED, _TIMES_MAPPED_WITH_REUSE = 2.0, 0.5
 """A byte that moves there is mapped anew about so often, where malloc does not reuse the holes of tensors and where it
 does. Measured at blocks of GPT-2 small: 3.5 with glibc 2.36, 0.35 with 2.41, 0 with tcmalloc."""
