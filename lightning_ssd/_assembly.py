@@ -31,7 +31,7 @@ from lightning_ssd.parameters.paged_weights import MappedWeights
 from lightning_ssd.parameters.residents import Needs, Residents
 from lightning_ssd.parameters.update_pages import UpdatePages
 from lightning_ssd.parameters.weight_files import WeightFiles
-from lightning_ssd.scheduling.memory_limits import MemoryConstraints
+from lightning_ssd.scheduling.memory_limits import MIN_RELIEF_IF_MAPPED, MemoryConstraints
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
@@ -55,12 +55,9 @@ _SPARE_BYTES = 256 << 20
 _DEFAULT_SLOWDOWN = OffloadPolicy().max_slowdown
 _log = logging.getLogger(__name__)
 
-_MIN_RELIEF_IF_MAPPED = 0.25
-"""A pass that moves anything on a CPU gives back what is free, and maps it anew, however little it moves. For a relief
-of 5 to 21 per cent that was measured to take 7 to 11 per cent of the time (docs/results/bench_plan_cpu.md)."""
 _TIMES_MAPPED, _TIMES_MAPPED_WITH_REUSE = 2.0, 0.5
-"""A byte that moves there is mapped anew about so often, where malloc does not reuse the holes of tensors and where it
-does. Measured at blocks of GPT-2 small: 3.5 with glibc 2.36, 0.35 with 2.41, 0 with tcmalloc."""
+"""A byte that moves on a CPU is mapped anew about so often, where malloc does not reuse the holes of tensors and where
+it does. Measured at blocks of GPT-2 small: 3.5 with glibc 2.36, 0.35 with 2.41, 0 with tcmalloc."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,7 +391,7 @@ def _constraints(
     wear = policy.wear_bytes_per_day(capacity_bytes)
     return MemoryConstraints(
         max_slowdown=policy.max_slowdown,
-        min_relief=_MIN_RELIEF_IF_MAPPED if is_mapped else 0.0,
+        min_relief=MIN_RELIEF_IF_MAPPED if is_mapped else 0.0,
         activation_budget=activations,
         memory_budget=memory,
         wear_bytes_per_day=None if wear is None else wear // num_processes,

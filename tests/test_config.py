@@ -271,9 +271,17 @@ def test_a_unit_without_its_b_is_named(text: str) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize(("text", "meant"), [("3.5GB/s", "3.5GB"), ("3.5 GiB/s ", "3.5 GiB"), ("500MBps", "500MB")])
+@pytest.mark.parametrize(
+    ("text", "meant"), [("3.5GB/s", "3.5GB"), ("3.5 GiB/s ", "3.5 GiB"), ("500MBps", "500MB"), ("2 GB / sec", "2 GB")]
+)
 def test_a_rate_per_second_is_named_without_it(text: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf'write_rate=.* is not a size; did you mean "{meant}"\? A rate is in bytes'):
+        HardwareProfile(write_rate=text, read_rate=1)
+
+
+@pytest.mark.parametrize("text", ["10Gbps", "500Mb/s", "500mbps"])
+def test_bits_per_second_are_not_taken_for_bytes(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a size; a rate is in bytes per second.*divide by 8"):
         HardwareProfile(write_rate=text, read_rate=1)
 
 

@@ -42,6 +42,7 @@ from lightning_ssd.planning.recompute_trace import recomputable, recomputed
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.what_fits import Fit, ModelSize, fit
+from lightning_ssd.scheduling.memory_limits import MIN_RELIEF_IF_MAPPED
 from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.wear.endurance import Drive, life_days
@@ -114,7 +115,8 @@ def plan(
         keep_bytes = task.model.trace.saved_peak_bytes
         limit = None if budget is None else _budget_bytes(budget, keep_bytes)
         problems: list[Problem] = []
-        found = list(outlooks(task.model.trace, task.tiers, _life(task), limit, problems))
+        min_relief = 0.0 if task.described.is_accelerator else MIN_RELIEF_IF_MAPPED
+        found = list(outlooks(task.model.trace, task.tiers, _life(task), limit, problems, min_relief=min_relief))
     if as_json:
         typer.echo(json.dumps(_as_json(task, found, problems), indent=2))
     else:
@@ -133,6 +135,8 @@ def outlooks(
     life: Callable[[Prediction], float | None],
     budget_bytes: int | None,
     problems: list[Problem],
+    *,
+    min_relief: float,
 ) -> Iterator[Outlook]:
     """Predict each mode.
 
@@ -142,6 +146,7 @@ def outlooks(
         life: days that the drives last.
         budget_bytes: for the planned ones; ``None``: the lowest peak within the default slowdown.
         problems: gets what no plan can do.
+        min_relief: share of the peak for which nothing is moved, without a budget.
     """
 
     def outlook(mode: str, prediction: Prediction, num_recomputed: int = 0) -> Outlook:
@@ -159,7 +164,10 @@ def outlooks(
         if may_recompute and (budget_bytes is None or not blocks):
             continue
         goal = PlanObjective(
-            max_slowdown=OffloadPolicy().max_slowdown, budget_bytes=budget_bytes, recompute=may_recompute
+            max_slowdown=OffloadPolicy().max_slowdown,
+            min_relief=min_relief,
+            budget_bytes=budget_bytes,
+            recompute=may_recompute,
         )
         try:
             made = make_plan(trace, tiers, goal)
@@ -448,7 +456,7 @@ def _column(sizes: Sequence[float], unit: float, digits: int) -> list[str]:
 
 
 def _seconds(value: float) -> str:
-    return "0" if value < 5e-5 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+    return "0" if value < 5e-7 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _life_text(days: float | None) -> str:

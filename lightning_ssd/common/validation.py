@@ -22,7 +22,7 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
-_PER_SECOND = re.compile(r"\s*(/s|ps)\s*$", re.IGNORECASE)
+_RATE = re.compile(r"\s*([0-9]*\.?[0-9]+\s*(?:[kKmMgGtTpP]i?)?)([bB])\s*(?:/\s*s(?:ec)?|ps)\s*")
 
 
 def parse_size(value: Size, *, name: str = "size") -> int:
@@ -62,10 +62,12 @@ def _size_hint(text: str) -> str:
         return f'; did you mean "{short}B" (powers of 1,000) or "{short}iB" (of 1,024)?'
     if match is not None and match[2].lower() in ("tbw", "pbw"):  # as data sheets write a drive's endurance
         return f'; did you mean "{match[1]}{match[2][:2].upper()}"?'
-    amount = _SIZE.fullmatch(_PER_SECOND.sub("", text))
-    if amount is not None and amount[2].lower() in _UNITS:
-        return f'; did you mean "{amount[0].strip()}"? A rate is in bytes per second'
-    return ""
+    rate = _RATE.fullmatch(text)
+    if rate is None:
+        return ""
+    if rate[2] == "b":
+        return '; a rate is in bytes per second, such as "500MB" (if "b" stands for bits, divide by 8)'
+    return f'; did you mean "{rate[1]}B"? A rate is in bytes per second'
 
 
 def typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:

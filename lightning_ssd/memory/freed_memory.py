@@ -42,13 +42,13 @@ class FreedMemory:
         self._threshold.fix()
 
     def expect(self, waiting_bytes: int) -> None:
-        """So many bytes of weights and gradients will wait, from the next forward on; 0: no gradient will."""
+        """So many bytes of weights and gradients will wait, from the next forward on; 0: none will."""
         self._waiting_bytes = waiting_bytes
         if waiting_bytes and (self._is_limited or self._available_bytes < _AMPLE * waiting_bytes):
             self._was_short = True
         if self._was_short:
             self.leaves()
-        elif self._leaves:
+        elif self._leaves and not self._is_limited:
             self._leaves = False
             self._threshold.restore()
 

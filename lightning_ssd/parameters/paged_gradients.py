@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -88,12 +88,12 @@ class PagedGradients:
         whole = [p for p in whole if p.requires_grad and (self._waits is None or self._waits(p))]
         shards = [s for s in shards if s.parameter.requires_grad and (self._waits is None or self._waits(s.parameter))]
         nbytes = sum(local_of(p).nbytes for p in (*whole, *(s.parameter for s in shards)))
-        if self._freed is not None and (nbytes or not (self._hooks or self._reductions)):
-            self._freed.expect(self._files.used_bytes + nbytes if nbytes else 0)
         waiting = {id(parameter) for parameter in whole}
         for parameter in module.parameters():
             if id(parameter) not in waiting and id(parameter) in self._hooks:
                 self._let_stay(id(parameter))
+        if self._freed is not None:
+            self._freed.expect(self._files.used_bytes + nbytes + self._to_come_bytes(waiting))
         new, new_shards = [p for p in whole if not self._has_hook(p)], [s for s in shards if not self._is_told(s)]
         self._files.check_room([local_of(p).nbytes for p in (*new, *(s.parameter for s in new_shards))], changes=True)
         for parameter in new:
@@ -110,6 +110,11 @@ class PagedGradients:
                 "each backward changes %s of gradients, which the system writes to the drive where memory is short",
                 format_sizes(nbytes)[0],
             )
+
+    def _to_come_bytes(self, counted: Collection[int]) -> int:
+        """Gradients of other modules that wait from the first backward on, without parameters that are counted."""
+        hooks = [self._hooks[key] for key in self._hooks if key not in counted and key not in self._memory]
+        return sum(parameter.nbytes for one in hooks if (parameter := one.parameter) is not None)
 
     def _let_stay(self, key: int) -> None:
         """The next gradients of a parameter stay: its weight has come back to stay, or it is trained no more."""

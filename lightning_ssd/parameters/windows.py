@@ -46,7 +46,7 @@ class Window(_UnitPatch):
             self._pager.is_traced(unit)
             return self.__wrapped__(*args, **kwargs)
         if not self._pager.has_told_of_casts and self.module is not None:
-            self._pager.has_told_of_casts = tell_of_casts(self.module)
+            self._pager.has_told_of_casts = tell_of_casts(self.module, self._pager.waits)
         return self._use(*args, **kwargs)
 
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from lightning_ssd.common.formatting import format_size
 from lightning_ssd.errors import BudgetError
 
-__all__ = ["Limits", "MemoryConstraints", "NonActivationMemory"]
+__all__ = ["MIN_RELIEF_IF_MAPPED", "Limits", "MemoryConstraints", "NonActivationMemory"]
 
+MIN_RELIEF_IF_MAPPED = 0.25
+"""A pass that moves anything on a CPU gives back what is free, and maps it anew, however little it moves. For a relief
+of 5 to 21 per cent that was measured to take 7 to 11 per cent of the time (docs/results/bench_plan_cpu.md)."""
 _KEEP_SHARE = 0.4
 """Of the available memory, what a pass without a plan may keep: gradients and optimizer states are still to come."""
 _USABLE_SHARE = 0.9
@@ -213,10 +216,9 @@ class Limits:
         least = math.ceil(least / 2**20) << 20
         smallest = f"about {format_size(least)}, of which {format_size(other)} are not saved activations"
         if others.num_traces < 2:
-            smallest += (
-                " (optimizer states that come with the first step are not in it; AdamW's take twice what the trained "
-                "weights do)"
-            )
+            smallest += " (optimizer states that come with the first step are not in it"
+            stays = self._constraints.have_states_stay
+            smallest += "; AdamW's take twice what the trained weights do)" if stays else ")"
         return f"memory_budget={format_size(memory)}", smallest
 
 

@@ -57,17 +57,23 @@ def _warn_unmounted(made: Sequence[Path]) -> None:
 
     Not of those that anybody would have there: below the working, the home and the temporary directory.
     """
-    usual = [os.path.expanduser("~"), tempfile.gettempdir()]  # without a home: "~", which is above nothing
-    with suppress(OSError):  # the working directory has been removed
-        usual.append(os.getcwd())
-    system = os.stat("/").st_dev
     for path in made:
-        if os.stat(path).st_dev == system and not any(path.is_relative_to(parent) for parent in usual):
-            _log.warning(
-                "%s was missing and has been made on the drive of /; if another drive was meant, mount it and remove "
-                "the directory",
-                escape_control(path),
-            )
+        with suppress(OSError):  # somebody else has removed it
+            if os.stat(path).st_dev == os.stat("/").st_dev and not any(map(path.is_relative_to, _usual_places())):
+                _log.warning(
+                    "%s was missing and has been made on the drive of /; if another drive was meant, mount it and "
+                    "remove the directory",
+                    escape_control(path),
+                )
+
+
+def _usual_places() -> set[str]:
+    """Where directories are made on the system's drive with intent. "/", where a service works, is none."""
+    found = {os.path.expanduser("~")}
+    for place in (os.getcwd, tempfile.gettempdir):
+        with suppress(OSError):  # it has been removed, or there is none
+            found.add(place())
+    return found - {"/", ""}
 
 
 def _remove(path: Path) -> None:

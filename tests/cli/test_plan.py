@@ -18,6 +18,8 @@ from lightning_ssd.cli import plan
 from lightning_ssd.cli.main import app
 from lightning_ssd.cli.write_hardware import hardware_yaml
 from lightning_ssd.planning.machine_profile import MachineProfile
+from lightning_ssd.planning.what_fits import Fit
+from lightning_ssd.scheduling.memory_limits import MIN_RELIEF_IF_MAPPED
 from tests.support.patience import PATIENCE_S
 
 NET = "tests.support.planned_models:Net"
@@ -143,6 +145,22 @@ def test_steps_that_keep_everything_are_told_of_where_no_budget_forbids_them(
 ) -> None:
     done = run("--model", NET, *SIZES, "--hardware", profile, *budget)
     assert ("a run's highest peak is that of 'keep'" in done.stdout) == (not budget)
+
+
+def test_on_a_cpu_nothing_is_moved_for_a_small_relief(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goals = []
+    real = plan.make_plan
+    monkeypatch.setattr(plan, "make_plan", lambda trace, tiers, goal: goals.append(goal) or real(trace, tiers, goal))
+    run("--model", NET, *SIZES, "--hardware", profile)
+    assert [goal.min_relief for goal in goals] == [MIN_RELIEF_IF_MAPPED], "as in training"
+
+
+def test_what_would_wait_in_the_same_way_is_shown_once(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Fit(plain_bytes=1, device_bytes=1, waiting_bytes=0, read_bytes=0, written_bytes=0)
+    monkeypatch.setattr(plan, "_fits", lambda task: [(name, fit) for name in ("nothing", "states")])
+    shown = run("--model", NET, *SIZES, "--hardware", profile).stdout
+    rows = shown[shown.index("of the model waits") :].splitlines()
+    assert [row.split()[0] for row in rows[1:3] if row.strip()] == ["nothing"]
 
 
 def test_a_budget_that_no_plan_keeps_is_told_with_the_least_one(profile: Path) -> None:

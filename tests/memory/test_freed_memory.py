@@ -64,9 +64,21 @@ def test_while_a_model_is_built_freed_memory_leaves(made: Made) -> None:
 @pytest.mark.parametrize("is_limited", [False, True])
 def test_where_no_gradient_waits_malloc_is_left_alone(is_limited: bool, made: Made) -> None:
     freed = made(is_limited=is_limited)
-    freed.leaves()
     freed.expect(0)
     assert not is_fixed(freed)
+    freed.leaves()
+    freed.expect(0)
+    assert is_fixed(freed) is is_limited, "who has asked for less memory gets it"
+
+
+def test_once_memory_was_short_freed_memory_leaves_to_the_end(made: Made, machine: Machine) -> None:
+    machine.available_bytes = 0
+    freed = made()
+    freed.expect(WAITING)
+    machine.available_bytes = 100 * WAITING
+    for waiting in (WAITING, 0):
+        freed.expect(waiting)
+        assert is_fixed(freed)
 
 
 @pytest.mark.parametrize("available", [2 * WAITING - 1, 0, None])

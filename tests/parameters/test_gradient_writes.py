@@ -256,9 +256,22 @@ def test_adapters_whose_gradients_are_too_small_to_wait_leave_malloc_alone(files
     gradients = PagedGradients(files, min_nbytes=1 << 20, freed=freed)
     adapters, large = nn.Linear(8, 8), nn.Linear(SIDE, SIDE)
     gradients.register_module(adapters)
-    assert told == [0]
     gradients.register_module(large)
-    assert told == [0, files.used_bytes + large.weight.nbytes]
     gradients.register_module(adapters)
-    assert len(told) == 2, "those of the other module wait"
+    waiting = files.used_bytes + large.weight.nbytes
+    assert told == [0, waiting, waiting], "those of the other module wait"
+    large.requires_grad_(False)
+    gradients.register_module(large)
+    assert told[3:] == [files.used_bytes]
+    gradients.close()
+
+
+def test_frozen_weights_in_the_page_cache_count_where_no_gradient_waits(files: WeightFiles) -> None:
+    freed, told = FreedMemory(), []
+    freed.expect = told.append  # type: ignore[method-assign, assignment]
+    frozen = files.write(torch.zeros(SIDE, SIDE).untyped_storage(), changes=False)
+    gradients = PagedGradients(files, min_nbytes=1 << 20, freed=freed)
+    gradients.register_module(nn.Linear(8, 8))
+    assert told == [files.used_bytes]
+    assert files.used_bytes >= frozen.nbytes
     gradients.close()

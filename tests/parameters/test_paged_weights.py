@@ -164,17 +164,48 @@ def test_with_autocast(opened: Callable[..., Offloader]) -> None:
         assert same(train(model, offloader), train(plain))
 
 
-@pytest.mark.parametrize(("weights", "casts"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
+def told_of_casts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for record in caplog.records if "autocast computes" in (text := record.getMessage())]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_autocasts_copies_take_is_told_once(
-    weights: torch.dtype, casts: bool, opened: Callable[..., Offloader], caplog: pytest.LogCaptureFixture
+    dtype: torch.dtype, opened: Callable[..., Offloader], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = built()
+    offloader = opened(model)
+    with torch.autocast("cpu", dtype=dtype):
+        train(model, offloader)
+    (text,) = told_of_casts(caplog)
+    assert f"copies in {str(dtype).removeprefix('torch.')} of weights" in text
+
+
+@pytest.mark.parametrize(
+    ("weights", "settings"),
+    [
+        (torch.float32, {"enabled": False}),
+        (torch.float32, {"cache_enabled": False}),
+        (torch.bfloat16, {}),
+        (torch.float64, {}),
+    ],
+)
+def test_where_autocast_holds_no_copies_nothing_is_told(
+    weights: torch.dtype, settings: dict[str, Any], opened: Callable[..., Offloader], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = built().to(weights)
     offloader = opened(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+    with torch.autocast("cpu", dtype=torch.bfloat16, **settings):
         train(model, offloader)
-    told = [record.getMessage() for record in caplog.records if "autocast" in record.getMessage()]
-    assert len(told) == (casts and weights is torch.float32)
-    assert all("in bfloat16" in text and "together 50% of the weights' bytes" in text for text in told)
+    assert told_of_casts(caplog) == []
+
+
+def test_a_forward_on_the_meta_device_tells_shapes_as_ever(opened: Callable[..., Offloader]) -> None:
+    block = Block()
+    block.up.requires_grad_(False)
+    opened(block)
+    meta = {name: torch.empty_like(parameter, device="meta") for name, parameter in block.named_parameters()}
+    shown = torch.func.functional_call(block, meta, torch.empty(3, WIDTH, device="meta"))
+    assert shown.shape == (3, WIDTH)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide

@@ -28,15 +28,16 @@ def test_goes_with_the_last_holder(tmp_path: Path) -> None:
     assert path.parent.is_dir(), "not ours"
 
 
-@pytest.mark.parametrize("is_usual", [False, True], ids=["elsewhere", "in the working directory"])
+@pytest.mark.parametrize("working", ["usual", "/"])
+@pytest.mark.parametrize("is_usual", [False, True], ids=["elsewhere", "in a usual place"])
 def test_a_directory_that_is_made_on_the_systems_drive_is_told(
-    is_usual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_usual: bool, working: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if os.stat(tmp_path).st_dev != os.stat("/").st_dev:
         pytest.skip("temporary files lie on a drive of their own")
     (tmp_path / "usual").mkdir()
-    monkeypatch.chdir(tmp_path / "usual")
-    monkeypatch.setenv("HOME", str(tmp_path / "usual"))
+    monkeypatch.chdir(tmp_path / working)
+    monkeypatch.setenv("HOME", working if working == "/" else "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "usual"))
     path = tmp_path / "usual" / "spill" if is_usual else tmp_path / "mnt" / "spill"
     for is_first in (True, False):
@@ -44,6 +45,11 @@ def test_a_directory_that_is_made_on_the_systems_drive_is_told(
         with created_directories([path], allow_unsuitable=False):
             pass
         assert ("has been made on the drive of /" in caplog.text) == (is_first and not is_usual)
+
+
+def test_a_directory_that_somebody_removes_meanwhile_is_not_told_of(tmp_path: Path) -> None:
+    with created_directories([tmp_path / "spill"], allow_unsuitable=False):
+        (tmp_path / "spill").rmdir()
 
 
 def test_where_there_is_neither_a_home_nor_a_working_directory_one_is_made_all_the_same(
