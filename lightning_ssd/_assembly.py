@@ -31,7 +31,7 @@ from lightning_ssd.parameters.paged_weights import MappedWeights
 from lightning_ssd.parameters.residents import Needs, Residents
 from lightning_ssd.parameters.update_pages import UpdatePages
 from lightning_ssd.parameters.weight_files import WeightFiles
-from lightning_ssd.scheduling.memory_limits import MIN_RELIEF_IF_MAPPED, MemoryConstraints
+from lightning_ssd.scheduling.memory_limits import MemoryConstraints, min_relief_if_mapped
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
@@ -391,7 +391,7 @@ def _constraints(
     wear = policy.wear_bytes_per_day(capacity_bytes)
     return MemoryConstraints(
         max_slowdown=policy.max_slowdown,
-        min_relief=MIN_RELIEF_IF_MAPPED if is_mapped else 0.0,
+        min_relief=min_relief_if_mapped(policy.max_slowdown) if is_mapped else 0.0,
         activation_budget=activations,
         memory_budget=memory,
         wear_bytes_per_day=None if wear is None else wear // num_processes,

@@ -42,7 +42,7 @@ from lightning_ssd.planning.recompute_trace import recomputable, recomputed
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.what_fits import Fit, ModelSize, fit
-from lightning_ssd.scheduling.memory_limits import MIN_RELIEF_IF_MAPPED
+from lightning_ssd.scheduling.memory_limits import min_relief_if_mapped
 from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.wear.endurance import Drive, life_days
@@ -115,7 +115,7 @@ def plan(
         keep_bytes = task.model.trace.saved_peak_bytes
         limit = None if budget is None else _budget_bytes(budget, keep_bytes)
         problems: list[Problem] = []
-        min_relief = 0.0 if task.described.is_accelerator else MIN_RELIEF_IF_MAPPED
+        min_relief = 0.0 if task.described.is_accelerator else min_relief_if_mapped(OffloadPolicy().max_slowdown)
         found = list(outlooks(task.model.trace, task.tiers, _life(task), limit, problems, min_relief=min_relief))
     if as_json:
         typer.echo(json.dumps(_as_json(task, found, problems), indent=2))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from lightning_ssd.common.formatting import format_size
 from lightning_ssd.errors import BudgetError
 
-__all__ = ["MIN_RELIEF_IF_MAPPED", "Limits", "MemoryConstraints", "NonActivationMemory"]
+__all__ = ["Limits", "MemoryConstraints", "NonActivationMemory", "min_relief_if_mapped"]
 
-MIN_RELIEF_IF_MAPPED = 0.25
+_MIN_RELIEF, _MIN_RELIEF_IF_SLOW, _SLOW = 0.25, 0.05, 1.1
 """A pass that moves anything on a CPU gives back what is free, and maps it anew, however little it moves. For a relief
 of 5 to 21 per cent that was measured to take 7 to 11 per cent of the time (docs/results/bench_plan_cpu.md)."""
 _KEEP_SHARE = 0.4
@@ -22,6 +22,15 @@ _BAND = (0.95, 1.25)
 _MARGIN = 0.02
 _MIN_MARGIN_BYTES = 16 << 20
 """Added to the smallest memory budget that is named: the larger of the two."""
+
+
+def min_relief_if_mapped(max_slowdown: float) -> float:
+    """Return the share of the peak that is worth moving anything on a CPU, for who accepts such a slowdown.
+
+    Args:
+        max_slowdown: of the policy.
+    """
+    return _MIN_RELIEF if max_slowdown < _SLOW else _MIN_RELIEF_IF_SLOW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

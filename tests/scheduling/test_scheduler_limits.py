@@ -13,7 +13,7 @@ from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
 from lightning_ssd.scheduling import plan_maker as module
 from lightning_ssd.scheduling.clock import Clock, HostClock
 from lightning_ssd.scheduling.finished_pass import FinishedPass
-from lightning_ssd.scheduling.memory_limits import MemoryConstraints
+from lightning_ssd.scheduling.memory_limits import MemoryConstraints, min_relief_if_mapped
 from lightning_ssd.scheduling.move_search import NUM_KEPT
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.scheduler import Scheduler
@@ -416,3 +416,10 @@ def test_a_small_batch_is_not_judged_by_what_a_large_one_needed() -> None:
                 cursor, _ = run_pass(made, make_trace(3, other=other), signature=signature)
                 made.wait()
         assert cursor.limit_bytes == 95 * NBYTES
+
+
+@pytest.mark.parametrize(
+    ("max_slowdown", "relief"), [(1.0, 0.25), (1.02, 0.25), (1.09, 0.25), (1.1, 0.05), (9.0, 0.05)]
+)
+def test_who_accepts_what_moving_costs_on_a_cpu_gets_small_reliefs_too(max_slowdown: float, relief: float) -> None:
+    assert min_relief_if_mapped(max_slowdown) == relief
