@@ -1,4 +1,5 @@
 import errno
+import io
 import mmap
 import os
 import sys
@@ -88,10 +89,10 @@ def test_the_level_of_a_cpu_is_what_the_process_uses():
 
 
 def test_a_level_that_nobody_tells_is_zero(monkeypatch):
-    def missing(path, flags):
+    def missing(path):
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(os, "open", missing)
+    monkeypatch.setattr(io, "FileIO", missing)
     assert level_bytes(torch.device("cpu")) == 0
 
 
