@@ -242,9 +242,8 @@ def _checked(
             got = f"{escape_control(path)} is none"
             raise CommandError("an existing directory on the drive to measure", got, "make it first, or name another")
         facts = inspect_directory(path)
-        if (facts.is_memory or facts.is_network) and not allow_unsuitable:
-            kind = "memory" if facts.is_memory else "a network file system"
-            got = f"{escape_control(path)} on {facts.file_system}, which is {kind}"
+        if facts.unsuitable is not None and not allow_unsuitable:
+            got = f"{escape_control(path)} on {facts.file_system}, {facts.unsuitable}"
             raise CommandError("a directory on a local drive", got, "name another, or add --allow-unsuitable")
         if facts.free_bytes < _ROOM * nbytes:
             need, room = format_sizes(_ROOM * nbytes, facts.free_bytes)

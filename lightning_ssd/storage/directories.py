@@ -39,11 +39,14 @@ def created_directories(paths: Sequence[Path], *, allow_unsuitable: bool) -> Ite
         UnsuitablePathError: one cannot be made, or cannot serve.
         ConfigError: two of them are one directory.
     """
-    made = [path for path in paths if not os.path.exists(path)]
+    made = []
     with ExitStack() as undo:
         for path in paths:
-            for missing in [part for part in (*reversed(path.parents), path) if not os.path.exists(part)]:
-                undo.callback(_remove, missing)
+            missing = [part for part in (*reversed(path.parents), path) if not os.path.exists(part)]
+            for part in missing:
+                undo.callback(_remove, part)
+            if missing:
+                made.append(path)
             make_directory(path)
             refuse_unsuitable(path, allow_unsuitable=allow_unsuitable)
         _refuse_twice(paths)

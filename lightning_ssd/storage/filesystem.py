@@ -65,6 +65,13 @@ class DirectoryFacts:
     free_bytes: int
     total_bytes: int
 
+    @property
+    def unsuitable(self) -> str | None:
+        """Why spill files should not lie there; ``None``: they may."""
+        if self.is_memory:
+            return "which is memory: nothing would be saved"
+        return "a network file system: slow, and shared with others" if self.is_network else None
+
 
 def inspect_directory(path: str | os.PathLike[str]) -> DirectoryFacts:
     """Look, without writing. The directory must exist."""
@@ -106,17 +113,10 @@ def refuse_unsuitable(path: Path, *, allow_unsuitable: bool) -> DirectoryFacts:
         UnsuitablePathError: without ``allow_unsuitable``: memory and network file systems.
     """
     facts = inspect_directory(path)
-    if facts.is_memory and not allow_unsuitable:
+    if facts.unsuitable is not None and not allow_unsuitable:
         raise _unsuitable(
             path,
-            f"lies on {facts.file_system}, which is memory: nothing would be saved",
-            "name a directory on a local SSD, or set allow_unsuitable_paths=True",
-            errno.EINVAL,
-        )
-    if facts.is_network and not allow_unsuitable:
-        raise _unsuitable(
-            path,
-            f"lies on {facts.file_system}, a network file system: slow, and shared with others",
+            f"lies on {facts.file_system}, {facts.unsuitable}",
             "name a directory on a local SSD, or set allow_unsuitable_paths=True",
             errno.EINVAL,
         )
