@@ -212,6 +212,7 @@ def _with_parameters(
             trained=policy.optimizer_states == "offload",
             is_replicated=environment.is_replicated,
             residents=residents,
+            num_sharing=environment.num_local_processes if policy.memory_budget is None else None,
             verify=policy.verify == "full",
         )
         stack.callback(weights.close)

@@ -403,6 +403,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         trained: those that are trained wait, too.
         is_replicated: other processes have the same model, so that those that are trained stay.
         residents: says which stay all the same; ``None``: none.
+        num_sharing: processes that share the machine's memory; ``None``: somebody has asked for less of it.
     """
 
     def __init__(
@@ -413,10 +414,15 @@ class MappedWeights(PagedWeights[MappedStorage]):
         trained: bool = False,
         is_replicated: bool = False,
         residents: Residents | None = None,
+        num_sharing: int | None = None,
         verify: bool = False,
     ) -> None:
         super().__init__(
-            MappedPager(), min_nbytes=min_nbytes, trained=trained, is_replicated=is_replicated, residents=residents
+            MappedPager(num_sharing if residents is None else None),
+            min_nbytes=min_nbytes,
+            trained=trained,
+            is_replicated=is_replicated,
+            residents=residents,
         )
         self._files = files
         self._sources = SourceFiles(verify=verify)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
+from lightning_ssd.parameters import mapped_pager
 from lightning_ssd.parameters.mapped_pager import MappedPager
 from lightning_ssd.parameters.pager import Unit, Weight
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles
@@ -51,8 +52,12 @@ class Parts:
 @pytest.fixture
 def pager(spill_dir: Path) -> Iterator[MappedPager]:
     """Five units of one frozen weight each."""
+    yield from opened_pager(spill_dir, MappedPager())
+
+
+def opened_pager(spill_dir: Path, opened: MappedPager) -> Iterator[MappedPager]:
     backend = PosixBackend([spill_dir])
-    files, opened = WeightFiles(backend, [spill_dir]), MappedPager()
+    files = WeightFiles(backend, [spill_dir])
     storages = []
     for number in range(5):
         memory = files.write(torch.zeros(NUM_PARTS * READ_BYTES, dtype=torch.uint8).untyped_storage(), changes=False)
@@ -125,6 +130,87 @@ def test_what_comes_next_is_in_the_page_cache_alone(pager: MappedPager, parts: P
     assert read_bytes() == before
     assert pager.num_late == 4, "those before the order was known"
     pager.leave(pager.units[1])
+
+
+class Room:
+    """Memory that the machine has left, as the test wants it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.nbytes: int | None = None
+        self.refusal: OSError | None = None
+        patch.setattr(mapped_pager, "host_available_bytes", self.ask)
+        patch.setattr(mapped_pager, "_LOOK_S", 0.0)
+
+    def ask(self, cached_bytes: int) -> int | None:
+        if self.refusal is not None:
+            raise self.refusal
+        return self.nbytes
+
+
+UNIT = NUM_PARTS * READ_BYTES
+AMPLE = 2 * 5 * UNIT
+
+
+@pytest.mark.parametrize(
+    ("num_sharing", "room", "comes"),
+    [
+        (1, AMPLE, True),
+        (1, AMPLE - 1, False),
+        (1, None, False),
+        (2, AMPLE, False),
+        (2, 2 * AMPLE, True),
+        (None, 100 * AMPLE, False),
+    ],
+)
+def test_what_comes_next_is_mapped_where_memory_is_ample(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch, num_sharing: int | None, room: int | None, comes: bool
+) -> None:
+    memory = Room(monkeypatch)
+    memory.nbytes = room
+    for pager in opened_pager(spill_dir, MappedPager(num_sharing)):
+        for unit in (*pager.units[:3], pager.units[0]):  # then comes 1
+            use(pager, unit)
+        latch = pager.units[1].coming
+        assert (latch is not None) is comes
+        assert pager.window_bytes == (2 if comes else 1) * UNIT
+        if latch is not None:
+            latch.wait()
+        assert pager.resident_bytes == (UNIT if comes else 0)
+        assert pager.num_late == 4, "those before the order was known"
+        use(pager, pager.units[1])
+        assert pager.num_late == 4, "it was expected, wherever it waited"
+
+
+def test_what_was_mapped_ahead_and_is_not_used_leaves(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Room(monkeypatch).nbytes = AMPLE
+    for pager in opened_pager(spill_dir, MappedPager(1)):
+        for unit in (*pager.units[:3], pager.units[0]):
+            use(pager, unit)
+        latch = pager.units[1].coming
+        assert latch is not None
+        latch.wait()
+        use(pager, pager.units[4])  # what comes after it is not known
+        assert pager.units[1].resident_bytes is None
+        assert pager.resident_bytes == 0
+        assert shown_bytes(spill_dir) <= 2 * READ_BYTES, "in which it is shown to be read"
+
+
+def test_nothing_more_is_mapped_ahead_once_memory_is_short_or_nobody_tells(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Room(monkeypatch)
+    memory.nbytes = AMPLE
+    for pager in opened_pager(spill_dir, MappedPager(1)):
+        for unit in (*pager.units[:3], *pager.units[:2]):
+            use(pager, unit)
+        assert pager.window_bytes == 2 * UNIT
+        memory.refusal = OSError("too many open files")
+        use(pager, pager.units[2])
+        assert pager.window_bytes == 2 * UNIT, "as was known"
+        memory.refusal, memory.nbytes = None, AMPLE - 1
+        use(pager, pager.units[0])
+        assert pager.window_bytes == UNIT
+        assert pager.units[1].coming is None
 
 
 def test_closing_waits_for_no_more_than_a_part(pager: MappedPager, parts: Parts) -> None:
