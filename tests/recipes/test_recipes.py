@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 
+from lightning_ssd.memory.malloc import PAGES_VARIABLE
 from recipes import demo, fabric_loop, models, plain_loop
 from recipes.meter import StepMeter, weights_digest
 from recipes.runner import run
@@ -105,13 +106,22 @@ def test_the_demo_tells_what_was_saved() -> None:
     assert "bit for bit" in words
     assert "100 MiB above its resting level instead of 400 MiB (25 %)" in words
     assert "20 MiB of 80 MiB saved activations" in words
-    assert "300 instead of 400 MiB above rest, and 1.02 instead of 1.00 s. Moved half." in words
+    assert "300 instead of 400 MiB above rest, and 1.02 instead of 1.00 s of plain Lightning as it comes" in words
+    assert "Moved half." in words
     lines = demo.table(demo_runs()).splitlines()
     assert lines[0].split() == ["plain", "Lightning", '"ssd_offload"', 'activations="offload"']
     peaks = next(line for line in lines if line.startswith("process peak above rest"))
     assert peaks.endswith("100 (0.25)")
     assert "300 (0.75)" in peaks
     assert any(line.startswith("step time") and line.endswith("1.50 (1.50)") for line in lines)
+
+
+def test_plain_lightning_of_the_demo_runs_as_it_comes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    switches: list[str] = []
+    monkeypatch.setattr(demo.subprocess, "run", lambda *args, env, **options: switches.append(env[PAGES_VARIABLE]))
+    monkeypatch.setattr(RunSummary, "read", lambda path: summary())
+    assert demo.main(["--output-dir", str(tmp_path)]) == 0
+    assert switches == ["0", "1", "1"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "ssd"])
