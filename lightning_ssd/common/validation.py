@@ -22,7 +22,7 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
-_RATE = re.compile(r"\s*([0-9]*\.?[0-9]+\s*(?:[kKmMgGtTpP]i?)?)([bB])\s*(?:/\s*s(?:ec)?|ps)\s*")
+_RATE = re.compile(r"\s*([0-9]*\.?[0-9]+\s*(?:[kKmMgGtTpP]i?)?)(B|b|[bB]its?)\s*(?:/\s*s(?:ec)?|ps)\s*")
 
 
 def parse_size(value: Size, *, name: str = "size") -> int:
@@ -65,8 +65,9 @@ def _size_hint(text: str) -> str:
     rate = _RATE.fullmatch(text)
     if rate is None:
         return ""
-    if rate[2] == "b":
-        return '; a rate is in bytes per second, such as "500MB" (if "b" stands for bits, divide by 8)'
+    if rate[2] != "B":
+        divide = ' (if "b" stands for bits, divide by 8)' if rate[2] == "b" else ": divide bits by 8"
+        return f'; a rate is in bytes per second, such as "500MB"{divide}'
     return f'; did you mean "{rate[1]}B"? A rate is in bytes per second'
 
 

@@ -37,6 +37,7 @@ from lightning_ssd.storage.drive_turn_lock import DriveLock
 from lightning_ssd.storage.drive_turns import ExclusiveBackend, open_exclusive
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
+from recipes.benchmarks.harness.tables import quartiles
 from recipes.benchmarks.step import environment, spill_directory
 
 MODES = ("at once", "in turns")
@@ -162,14 +163,11 @@ def report(content: dict[str, Any], args: argparse.Namespace) -> None:
     """The table."""
     at_once, in_turns = ([turn[mode] for turn in content["seconds"]] for mode in MODES)
     ratios = [b / a for a, b in zip(at_once, in_turns, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
+    low, high = quartiles(ratios)
     print(f"\n{args.processes} processes, {args.parameters} million parameters each; slowest process of each step\n")
     print("| mode | update s | / at once | quartiles |\n|---|---|---|---|")
     print(f"| at once | {statistics.median(at_once):.2f} | 1.000 | |")
-    print(
-        f"| in turns | {statistics.median(in_turns):.2f} | {statistics.median(ratios):.3f} "
-        f"| {quartiles[0]:.3f}-{quartiles[2]:.3f} |"
-    )
+    print(f"| in turns | {statistics.median(in_turns):.2f} | {statistics.median(ratios):.3f} | {low:.3f}-{high:.3f} |")
     print(
         f"\nwritten per process and step: {content['moved_bytes'] >> 20:,} MiB; the trial at setup chose: "
         f"{content['trial']}; weights of both: {'equal' if content['equal'] else 'DIFFERENT'}"

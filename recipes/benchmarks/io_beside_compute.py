@@ -29,6 +29,7 @@ import torch
 
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, address_of
+from recipes.benchmarks.harness.tables import quartiles
 from recipes.benchmarks.io import GIB, core_s, write_json
 from recipes.benchmarks.step import environment
 
@@ -145,7 +146,6 @@ def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
         alone = [s for s in samples if (s.threads, s.kind) == (threads, "alone")]
         speeds = [one.per_s / other.per_s for one, other in zip(mine, alone, strict=True)]
         lost = [(1 - speed) / one.gib_per_s for speed, one in zip(speeds, mine, strict=True) if one.gib_per_s]
-        quartiles = statistics.quantiles(lost, n=4) if len(lost) > 1 else [*lost] * 3
         rows.append(
             {
                 "threads": threads,
@@ -154,7 +154,7 @@ def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
                 "gib_per_s": statistics.median(s.gib_per_s for s in mine),
                 "core_s": statistics.median(s.core_s for s in mine),
                 "lost_s_per_gib": statistics.median(lost) if lost else None,
-                "lost_quartiles": [quartiles[0], quartiles[2]] if lost else None,
+                "lost_quartiles": [*quartiles(lost)] if lost else None,
             }
         )
     return rows

@@ -31,13 +31,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from lightning_ssd.common.validation import parse_size
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
 from recipes.benchmarks.harness.drive import DriveMeter
 from recipes.benchmarks.harness.process import Child
+from recipes.benchmarks.harness.tables import quartiles
 from recipes.benchmarks.memory_limit import NO_GROUP, memory_group
 from recipes.benchmarks.step import environment, spill_directory
 from recipes.benchmarks.workers.parameters import ParametersJob, Sizes
@@ -122,7 +123,7 @@ def summarise(samples: Sequence[Values], facts: Mapping[str, Values]) -> list[Va
 
 
 def _ratio(name: str, values: list[float]) -> Values:
-    low, _, high = quantiles(values, n=4) if len(values) > 1 else values * 3
+    low, high = quartiles(values)
     return {name: median(values), f"{name}_low": low, f"{name}_high": high}
 
 
@@ -136,8 +137,9 @@ def show(title: str, rows: Sequence[Values]) -> None:
         ratios = [_shown(row, name) for name in ("of_keep", "of_states", "of_bound")]
         moved = [
             ", ".join(
-                f"{row[name] / _MB:,.0f}" if name in row else ""
+                f"{row[name] / _MB:,.0f}"
                 for name in (f"process_{way}_bytes", f"drive_{way}_bytes", f"expected_{way}_bytes")
+                if name in row
             )
             for way in ("read", "written")
         ]

@@ -137,11 +137,14 @@ def _paired(mode: str, samples: Sequence[Sample], value: Callable[[Sample], floa
     return statistics.median(ratios) if ratios else None
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper one, as of all values that there are; a single value is both."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return low, high
+
+
 def _quartiles(ratios: Sequence[float]) -> list[float] | None:
-    if len(ratios) < 2:
-        return None
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return [low, high]
+    return [*quartiles(ratios)] if len(ratios) > 1 else None
 
 
 def _is_equal(mode: str, samples: Sequence[Sample]) -> bool | None:
