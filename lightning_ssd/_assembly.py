@@ -20,6 +20,7 @@ from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.memory.heap_policy import HeapPolicy
+from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc, reuses_holes
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
@@ -198,7 +199,7 @@ def _with_parameters(
     backend, directories, _ = _open_directories(stack, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank)
     stack.callback(files.close)
-    pages = UpdatePages()
+    pages = UpdatePages(files, HostRoom(environment.num_local_processes))
     stack.callback(pages.close)
     weights = gradients = residents = freed = None
     if policy.parameters == "auto":
@@ -212,7 +213,7 @@ def _with_parameters(
             trained=policy.optimizer_states == "offload",
             is_replicated=environment.is_replicated,
             residents=residents,
-            num_sharing=environment.num_local_processes if policy.memory_budget is None else None,
+            room=HostRoom(environment.num_local_processes) if policy.memory_budget is None else None,
             verify=policy.verify == "full",
         )
         stack.callback(weights.close)

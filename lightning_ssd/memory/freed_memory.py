@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 
+from lightning_ssd.memory.host_room import AMPLE, HostRoom
 from lightning_ssd.memory.malloc import MallocThreshold, trim
-from lightning_ssd.memory.readings import host_available_bytes
 
 __all__ = ["FreedMemory"]
 
 _MAPPED_BYTES = 1 << 20
 """Where freed memory leaves, tensors from this size on are mapped one by one."""
-_AMPLE = 2
-"""Times what waits: as much again may be needed that nobody has seen yet."""
 _LOOK_S = 0.1
 
 
@@ -31,7 +29,7 @@ class FreedMemory:
 
     def __init__(self, *, is_limited: bool = False, num_processes: int = 1) -> None:
         self._threshold = MallocThreshold(_MAPPED_BYTES)
-        self._is_limited, self._num_processes = is_limited, num_processes
+        self._room, self._is_limited = HostRoom(num_processes), is_limited
         self._waiting_bytes = 0
         self._next_look_s = 0.0
         self._leaves = self._was_short = False
@@ -44,7 +42,7 @@ class FreedMemory:
     def expect(self, waiting_bytes: int) -> None:
         """So many bytes of weights and gradients will wait, from the next forward on; 0: none will."""
         self._waiting_bytes = waiting_bytes
-        if waiting_bytes and (self._is_limited or self._available_bytes < _AMPLE * waiting_bytes):
+        if waiting_bytes and (self._is_limited or self._room.available_bytes(waiting_bytes) < AMPLE * waiting_bytes):
             self._was_short = True
         if self._was_short:
             self.leaves()
@@ -57,15 +55,10 @@ class FreedMemory:
         if self._leaves or not self._waiting_bytes or (now_s := time.monotonic()) < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_S
-        if self._available_bytes < self._waiting_bytes:
+        if self._room.available_bytes(self._waiting_bytes) < self._waiting_bytes:
             self._was_short = True
             self.leaves()
             trim()
-
-    @property
-    def _available_bytes(self) -> float:
-        available = host_available_bytes(self._waiting_bytes)
-        return 0 if available is None else available / self._num_processes
 
     def close(self) -> None:
         """Leave glibc as it is without us."""

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import time
-
 from lightning_ssd.errors import StorageError
-from lightning_ssd.memory.readings import host_available_bytes
+from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.cache_reader import CacheReader, Read
 from lightning_ssd.parameters.pager import Pager, Unit, Weight
 from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
 __all__ = ["MappedPager", "bring_in"]
 
-_AMPLE = 2
-"""Times all weights: what is mapped ahead then drives nothing out of the page cache."""
-_LOOK_S = 1.0
-
 
 class MappedPager(Pager[MappedStorage]):
     """On a CPU, where weights are parts of files: pages come and go, and whoever touches one finds its bytes.
 
     Args:
-        num_sharing: processes that share the machine's memory; ``None``: somebody has asked for less of it.
+        room: memory that may be filled; ``None``: somebody has asked for less of it.
     """
 
-    def __init__(self, num_sharing: int | None = None) -> None:
+    def __init__(self, room: HostRoom | None = None) -> None:
         super().__init__()
         self._next, self._further = CacheReader(), CacheReader()
-        self._num_sharing = num_sharing
+        self._room = room
         self._has_room = False
-        self._next_look_s = 0.0
 
     def _request_ahead(self, unit: Unit[MappedStorage]) -> None:
         """What is frozen comes to the page cache, and to the memory of this process when its use begins, unless there
@@ -44,18 +37,13 @@ class MappedPager(Pager[MappedStorage]):
         return self._has_room or not all(weight.is_frozen for weight in list(unit.weights))
 
     def _look_for_room(self) -> None:
-        """The lock is held."""
-        if self._num_sharing is None or (now_s := time.monotonic()) < self._next_look_s:
-            return
-        self._next_look_s = now_s + _LOOK_S
-        nbytes = sum(weight.memory.nbytes for weight in self.weights)
-        try:
-            available = host_available_bytes(nbytes)
-        except OSError:  # such as too many open files: a second later, then
-            return
-        has_room = available is not None and available >= _AMPLE * nbytes * self._num_sharing
+        """Where there is much, what is mapped ahead drives nothing out of the page cache. The lock is held."""
+        has_room = self._room is not None and self._room.is_ample(self._weight_bytes)
         if has_room is not self._has_room:
             self._has_room, self._window_bytes = has_room, None
+
+    def _weight_bytes(self) -> int:
+        return sum(weight.memory.nbytes for weight in self.weights)
 
     def _look_ahead(self, ahead: Unit[MappedStorage] | None, further: Unit[MappedStorage] | None) -> None:
         """Two readers keep the drive busy. So many trained weights in the page cache would drive out what is used and

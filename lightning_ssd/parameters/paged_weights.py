@@ -32,6 +32,7 @@ from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import BudgetError, forget_frames
 from lightning_ssd.memory.file_mapping import drop_pages
+from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
 from lightning_ssd.parameters.pager import Memory, Pager, Place, Weight
@@ -403,7 +404,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         trained: those that are trained wait, too.
         is_replicated: other processes have the same model, so that those that are trained stay.
         residents: says which stay all the same; ``None``: none.
-        num_sharing: processes that share the machine's memory; ``None``: somebody has asked for less of it.
+        room: memory that may be filled; ``None``: somebody has asked for less of it.
     """
 
     def __init__(
@@ -414,11 +415,11 @@ class MappedWeights(PagedWeights[MappedStorage]):
         trained: bool = False,
         is_replicated: bool = False,
         residents: Residents | None = None,
-        num_sharing: int | None = None,
+        room: HostRoom | None = None,
         verify: bool = False,
     ) -> None:
         super().__init__(
-            MappedPager(num_sharing if residents is None else None),
+            MappedPager(room if residents is None else None),
             min_nbytes=min_nbytes,
             trained=trained,
             is_replicated=is_replicated,

@@ -13,8 +13,9 @@ import torch
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
+from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.cache_reader import CacheReader
-from lightning_ssd.parameters.weight_files import FiledStorage, filed_storage, unreadable
+from lightning_ssd.parameters.weight_files import FiledStorage, WeightFiles, filed_storage, unreadable
 
 __all__ = ["UpdatePages"]
 
@@ -46,9 +47,17 @@ class UpdatePages:
 
     Two threads read what is updated next, one the weights and one the gradients, so that the drive works while the
     optimizer computes, and no page is a fault of its own. What they have not read comes when it is its turn.
+
+    Where memory is short, the system begins to write what was updated at once. Else it looks for room a little later,
+    and then writes all that has changed: also what is being updated, which changes again and is written twice.
+
+    Args:
+        files: where weights and gradients wait.
+        room: memory that may be filled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, files: WeightFiles, room: HostRoom) -> None:
+        self._files, self._room = files, room
         self._weights, self._gradients = CacheReader(), CacheReader()
         self._scratch = FileView(READ_BYTES)
         self._pid = os.getpid()
@@ -69,8 +78,11 @@ class UpdatePages:
         self._weights.ask([run.read for run in next_runs if run.changes])
         self._gradients.ask([run.read for run in next_runs if not run.changes])
         yield
+        is_short = not self._room.is_ample(lambda: self._files.used_bytes)
         for run in runs:
             run.memory.send_out_part(run.start, run.nbytes)
+            if is_short and run.changes:
+                run.memory.begin_writing_part(run.start, run.nbytes)
 
     def _bring_in(self, runs: Sequence[_Run]) -> None:
         """All are read before one is mapped.

@@ -185,6 +185,13 @@ class FiledStorage(MappedStorage):
         if view is not None and not self._is_private:
             view.send_out(first, round_up(start + nbytes, PAGE_BYTES) - first)
 
+    def begin_writing_part(self, start: int, nbytes: int) -> None:
+        """Have the system begin to write some bytes, and the rest of their pages, to the drive. Does not wait."""
+        first = start // PAGE_BYTES * PAGE_BYTES
+        if not self._is_private:
+            with self._arena.use() as fd:
+                _begin_writing(fd, self._extent.offset + first, round_up(start + nbytes, PAGE_BYTES) - first)
+
     def make_private(self) -> None:
         """Where the system allows no more private memory, it stays as it is, which is as good, but for a fork."""
         if self._view is not None and not self._is_private:
@@ -220,7 +227,7 @@ class FiledStorage(MappedStorage):
                         _write_all(fd, region, self._extent.offset)
                     finally:
                         os.close(fd)
-                _begin_writing(direct, self._extent)
+                _begin_writing(direct, self._extent.offset, self._extent.nbytes)
             except OSError as error:
                 what = f"a gradient could not be written to {self._arena.path}"
                 raise as_storage_error(error, what) from error
@@ -257,10 +264,10 @@ def _write_all(fd: int, region: Region, offset: int) -> None:
         left, offset = left[count:], offset + count
 
 
-def _begin_writing(fd: int, extent: Extent) -> None:
+def _begin_writing(fd: int, offset: int, nbytes: int) -> None:
     """A hint: what the drive refuses is told by whoever waits for the end of the writing (``fdatasync``)."""
     if _sync_file_range is not None:
-        _sync_file_range(fd, ctypes.c_int64(extent.offset), ctypes.c_int64(extent.nbytes), _WRITE)
+        _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
 
 
 def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:

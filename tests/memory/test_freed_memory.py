@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightning_ssd.memory import freed_memory
+from lightning_ssd.memory import freed_memory, host_room
 from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.memory.malloc import MallocThreshold
 
@@ -22,7 +22,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     said = Machine()
-    monkeypatch.setattr(freed_memory, "host_available_bytes", lambda cached: said.available_bytes)
+    monkeypatch.setattr(host_room, "host_available_bytes", lambda cached: said.available_bytes)
     monkeypatch.setattr(freed_memory, "trim", lambda: setattr(said, "num_trims", said.num_trims + 1))
     monkeypatch.setattr(freed_memory, "_LOOK_S", 0.0)
     return said
@@ -124,7 +124,7 @@ def test_once_memory_was_short_it_leaves_to_the_end(made: Made, machine: Machine
 def test_memory_is_not_asked_for_in_every_step(made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(freed_memory, "_LOOK_S", 60.0)
     asked: list[int] = []
-    monkeypatch.setattr(freed_memory, "host_available_bytes", lambda cached: asked.append(cached) or 10 * WAITING)
+    monkeypatch.setattr(host_room, "host_available_bytes", lambda cached: asked.append(cached) or 10 * WAITING)
     freed = made()
     freed.expect(WAITING)
     for _ in range(100):

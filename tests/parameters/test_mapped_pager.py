@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ssd.memory import host_room
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
-from lightning_ssd.parameters import mapped_pager
+from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.mapped_pager import MappedPager
 from lightning_ssd.parameters.pager import Unit, Weight
 from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles
@@ -138,8 +139,8 @@ class Room:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.nbytes: int | None = None
         self.refusal: OSError | None = None
-        patch.setattr(mapped_pager, "host_available_bytes", self.ask)
-        patch.setattr(mapped_pager, "_LOOK_S", 0.0)
+        patch.setattr(host_room, "host_available_bytes", self.ask)
+        patch.setattr(host_room, "_LOOK_S", 0.0)
 
     def ask(self, cached_bytes: int) -> int | None:
         if self.refusal is not None:
@@ -167,7 +168,7 @@ def test_what_comes_next_is_mapped_where_memory_is_ample(
 ) -> None:
     memory = Room(monkeypatch)
     memory.nbytes = room
-    for pager in opened_pager(spill_dir, MappedPager(num_sharing)):
+    for pager in opened_pager(spill_dir, MappedPager(None if num_sharing is None else HostRoom(num_sharing))):
         for unit in (*pager.units[:3], pager.units[0]):  # then comes 1
             use(pager, unit)
         latch = pager.units[1].coming
@@ -183,7 +184,7 @@ def test_what_comes_next_is_mapped_where_memory_is_ample(
 
 def test_what_was_mapped_ahead_and_is_not_used_leaves(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Room(monkeypatch).nbytes = AMPLE
-    for pager in opened_pager(spill_dir, MappedPager(1)):
+    for pager in opened_pager(spill_dir, MappedPager(HostRoom())):
         for unit in (*pager.units[:3], pager.units[0]):
             use(pager, unit)
         latch = pager.units[1].coming
@@ -200,7 +201,7 @@ def test_nothing_more_is_mapped_ahead_once_memory_is_short_or_nobody_tells(
 ) -> None:
     memory = Room(monkeypatch)
     memory.nbytes = AMPLE
-    for pager in opened_pager(spill_dir, MappedPager(1)):
+    for pager in opened_pager(spill_dir, MappedPager(HostRoom())):
         for unit in (*pager.units[:3], *pager.units[:2]):
             use(pager, unit)
         assert pager.window_bytes == 2 * UNIT

@@ -21,8 +21,11 @@ from torch import nn
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError
+from lightning_ssd.memory import host_room
 from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.mmap import PAGE_BYTES
+from lightning_ssd.parameters import weight_files
 from lightning_ssd.parameters.cache_reader import CacheReader, Read
 from lightning_ssd.parameters.paged_parameters import PagedParameters
 from lightning_ssd.parameters.update_pages import UpdatePages
@@ -32,6 +35,7 @@ from tests.parameters.test_gradient_writes import evict
 from tests.parameters.test_paged_weights import in_a_fork
 from tests.support.process_memory import dirtied_bytes, read_bytes, shown_bytes
 
+_WAIT = 1 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE and _AFTER: for what is being written, and begins nothing
 NUMEL = 1 << 20
 NBYTES = 4 * NUMEL
 
@@ -51,7 +55,7 @@ asked: dict[CacheReader, Latch] = {}
 
 
 @pytest.fixture
-def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[UpdatePages]:
+def pages(files: WeightFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[UpdatePages]:
     real = CacheReader.ask
 
     def ask(reader: CacheReader, reads: Sequence[Read]) -> None:
@@ -59,7 +63,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[UpdatePages]:
         real(reader, [*reads, lambda *_: ended.open()])
 
     monkeypatch.setattr(CacheReader, "ask", ask)
-    opened = UpdatePages()
+    opened = UpdatePages(files, HostRoom())
     yield opened
     opened.close()
     asked.clear()
@@ -263,8 +267,38 @@ def test_what_is_read_in_vain_ends_before_anything_else_is_read(
         assert ended_s <= begun_s, "two threads read weights at a time"
 
 
+@pytest.mark.skipif(weight_files._sync_file_range is None, reason="the system cannot be asked to begin to write")
+@pytest.mark.parametrize(("room", "are_written"), [(0, True), (4 * 3 * NBYTES - 1, True), (4 * 3 * NBYTES, False)])
+def test_what_was_updated_is_written_at_once_where_memory_is_short(
+    parameters: list[nn.Parameter],
+    pages: UpdatePages,
+    files: WeightFiles,
+    monkeypatch: pytest.MonkeyPatch,
+    room: int,
+    are_written: bool,
+) -> None:
+    """Twice what waits, three weights and their gradients, is ample. What is written to the drive is clean, and counts
+    again when it changes.
+    """
+    monkeypatch.setattr(host_room, "host_available_bytes", lambda cached_bytes: room)
+    assert parameters[0].grad is not None
+    expected = parameters[0].detach() - parameters[0].grad - parameters[0].grad
+    with pages.updating(whole(parameters[0]), []):
+        update(parameters[0])
+    for arena in files._arenas:
+        with arena.use() as fd:
+            assert weight_files._sync_file_range is not None
+            assert weight_files._sync_file_range(fd, 0, 0, _WAIT) == 0
+    before = dirtied_bytes()
+    with torch.no_grad():
+        parameters[0].sub_(parameters[0].grad)
+    again = dirtied_bytes() - before
+    assert again >= NBYTES if are_written else again < NBYTES // 8
+    assert torch.equal(parameters[0], expected)
+
+
 def test_without_threads_they_come_when_it_is_their_turn(
-    parameters: list[nn.Parameter], monkeypatch: pytest.MonkeyPatch
+    parameters: list[nn.Parameter], files: WeightFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any) -> int:
         raise RuntimeError("can't start new thread")
@@ -272,7 +306,7 @@ def test_without_threads_they_come_when_it_is_their_turn(
     expected = [(p.detach() - p.grad).clone() for p in parameters if p.grad is not None]
     with monkeypatch.context() as patch:
         patch.setattr(_thread, "start_new_thread", refuse)
-        pages = UpdatePages()
+        pages = UpdatePages(files, HostRoom())
     for now, following in zip(parameters, [*parameters[1:], parameters[0]], strict=True):
         with pages.updating(whole(now), whole(following)):
             update(now)

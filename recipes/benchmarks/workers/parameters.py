@@ -172,14 +172,16 @@ class Trainer:
             offloader.reset_peaks()
         reset_host_peak()
         before = moved_now(self._job.directory) | faults_now() | self._counters()
-        times = [time.perf_counter()]
+        times, read = [time.perf_counter()], [before["process_read_bytes"]]
         with nullcontext() if offloader is None else offloader.saved_tensors():
             loss = self._model(input_ids=tokens, labels=tokens).loss
         times.append(time.perf_counter())
+        read.append(moved_now(self._job.directory)["process_read_bytes"])
         loss.backward()
         if offloader is not None:
             offloader.end_backward()
         times.append(time.perf_counter())
+        read.append(moved_now(self._job.directory)["process_read_bytes"])
         self._optimizer.step()
         self._optimizer.zero_grad()
         times.append(time.perf_counter())
@@ -189,6 +191,9 @@ class Trainer:
             "backward_s": times[2] - times[1],
             "update_s": times[3] - times[2],
             "step_s": times[3] - times[0],
+            "forward_read_bytes": read[1] - read[0],
+            "backward_read_bytes": read[2] - read[1],
+            "update_read_bytes": after["process_read_bytes"] - read[2],
             "peak_bytes": read_memory().host_peak_bytes,
             "loss": float(loss.detach()).hex(),
         } | {name: value - before[name] for name, value in after.items()}
