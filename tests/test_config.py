@@ -281,7 +281,7 @@ def test_a_rate_per_second_is_named_without_it(text: str, meant: str) -> None:
 
 @pytest.mark.parametrize("text", ["10Gbps", "500Mb/s", "500mbps", "3.5 Gbit/s", "25GBits/sec"])
 def test_bits_per_second_are_not_taken_for_bytes(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not a size; a rate is in bytes per second.*divide by 8"):
+    with pytest.raises(ConfigError, match=r"is not a size; a rate is in bytes per second.*divide (bits )?by 8"):
         HardwareProfile(write_rate=text, read_rate=1)
 
 
