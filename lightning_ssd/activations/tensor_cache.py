@@ -20,6 +20,7 @@ import torch
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.fetcher import Fetcher
 from lightning_ssd.activations.graph_memory import GraphMemory
+from lightning_ssd.activations.handed_out import HandedOut
 from lightning_ssd.activations.kept_tensor import Kept, give_back, keep
 from lightning_ssd.activations.live_passes import LivePasses
 from lightning_ssd.activations.operation import Operation
@@ -123,6 +124,7 @@ class TensorCache:
         # Meanwhile nobody may ask a device how it is doing, and nothing has an end that a worker could wait for.
         self._is_capturing = copies.is_capturing
         self._graph_memory = GraphMemory(device)
+        self._handed_out = HandedOut()
         self._recompute = recompute
         self.blocks: list[Blocks] = []
         self.parameters = ParameterStorages()
@@ -254,6 +256,7 @@ class TensorCache:
             self._passes.prune()
             if not are_plain:
                 self._prune()
+            self._handed_out.clear(everywhere=not self._passes.are_alive)
         self._warn_of_writes()
 
     def recomputed(self, current: SavedPass, sizes: Iterable[int]) -> None:
@@ -573,4 +576,5 @@ class TensorCache:
             raise inplace_error(description, origin, version=version, expected=probe.saved)
         tensor: torch.Tensor = probe.rebuild(spec, self._fetcher.fetch(lease.record))
         self._copies.protect(tensor)
+        self._handed_out.add(tensor)
         return tensor

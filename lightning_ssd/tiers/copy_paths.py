@@ -103,6 +103,11 @@ class Mover(Protocol):
         """
 
 
+_VECTOR_BYTES = 64
+"""Memory that comes back has the address that it had, modulo this at least: what a kernel computes with vector
+instructions may depend on it in its last bits, such as MKL's products of a matrix and a vector."""
+
+
 class _Here:
     """It was read to where it belongs."""
 
@@ -130,11 +135,15 @@ class HostMover:
         self._backend = backend
         self._reload = reload
 
+    @property
+    def _alignment(self) -> int:
+        return max(self._backend.memory_alignment, _VECTOR_BYTES)  # asked anew each time: the former may rise
+
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         if self._reload is None:
             return _NO_EDGES
         address, nbytes = storage.data_ptr(), storage.nbytes()
-        head = min(-address % self._backend.memory_alignment, nbytes)
+        head = min(-address % self._alignment, nbytes)
         tail = (nbytes - head) % self._backend.block_bytes
         return Edges(ctypes.string_at(address, head), ctypes.string_at(address + nbytes - tail, tail))
 
@@ -150,7 +159,7 @@ class HostMover:
     ) -> tuple[torch.UntypedStorage, StreamEvent | None]:
         if self._reload is None:
             raise RuntimeError(f"a read of {nbytes:,} bytes was not told where to; give read() its memory")
-        alignment = self._backend.memory_alignment
+        alignment = self._alignment
         return self._reload.take(nbytes, -len(edges.head) % alignment, alignment), None
 
     def load(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -323,6 +324,69 @@ def gradients_that_are_saved_tensors(session: Session) -> Any:
     return first, a.grad, b.grad
 
 
+class GivesSaved(torch.autograd.Function):
+    """Its backward returns what it has saved, as fused losses do that compute gradients in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(*[gradient] * len(leaves))
+        return sum((leaf * gradient).sum() for leaf in leaves)  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.saved_tensors
+
+
+def gives_saved(session: Session, leaves: list[nn.Parameter], num_steps: int, *, at_once: bool) -> None:
+    """``at_once``: one function for all leaves; else one for each, with the same gradient."""
+    for step in range(num_steps):
+        with session.saved():
+            gradient = floats(step, 60, 40)
+            groups = [leaves] if at_once else [[leaf] for leaf in leaves]
+            loss = sum(GivesSaved.apply(gradient, *group) for group in groups)
+            del gradient
+        session.drain()
+        loss.backward()  # type: ignore[union-attr]
+        session.end()
+
+
+def leaves_of_one_gradient(session: Session, *, at_once: bool) -> Any:
+    """It becomes the gradient of two leaves, which have memory of their own all the same."""
+    leaves = [nn.Parameter(floats(number, 60, 40)) for number in range(2)]
+    gives_saved(session, leaves, 2, at_once=at_once)
+    nn.utils.clip_grad_norm_(leaves, 1.0)
+    return [leaf.grad for leaf in leaves]
+
+
+def batch_that_is_the_gradient(session: Session) -> Any:
+    """Clearing the gradient leaves the batch alone."""
+    leaf, batch = nn.Parameter(floats(0, 60, 40)), floats(1, 60, 40)
+    with session.saved():
+        loss = GivesSaved.apply(batch, leaf)
+    session.drain()
+    loss.backward()
+    session.end()
+    assert leaf.grad is not None
+    leaf.grad.zero_()
+    return batch
+
+
+def retained_gradient_that_is_edited(session: Session) -> Any:
+    """What is done to the gradient leaves the graph alone, which has another backward to come."""
+    leaf = nn.Parameter(floats(0, 60, 40))
+    with session.saved():
+        loss = GivesSaved.apply(floats(1, 60, 40), leaf)
+    session.drain()
+    found = []
+    for repeat in range(3):
+        loss.backward(retain_graph=repeat < 2)
+        session.end()
+        assert leaf.grad is not None
+        found.append(leaf.grad.clone())
+        leaf.grad.mul_(0.5) if repeat else leaf.grad.data.mul_(0.5)
+    return found
+
+
 PROGRAMS: dict[str, Program] = {
     program.__name__: program
     for program in (
@@ -343,8 +407,12 @@ PROGRAMS: dict[str, Program] = {
         exception_in_backward,
         wrong_shape_then_right,
         gradients_that_are_saved_tensors,
+        batch_that_is_the_gradient,
+        retained_gradient_that_is_edited,
     )
 } | {
+    "leaves_of_one_gradient": partial(leaves_of_one_gradient, at_once=True),
+    "leaves_of_one_gradient_by_two_functions": partial(leaves_of_one_gradient, at_once=False),
     "two_forwards_in_order": two_forwards((0, 1)),
     "two_forwards_reversed": two_forwards((1, 0)),
 }

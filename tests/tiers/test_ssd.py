@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -106,6 +108,29 @@ def test_a_read_goes_where_it_is_told(drive: Drive, tmp_path: Path) -> None:
             assert owner.is_right()
         with pytest.raises(ValueError, match=r"was to be read into 1$"):
             tier.read(owner, owner.place, CPU, urgent=False, into=random_storage(1))
+
+
+@pytest.mark.parametrize("offset", [0, 4, 36, 60, 64])
+@pytest.mark.parametrize("nbytes", [CHUNK, 3 * CHUNK + 17])
+def test_memory_that_comes_back_is_aligned_as_before_to_vectors(
+    drive: Drive, tmp_path: Path, offset: int, nbytes: int
+) -> None:
+    """The last bits of a product may depend on it, also where the drive takes any address."""
+    assert drive.memory_alignment == 1
+    with tier_on(drive, tmp_path) as tier:
+        memory = bytearray(random.Random(0).randbytes(nbytes + 128))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        start = (offset - address) % 64 + offset // 64 * 64
+        storage = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes).untyped_storage()
+        assert storage.data_ptr() % 64 == offset % 64
+        owner = Owner(storage)
+        assert tier.write(owner, nbytes, None, label="")
+        owner.wait()
+        tier.flush()
+        tier.read(owner, owner.place, CPU, urgent=True).wait()
+        assert owner.reloaded is not None
+        assert owner.reloaded.data_ptr() % 64 == offset % 64
+        assert owner.is_right()
 
 
 class TestWritesGiveWay:
