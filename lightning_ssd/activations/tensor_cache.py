@@ -562,7 +562,12 @@ class TensorCache:
     # -- unpack --------------------------------------------------------------------------------------------------
 
     def unpack(self, packed: Kept | SavedTensor | SavedWeight) -> torch.Tensor:
-        """Give autograd its tensor back, waiting for the drive if it must."""
+        """Give autograd its tensor back, waiting for the drive if it must.
+
+        Raises:
+            RuntimeError: it was edited in place since, in PyTorch's words, or its memory is gone.
+            StorageError: the drive refuses.
+        """
         if type(packed) is tuple:
             return give_back(packed)
         if isinstance(packed, SavedWeight):
@@ -574,7 +579,13 @@ class TensorCache:
         if (version := probe.version) != probe.saved:
             description = spec.dtype, self._device, spec.size
             raise inplace_error(description, origin, version=version, expected=probe.saved)
-        tensor: torch.Tensor = probe.rebuild(spec, self._fetcher.fetch(lease.record))
+        storage = self._fetcher.fetch(lease.record)
+        if storage.nbytes() < lease.record.nbytes:
+            raise RuntimeError(
+                f"a saved tensor had {lease.record.nbytes:,} bytes of memory and has {storage.nbytes():,} now, because "
+                "its storage was resized (untyped_storage().resize_()); keep it as it is until backward is over"
+            )
+        tensor: torch.Tensor = probe.rebuild(spec, storage)
         self._copies.protect(tensor)
         self._handed_out.add(tensor)
         return tensor

@@ -61,6 +61,38 @@ def test_a_leaf_that_a_graph_has_is_not_swapped(requires_grad: bool, setup: Setu
         torch.utils.swap_tensors(scale, nn.Parameter(torch.zeros(SIDE), requires_grad=requires_grad))
 
 
+@pytest.mark.parametrize("kept_nbytes", [0, NBYTES // 2])
+def test_memory_that_its_owner_has_freed_is_an_error(kept_nbytes: int, tmp_path: Path) -> None:
+    """Plain PyTorch reads what is no longer there; zeros would be a wrong gradient."""
+    x = leaf()
+    with open_offloader(tmp_path, KEEP) as offloader:
+        with offloader.saved_tensors():
+            y = x.exp()
+            loss = (y * 2).sum()
+        y.untyped_storage().resize_(kept_nbytes)
+        with pytest.raises(RuntimeError, match=rf"had {NBYTES:,} bytes of memory and has {kept_nbytes:,} now.*resized"):
+            loss.backward()
+        assert x.grad is None
+        del loss
+        offloader.end_backward()
+
+
+def test_memory_that_its_owner_frees_and_fills_again_is_as_before(tmp_path: Path) -> None:
+    x = leaf()
+    with open_offloader(tmp_path, KEEP) as offloader:
+        with offloader.saved_tensors():
+            y = x.exp()
+            loss = y.sum()
+        values = y.detach().clone()
+        y.untyped_storage().resize_(0)
+        y.untyped_storage().resize_(NBYTES)
+        y.data.copy_(values)
+        loss.backward()
+        offloader.end_backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, values)
+
+
 def test_one_storage_saved_by_many_operations_is_written_once(tmp_path: Path) -> None:
     with open_offloader(tmp_path) as offloader:
         with offloader.saved_tensors():
