@@ -199,7 +199,7 @@ def _with_parameters(
     backend, directories, _ = _open_directories(stack, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank)
     stack.callback(files.close)
-    pages = UpdatePages(files, HostRoom(environment.num_local_processes))
+    pages = UpdatePages(files, HostRoom(environment.num_local_processes, times=1))
     stack.callback(pages.close)
     weights = gradients = residents = freed = None
     if policy.parameters == "auto":

@@ -66,7 +66,7 @@ def _size_hint(text: str) -> str:
     if rate is None:
         return ""
     if rate[2] != "B":
-        divide = ' (if "b" stands for bits, divide by 8)' if rate[2] == "b" else ": divide bits by 8"
+        divide = ' (if "b" stands for bits, divide by 8)' if rate[2] == "b" else "; divide bits by 8"
         return f'; a rate is in bytes per second, such as "500MB"{divide}'
     return f'; did you mean "{rate[1]}B"? A rate is in bytes per second'
 

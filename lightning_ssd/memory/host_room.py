@@ -20,11 +20,12 @@ class HostRoom:
 
     Args:
         num_sharing: processes of this run that share it.
+        times: what waits, that there has to be room for (:meth:`is_enough`).
     """
 
-    def __init__(self, num_sharing: int = 1) -> None:
-        self._num_sharing = num_sharing
-        self._is_ample = False
+    def __init__(self, num_sharing: int = 1, *, times: int = AMPLE) -> None:
+        self._num_sharing, self._times = num_sharing, times
+        self._is_enough = False
         self._next_look_s = 0.0
 
     def available_bytes(self, waiting_bytes: int) -> float:
@@ -36,12 +37,12 @@ class HostRoom:
         available = host_available_bytes(waiting_bytes)
         return 0 if available is None else available / self._num_sharing
 
-    def is_ample(self, waiting_bytes: Callable[[], int]) -> bool:
-        """Whether there is room for twice the bytes of files that wait. As of the last second, or when it was told."""
+    def is_enough(self, waiting_bytes: Callable[[], int]) -> bool:
+        """Whether there is room for the bytes of files that wait; as it was a second ago, or when last known."""
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_S
             nbytes = waiting_bytes()
             with suppress(OSError):  # it is asked again a second later
-                self._is_ample = self.available_bytes(nbytes) >= AMPLE * nbytes
-        return self._is_ample
+                self._is_enough = self.available_bytes(nbytes) >= self._times * nbytes
+        return self._is_enough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.cache_reader import CacheReader, Read
@@ -15,7 +16,7 @@ class MappedPager(Pager[MappedStorage]):
     """On a CPU, where weights are parts of files: pages come and go, and whoever touches one finds its bytes.
 
     Args:
-        room: memory that may be filled; ``None``: somebody has asked for less of it.
+        room: memory that may be filled; ``None``: somebody has asked for less of it, or it is for weights to stay in.
     """
 
     def __init__(self, room: HostRoom | None = None) -> None:
@@ -26,8 +27,8 @@ class MappedPager(Pager[MappedStorage]):
 
     def _request_ahead(self, unit: Unit[MappedStorage]) -> None:
         """What is frozen comes to the page cache, and to the memory of this process when its use begins, unless there
-        is room for it: mapping takes half a microsecond a page. Where anything is trained, gradients that wait to be
-        written would drive out of the page cache what nobody maps.
+        is room for it: to be mapped by the reader it takes waking that, on cores that the model keeps busy. Where
+        anything is trained, gradients that wait to be written would drive out of the page cache what nobody maps.
         """
         self._next.ask(() if self._has_room else _frozen(unit))
         if self._comes_ahead(unit):
@@ -38,7 +39,7 @@ class MappedPager(Pager[MappedStorage]):
 
     def _look_for_room(self) -> None:
         """Where there is much, what is mapped ahead drives nothing out of the page cache. The lock is held."""
-        has_room = self._room is not None and self._room.is_ample(self._weight_bytes)
+        has_room = self._room is not None and self._room.is_enough(self._weight_bytes)
         if has_room is not self._has_room:
             self._has_room, self._window_bytes = has_room, None
 
@@ -62,6 +63,13 @@ class MappedPager(Pager[MappedStorage]):
         super().close()
         self._next.close()
         self._further.close()
+
+    def _read(self, unit: Unit[MappedStorage], latch: Latch) -> None:
+        """What nobody expects any more by the time that it has come leaves again."""
+        super()._read(unit, latch)
+        with self._lock:
+            if unit is not self._ahead and unit is not self._in_backward:
+                self._send_out(unit)
 
     def _send_out(self, unit: Unit[MappedStorage], *, strays: bool = False) -> None:
         if not self._is_idle(unit) or (unit.resident_bytes is None and not strays):

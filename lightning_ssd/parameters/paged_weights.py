@@ -404,7 +404,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         trained: those that are trained wait, too.
         is_replicated: other processes have the same model, so that those that are trained stay.
         residents: says which stay all the same; ``None``: none.
-        room: memory that may be filled; ``None``: somebody has asked for less of it.
+        room: memory that frozen weights may be mapped into ahead; ``None``: somebody has asked for less of it.
     """
 
     def __init__(

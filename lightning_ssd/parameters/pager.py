@@ -179,11 +179,12 @@ class Pager(ABC, Generic[Memory]):
     @property
     def window_bytes(self) -> int:
         """What may be in memory at a time, to be used."""
-        if self._window_bytes is None:
+        known = self._window_bytes  # once: another thread may forget it meanwhile
+        if known is None:
             with self._lock:
                 sizes = [(sum(weight.memory.nbytes for weight in u.weights), self._comes_ahead(u)) for u in self.units]
-                self._window_bytes = window_bytes(sizes)
-        return self._window_bytes
+                known = self._window_bytes = window_bytes(sizes)
+        return known
 
     @property
     def to_come_bytes(self) -> int:

@@ -48,12 +48,13 @@ class UpdatePages:
     Two threads read what is updated next, one the weights and one the gradients, so that the drive works while the
     optimizer computes, and no page is a fault of its own. What they have not read comes when it is its turn.
 
-    Where memory is short, the system begins to write what was updated at once. Else it looks for room a little later,
-    and then writes all that has changed: also what is being updated, which changes again and is written twice.
+    Where memory has no room for what waits, the system begins to write what was updated at once. Otherwise it would
+    look for room a little later, and then write all that has changed: also what is being updated, which changes again
+    and would be written twice.
 
     Args:
         files: where weights and gradients wait.
-        room: memory that may be filled.
+        room: memory that may be filled by what waits.
     """
 
     def __init__(self, files: WeightFiles, room: HostRoom) -> None:
@@ -78,7 +79,7 @@ class UpdatePages:
         self._weights.ask([run.read for run in next_runs if run.changes])
         self._gradients.ask([run.read for run in next_runs if not run.changes])
         yield
-        is_short = not self._room.is_ample(lambda: self._files.used_bytes)
+        is_short = not self._room.is_enough(lambda: self._files.used_bytes)
         for run in runs:
             run.memory.send_out_part(run.start, run.nbytes)
             if is_short and run.changes:

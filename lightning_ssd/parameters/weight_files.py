@@ -186,7 +186,10 @@ class FiledStorage(MappedStorage):
             view.send_out(first, round_up(start + nbytes, PAGE_BYTES) - first)
 
     def begin_writing_part(self, start: int, nbytes: int) -> None:
-        """Have the system begin to write some bytes, and the rest of their pages, to the drive. Does not wait."""
+        """Have the system begin to write some bytes, and the rest of their pages, to the drive.
+
+        Seldom waits: where the drive has as much to do as it takes.
+        """
         first = start // PAGE_BYTES * PAGE_BYTES
         if not self._is_private:
             with self._arena.use() as fd:

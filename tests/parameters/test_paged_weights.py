@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, OutOfSpaceError, StorageError
+from lightning_ssd.parameters.mapped_pager import MappedPager
+from lightning_ssd.parameters.paged_weights import MappedWeights
 from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.spill_file import Arena
 from tests.support.offloaders import offloaders
@@ -517,6 +519,40 @@ def test_weights_that_turn_out_to_be_trained_come_back(opened: Callable[..., Off
     plain = built()
     plain.blocks[0].requires_grad_(True)
     assert same(train(model, offloader), train(plain))
+
+
+@pytest.mark.parametrize(
+    ("options", "num_processes", "expected"),
+    [
+        ({}, 1, True),
+        ({}, 1000, False),
+        ({"memory_budget": "100GiB", "activations": "auto"}, 1, False),
+        ({"parameters": "auto"}, 1, False),
+    ],
+    ids=["one", "of_many", "less_memory", "auto"],
+)
+def test_frozen_weights_are_mapped_ahead_where_the_machine_has_room(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], num_processes: int, expected: bool
+) -> None:
+    """And for an update of what is trained: whether all that waits fits into memory, each process with its share."""
+    model = built()
+    nbytes = sum(p.nbytes for p in model.parameters())
+    monkeypatch.setattr("lightning_ssd.memory.host_room.host_available_bytes", lambda cached_bytes: 100 * nbytes)
+    chosen = OffloadPolicy(**{"activations": "keep", "parameters": "offload", "min_tensor_bytes": 0, **options})
+    hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True)
+    with Offloader(policy=chosen, hardware=hardware, device="cpu", num_local_processes=num_processes) as offloader:
+        offloader.register_module(model)
+        with torch.no_grad():
+            for _ in range(2):
+                model(torch.zeros(1, 2, dtype=torch.long))
+        parts = offloader._parts.parameters
+        assert isinstance(parts.weights, MappedWeights)
+        pager = parts.weights.pager
+        assert isinstance(pager, MappedPager)
+        assert pager._has_room is expected
+        assert parts.pages is not None
+        assert parts.files is not None
+        assert parts.pages._room.is_enough(lambda: 50 * nbytes) is (num_processes == 1)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["registered", "built_inside"])

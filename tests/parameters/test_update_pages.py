@@ -8,7 +8,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ from torch import nn
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError
-from lightning_ssd.memory import host_room
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.mmap import PAGE_BYTES
@@ -267,34 +266,59 @@ def test_what_is_read_in_vain_ends_before_anything_else_is_read(
         assert ended_s <= begun_s, "two threads read weights at a time"
 
 
-@pytest.mark.skipif(weight_files._sync_file_range is None, reason="the system cannot be asked to begin to write")
-@pytest.mark.parametrize(("room", "are_written"), [(0, True), (4 * 3 * NBYTES - 1, True), (4 * 3 * NBYTES, False)])
+class Room(HostRoom):
+    """As the test wants it."""
+
+    def __init__(self, *, is_enough: bool) -> None:
+        super().__init__()
+        self._is = is_enough
+        self.asked: list[int] = []
+
+    def is_enough(self, waiting_bytes: Callable[[], int]) -> bool:
+        self.asked.append(waiting_bytes())
+        return self._is
+
+
+@pytest.mark.parametrize("is_enough", [False, True])
 def test_what_was_updated_is_written_at_once_where_memory_is_short(
-    parameters: list[nn.Parameter],
-    pages: UpdatePages,
-    files: WeightFiles,
-    monkeypatch: pytest.MonkeyPatch,
-    room: int,
-    are_written: bool,
+    parameters: list[nn.Parameter], files: WeightFiles, monkeypatch: pytest.MonkeyPatch, is_enough: bool
 ) -> None:
-    """Twice what waits, three weights and their gradients, is ample. What is written to the drive is clean, and counts
-    again when it changes.
-    """
-    monkeypatch.setattr(host_room, "host_available_bytes", lambda cached_bytes: room)
-    assert parameters[0].grad is not None
-    expected = parameters[0].detach() - parameters[0].grad - parameters[0].grad
-    with pages.updating(whole(parameters[0]), []):
-        update(parameters[0])
-    for arena in files._arenas:
-        with arena.use() as fd:
-            assert weight_files._sync_file_range is not None
-            assert weight_files._sync_file_range(fd, 0, 0, _WAIT) == 0
+    """And nothing else: neither its gradient nor the rest of the weight."""
+    begun: list[tuple[int, int]] = []
+    monkeypatch.setattr(weight_files, "_begin_writing", lambda fd, offset, nbytes: begun.append((offset, nbytes)))
+    room = Room(is_enough=is_enough)
+    pages = UpdatePages(files, room)
+    piece = Piece(parameters[1], NUMEL // 4, NUMEL // 2)
+    memory = weight_files.filed_storage(parameters[1])
+    assert memory is not None
+    assert memory._extent.offset > 0
+    with pages.updating([piece], []):
+        assert not begun
+    assert begun == ([] if is_enough else [(memory._extent.offset + NBYTES // 4, NBYTES // 4)])
+    assert room.asked == [files.used_bytes]
+    memory.make_private()
+    with pages.updating([piece], []):
+        pass
+    assert len(begun) == (not is_enough), "what is no file any more is not written"
+    pages.close()
+
+
+@pytest.mark.skipif(weight_files._sync_file_range is None, reason="the system cannot be asked to begin to write")
+def test_begun_writing_goes_to_the_file(parameters: list[nn.Parameter], files: WeightFiles) -> None:
+    """What is written to the drive is clean, and counts again when it changes."""
+    memory = weight_files.filed_storage(parameters[1])
+    assert memory is not None
+    with torch.no_grad():
+        parameters[1].zero_()
+    memory.send_out()
+    memory.begin_writing_part(0, NBYTES)
+    with memory._arena.use() as fd:
+        assert weight_files._sync_file_range(fd, 0, 0, _WAIT) == 0  # type: ignore[misc]
     before = dirtied_bytes()
     with torch.no_grad():
-        parameters[0].sub_(parameters[0].grad)
-    again = dirtied_bytes() - before
-    assert again >= NBYTES if are_written else again < NBYTES // 8
-    assert torch.equal(parameters[0], expected)
+        parameters[1].fill_(1.0)
+    assert dirtied_bytes() - before >= NBYTES
+    assert bool((parameters[1] == 1.0).all())
 
 
 def test_without_threads_they_come_when_it_is_their_turn(
