@@ -88,8 +88,9 @@ def verdict(runs: Mapping[str, RunSummary]) -> str:
     share = f" ({100 * after / before:.0f} %)" if before else ""
     return (
         f"Verdict: {exact} With all activations on SSD the process grew {after / _MIB:,.0f} MiB above its resting "
-        f"level instead of {before / _MIB:,.0f} MiB{share}, of which {PAGES_VARIABLE}=1 alone saves a part: at most {offloaded.resident_peak_bytes / _MIB:,.0f} MiB of "
-        f"{offloaded.saved_peak_bytes / _MIB:,.0f} MiB saved activations were in memory at a time. For that, each "
+        f"level instead of {before / _MIB:,.0f} MiB{share}, of which {PAGES_VARIABLE}=1 alone saves a part: at most "
+        f"{offloaded.resident_peak_bytes / _MIB:,.0f} MiB of {offloaded.saved_peak_bytes / _MIB:,.0f} MiB saved "
+        "activations were in memory at a time. For that, each "
         f"step wrote {offloaded.written_bytes_per_step / _MIB:,.0f} MiB to the SSD, read "
         f"{offloaded.read_bytes_per_step / _MIB:,.0f} MiB back, waited {offloaded.stall_s_per_step:.2f} s for it, and "
         f"took {offloaded.step_s:.2f} s against {plain.step_s:.2f} s. {_by_itself(plain, runs['auto'])} (The runs went "
