@@ -200,7 +200,8 @@ class PagedStates:
 
         Raises:
             RuntimeError: a parameter or its gradient is of a kind that cannot be cut any more.
-            ConfigError: parameters share memory, and are not updated at the same time.
+            ConfigError: parameters share memory, and are not updated at the same time, or an option has changed by
+                which parameters that are cut would get other bits.
         """
         numbers = _group_numbers(groups)
         visits = []
@@ -225,7 +226,18 @@ class PagedStates:
                 continue  # it is updated as a whole, with its first part
             if parameter.grad is not None and id(parameter) in numbers:
                 self._partition.check_cuttable(part)
+                if parameter not in self.lent and not self._partition.is_whole(part):
+                    self._check_slices(parameter, numbers[id(parameter)])
                 yield number, part
+
+    def _check_slices(self, parameter: torch.Tensor, group: int) -> None:
+        """That of options may have changed since the parameter was cut."""
+        if not self._trials.may_slice(parameter, group):
+            raise ConfigError(
+                f"param_groups[{group}] has options by which slices of a parameter of shape {tuple(parameter.shape)} "
+                "get other bits than the whole one (fused=True, as a checkpoint may bring it), and it was cut before. "
+                "Nothing was updated: make the optimizer with this option before offload_optimizer(), or undo it"
+            )
 
     def update(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
         """Fetch, update and flush every subgroup of a step; the last ones stay in memory.

@@ -38,17 +38,20 @@ _ELEMENTWISE = (
 """Of exactly these classes, not of subclasses, every element of a parameter is updated by itself."""
 _NUM_STATES = 2
 """Tensors of the parameter's size that an optimizer is taken to make when it is not of these classes."""
+_SLICED = (torch.float32, torch.float64)
+"""Types in which a CPU's loops round the last elements as all others, whatever the options are or will be. In half
+precision that depends on options (a decay, a rate that is no power of two), which may change after the trial."""
 _NUM_TRIED = 2 * GRANULE + 5
 _NUM_TINY = 2_000
 _TINY = 5
 _NUM_STEPS = 3
 _TRIED_RATE = 1e-3
 
-_Kind = tuple[int, torch.dtype, torch.device, bool]
+_Kind = tuple[int, torch.dtype, torch.device, bool, bool]
 
 
 class UpdateProbe:
-    """One trial per group, type and device; later parameters of this kind get the same answer.
+    """One trial per group, type, device and kind of kernels; later parameters of this kind get the same answer.
 
     Args:
         inner: calls the optimizer.
@@ -73,7 +76,9 @@ class UpdateProbe:
         return self._master_weights
 
     def may_slice(self, parameter: torch.Tensor, group: int) -> bool:
-        """Whether slices of such a parameter get the very bits that the whole one gets.
+        """Whether slices of such a parameter get the very bits that the whole one gets, whatever options change later.
+
+        Only switching to fused kernels, or from them, is another question.
 
         Args:
             parameter: gives type and device.
@@ -82,14 +87,17 @@ class UpdateProbe:
         part = local_of(parameter)
         if part.layout != torch.strided or not part.is_contiguous() or not self._is_known(parameter):
             return False
-        key = (group, parameter.dtype, parameter.device, is_shard(parameter))
+        key = self._kind(parameter, group)
+        is_fused = key[-1]
+        if self._dtype(parameter) not in _SLICED or (is_fused and parameter.device.type == "cpu"):
+            return False
         if key not in self._sliceable:
             self._sliceable[key] = self._try_slices(parameter, group)
         return self._sliceable[key]
 
     def element_bytes(self, parameter: torch.Tensor, group: int) -> int:
         """Bytes of states per element of the parameter, the copy included."""
-        key = (group, parameter.dtype, parameter.device, is_shard(parameter))
+        key = self._kind(parameter, group)
         if key not in self._sizes:
             self._sizes[key] = self._try_size(parameter, group)
         return self._sizes[key]
@@ -98,6 +106,10 @@ class UpdateProbe:
     def is_elementwise(self) -> bool:
         """Whether the optimizer is known to update every element by itself; another one may talk to other processes."""
         return type(self._optimizer) in _ELEMENTWISE
+
+    def _kind(self, parameter: torch.Tensor, group: int) -> _Kind:
+        is_fused = bool(self._optimizer.param_groups[group].get("fused"))
+        return group, parameter.dtype, parameter.device, is_shard(parameter), is_fused
 
     def _is_known(self, parameter: torch.Tensor) -> bool:
         return self.is_elementwise and parameter.dtype.is_floating_point
