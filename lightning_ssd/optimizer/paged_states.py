@@ -286,7 +286,7 @@ class PagedStates:
             touched = [_all_of(piece)]
             with self._updating(touched, touched):
                 lifted = to_master(piece, {})[0] if self._trials.has_master(piece) else piece
-                self._rehearsal.play(lifted, group, changes.closure, num_calls=len(visits))
+                self._rehearsal.play(lifted, group, changes.closure, num_calls=len(visits), owner=piece)
 
     def _update(self, visit: Visit, changes: GroupChanges, *, keep: bool) -> None:
         """One subgroup. Parameters whose states are lent are updated as wholes, with these."""
@@ -304,7 +304,7 @@ class PagedStates:
             self.lent[p] if lent else states[number] or None
             for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True)
         ]
-        after = self._run(pieces, visit.groups, before, changes)
+        after = self._run(pieces, visit.groups, before, changes, whole)
         del before
         if not self.is_elementwise:
             self._check_apart(whole, after)
@@ -348,16 +348,18 @@ class PagedStates:
         groups: Sequence[int],
         states: Sequence[State | None],
         changes: GroupChanges,
+        owners: Sequence[torch.Tensor],
     ) -> list[State | None]:
         """Let the optimizer update the pieces, or the float32 copies of those that have one."""
         if not any(map(self._trials.has_master, pieces)):
-            return self._inner_step.run(pieces, groups, states, changes)
+            return self._inner_step.run(pieces, groups, states, changes, owners=owners)
         has_master = [self._trials.has_master(piece) for piece in pieces]
         lifted = [
             to_master(piece, state or {}) if lifts else (piece, state)
             for piece, state, lifts in zip(pieces, states, has_master, strict=True)
         ]
-        after = self._inner_step.run([t for t, _ in lifted], groups, [state or None for _, state in lifted], changes)
+        given_states = [state or None for _, state in lifted]
+        after = self._inner_step.run([t for t, _ in lifted], groups, given_states, changes, owners=owners)
         result: list[State | None] = []
         for piece, (tensor, given), state, old in zip(pieces, lifted, after, states, strict=True):
             if tensor is piece:

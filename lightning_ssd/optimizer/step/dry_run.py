@@ -52,7 +52,15 @@ class DryRun:
         """Whether a step of so many calls is of a kind that was not rehearsed yet."""
         return self._kind(num_calls, closure) not in self._known
 
-    def play(self, tensor: torch.Tensor, group: int, closure: Callable[[], Any] | None, *, num_calls: int) -> None:
+    def play(
+        self,
+        tensor: torch.Tensor,
+        group: int,
+        closure: Callable[[], Any] | None,
+        *,
+        num_calls: int,
+        owner: torch.Tensor | None = None,
+    ) -> None:
         """Try a step with copies of a parameter.
 
         Args:
@@ -60,6 +68,7 @@ class DryRun:
             group: number of its group.
             closure: of the step, evaluated already.
             num_calls: of the step to come; one call is a plain step, whatever it couples.
+            owner: the parameter, where the tensor is a copy of it.
 
         Raises:
             ConfigError: the optimizer turns out to couple its parameters.
@@ -73,7 +82,7 @@ class DryRun:
             ones, twos = ([_twin(tensor, is_other=other) for other in (False, is_several)] for _ in range(2))
             try:
                 with preserving_effects(self._optimizer, [tensor.device]), touched:
-                    self._compare(ones, twos, group, closure, is_several=is_several)
+                    self._compare(ones, twos, group, closure, tensor if owner is None else owner, is_several=is_several)
             except ConfigError:
                 if not touched.place or is_several:
                     raise
@@ -92,6 +101,7 @@ class DryRun:
         twos: Sequence[torch.Tensor],
         group: int,
         closure: Callable[[], Any] | None,
+        owner: torch.Tensor,
         *,
         is_several: bool,
     ) -> None:
@@ -101,10 +111,10 @@ class DryRun:
             changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True), closure)
             for number in range(2 if is_several else 1):
                 call = [ones[number]], [group], [one_states[number]]
-                one_states[number] = self._inner_step.run(*call, changes)[0]
+                one_states[number] = self._inner_step.run(*call, changes, owners=[owner])[0]
             if not is_several:
                 return
-            two_states = self._inner_step.run(twos, [group] * 2, two_states, changes)
+            two_states = self._inner_step.run(twos, [group] * 2, two_states, changes, owners=[owner] * 2)
             if not are_apart([spans_of([p, s]) for p, s in zip(twos, two_states, strict=True)]):
                 raise ConfigError(f"this optimizer's states of several parameters share memory. {_KEEP}")
             if any(map(_differ, [ones, one_states], [twos, two_states])):

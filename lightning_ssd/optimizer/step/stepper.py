@@ -8,8 +8,9 @@ subgroup does what one call does, bit for bit. The optimizer's own code runs; on
 from __future__ import annotations
 
 import copy
+import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -25,6 +26,10 @@ from lightning_ssd.optimizer.step.types import INCOMPLETE, State
 __all__ = ["GroupChanges", "SubgroupStepper", "own_copy"]
 
 T = TypeVar("T")
+_CONTAINERS = (list, tuple, dict, set)
+_MAX_DEPTH = 8
+_MAX_FOR_GROUP = 4
+"""Numbers in an option for a whole group: two or three betas, two bounds."""
 
 
 class GroupChanges:
@@ -73,13 +78,25 @@ class GroupChanges:
         """What the calls have returned; ``default`` if nothing was called."""
         return self._returned[0] if self._returned else default
 
-    def add(self, index: int, before: dict[str, Any], after: dict[str, Any]) -> None:
+    def add(self, index: int, before: dict[str, Any], after: dict[str, Any], cut: Collection[str] = ()) -> None:
         """Take note of one call.
 
+        Args:
+            index: number of the group.
+            before: its options as the call found them.
+            after: what the call has left.
+            cut: those of which the call has seen only some entries.
+
         Raises:
-            ConfigError: it is not what earlier calls did: the optimizer couples its parameters.
+            ConfigError: it is not what earlier calls did: the optimizer couples its parameters. Or it edits an option
+                with an entry per parameter.
         """
         changed = {k: v for k, v in after.items() if k != "params" and not (k in before and same(before[k], v))}
+        if names := sorted(changed.keys() & set(cut)):
+            raise ConfigError(
+                f"this optimizer edits the options {names} of parameter group {index}, which have an entry for each "
+                f"parameter, and it is called for some of these at a time. {INCOMPLETE}"
+            )
         known = self._changes.setdefault(index, changed)
         if known.keys() != changed.keys() or not all(same(known[k], v) for k, v in changed.items()):
             names = sorted(map(str, known.keys() | changed.keys()))
@@ -143,8 +160,12 @@ class SubgroupStepper:
         changes: GroupChanges | None = None,
         *,
         is_idle: bool = False,
+        owners: Sequence[torch.Tensor] | None = None,
     ) -> list[State | None]:
         """Update tensors in place.
+
+        An optimizer that is not PyTorch's own finds all groups at their places, because it may go by these; those that
+        no tensor is of are without parameters, and what happens to their options is thrown away.
 
         Args:
             tensors: parameters or slices of them, with their ``grad``.
@@ -152,6 +173,7 @@ class SubgroupStepper:
             states: of each tensor, ``None``: it has none; the tensors in them are updated in place or replaced.
             changes: where to note what happens to the groups' options and elsewhere; ``None`` undoes it.
             is_idle: no tensor has a gradient.
+            owners: the parameters of which the tensors are slices or copies; ``None``: they are these themselves.
 
         Returns:
             The states afterwards.
@@ -160,22 +182,19 @@ class SubgroupStepper:
             ConfigError: the optimizer turns out to couple its parameters.
         """
         originals = self._optimizer.param_groups
-        # Copies of tensors, because an optimizer may count in place.
-        options = {
-            index: {k: own_copy(v) for k, v in originals[index].items() if k != "params"}
-            for index in dict.fromkeys(groups)
-        }
-        mine = {
-            index: {**own, "params": [t for t, g in zip(tensors, groups, strict=True) if g == index]}
-            for index, own in options.items()
-        }
+        places = groups if changes is None or changes.byproducts is None else range(len(originals))
+        given: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {index: [] for index in places}
+        for tensor, index, owner in zip(tensors, groups, tensors if owners is None else owners, strict=True):
+            given[index].append((tensor, owner))
+        mine = {index: self._options(originals[index], pairs) for index, pairs in given.items()}
         state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         state.update((t, s) for t, s in zip(tensors, states, strict=True) if s is not None)
         with self._around({tensor.device for tensor in tensors}, changes, is_idle):
             self.lend(list(mine.values()), state, lambda: self._call(changes))
         if changes is not None:
-            for index, after in mine.items():
-                changes.add(index, originals[index], after)
+            for index in dict.fromkeys(groups):
+                cut = self._cut(originals[index], [owner for _, owner in given[index]])
+                changes.add(index, {**originals[index], **cut}, mine[index], cut)
         others = state.keys() - set(tensors)
         if others:
             found = sorted(map(repr, others))[:3]
@@ -183,6 +202,35 @@ class SubgroupStepper:
                 f"this optimizer keeps states for more than its parameters ({found}): it couples them. {INCOMPLETE}"
             )
         return [state.get(tensor) for tensor in tensors]
+
+    def _options(self, group: dict[str, Any], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+        """A group of some tensors, given with their owners. Options are copies: an optimizer may count in place."""
+        cut = self._cut(group, [owner for _, owner in pairs])
+        whole = {k: v for k, v in group.items() if k != "params" and k not in cut}
+        lent = {k: own_copy(v) for k, v in whole.items()} if pairs else {k: _scratch(v) for k, v in whole.items()}
+        # In the order of the original.
+        return {k: [t for t, _ in pairs] if k == "params" else cut[k] if k in cut else lent[k] for k in group}
+
+    def _cut(self, group: dict[str, Any], owners: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Of options with one entry per parameter (PyTorch's ``param_names``), the entries of these.
+
+        A short one that the optimizer has defaults for is for the group as a whole (``betas``).
+        """
+        num = len(group["params"])
+        defaults = self._optimizer.defaults
+        found = [
+            key
+            for key, value in group.items()
+            if key != "params" and type(value) in (list, tuple) and len(value) == num
+            if not (key in defaults and num <= _MAX_FOR_GROUP)
+        ]
+        if not found:
+            return {}
+        if len(owners) == num and all(map(operator.is_, owners, group["params"])):
+            return {}
+        numbers = {id(p): number for number, p in enumerate(group["params"])}
+        kept = [numbers[id(owner)] for owner in owners if id(owner) in numbers]
+        return {key: type(group[key])(group[key][number] for number in kept) for key in found}
 
     def _around(
         self, devices: set[torch.device], changes: GroupChanges | None, is_idle: bool
@@ -232,8 +280,27 @@ class _NestedHooks(OrderedDict[int, Any]):
 
 
 def own_copy(value: Any) -> Any:
-    """Return a copy that a call may change: tensors are cloned, containers copied one level deep."""
-    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+    """Return a copy that a call may change: a tensor is cloned, containers are copied with the containers in them."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return _copied(value, _MAX_DEPTH, lambda item: item) if type(value) in _CONTAINERS else copy.copy(value)
+
+
+def _scratch(value: Any) -> Any:
+    """A copy that nobody looks at later: tensors within containers are cloned, too."""
+    if type(value) not in _CONTAINERS:
+        return own_copy(value)
+    return _copied(value, _MAX_DEPTH, lambda item: item.clone() if isinstance(item, torch.Tensor) else item)
+
+
+def _copied(value: Any, depth: int, copy_item: Callable[[Any], Any]) -> Any:
+    if type(value) not in _CONTAINERS or depth == 0:
+        return copy_item(value)
+    if type(value) is dict:
+        return {key: _copied(item, depth - 1, copy_item) for key, item in value.items()}
+    if type(value) is set:
+        return set(value)
+    return type(value)(_copied(item, depth - 1, copy_item) for item in value)
 
 
 def _is_same(one: Any, other: Any) -> bool:
