@@ -23,7 +23,12 @@ from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
 from lightning_ssd.optimizer.checkpoint.state_dict import saved_states
 from lightning_ssd.optimizer.live_states import LiveStates
 from lightning_ssd.optimizer.paged_states import PagedStates, Updating, Visit
-from lightning_ssd.optimizer.step.coupling import refuse_coupling, refuse_differentiable, refuse_own_step
+from lightning_ssd.optimizer.step.coupling import (
+    leads_to_optimizer,
+    refuse_coupling,
+    refuse_differentiable,
+    refuse_own_step,
+)
 from lightning_ssd.optimizer.step.step_effects import StepEffects
 from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
 from lightning_ssd.optimizer.step.types import State
@@ -38,6 +43,8 @@ NO_OPTIMIZER = (
     "optimizer = offloader.offload_optimizer(optimizer) before the first step, and use what it returns"
 )
 """For who trains without having offloaded one, or steps the one that was given instead of what came back."""
+_OF_WRAPPER = ("inner", "grad_scale", "found_inf")
+"""Attributes of the wrapper that its class does not have. ``GradScaler`` sets two, which a step hands on."""
 
 
 class OffloadedOptimizer(Optimizer):
@@ -142,6 +149,24 @@ class OffloadedOptimizer(Optimizer):
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What the inner optimizer's step reads, it has to find there.
+        if self._keeps(name) or (leads_to_optimizer(value) and not _has(self.inner, name)):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.inner, name, value)
+            vars(self).pop(name, None)  # what could not go on before
+
+    def __delattr__(self, name: str) -> None:
+        if self._keeps(name) or name in vars(self):
+            super().__delattr__(name)
+        else:
+            delattr(self.inner, name)
+
+    def _keeps(self, name: str) -> bool:
+        """Whether an attribute is the wrapper's own, or one that a framework sets on it for us to see."""
+        return name.startswith("_") or name in _OF_WRAPPER or hasattr(type(self), name)
 
     def __repr__(self) -> str:
         return f"OffloadedOptimizer({self.inner!r})"
@@ -359,3 +384,7 @@ class OffloadedOptimizer(Optimizer):
             self._is_closed = True
             self._last_stats = self.stats
             self._states.close()
+
+
+def _has(optimizer: Optimizer, name: str) -> bool:
+    return name in vars(optimizer) or hasattr(type(optimizer), name)

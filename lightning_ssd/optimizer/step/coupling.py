@@ -15,6 +15,7 @@ from lightning_ssd.optimizer.step.aliases import Span, have_elements_in_common, 
 
 __all__ = [
     "OwnMemory",
+    "leads_to_optimizer",
     "refuse_coupling",
     "refuse_differentiable",
     "refuse_own_parameters",
@@ -82,6 +83,11 @@ def refuse_owned(optimizer: Optimizer) -> None:
                 f"got {name}, which owns another one, {type(value).__name__}, in {place}. Offload that one and "
                 f"wrap what offload_optimizer() returns, or use {_KEEP}"
             )
+
+
+def leads_to_optimizer(value: Any) -> bool:
+    """Whether a value is an optimizer, or holds one, as a scheduler does."""
+    return any(_is_optimizer(found) for _, found in _within(value, "", 0, set()))
 
 
 def refuse_own_step(optimizer: Optimizer) -> None:

@@ -1,0 +1,111 @@
+"""What is set on the optimizer that came back reaches the one that steps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.support.optimizer_pairs import Pair, offloaded
+
+pytestmark = pytest.mark.usefixtures("small_subgroups")
+
+
+class Scaled(Optimizer):
+    """With a knob, and one that need not be there."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.scale = 1.0
+        self.count = 0
+
+    @property
+    def halved(self) -> bool:
+        return self.scale == 0.5
+
+    @halved.setter
+    def halved(self, is_halved: bool) -> None:
+        self.scale = 0.5 if is_halved else 1.0
+
+    def rate(self) -> float:
+        return float(self.scale * getattr(self, "extra", 1.0))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                    p.sub_(momentum, alpha=group["lr"] * self.rate())
+
+
+def test_attributes_reach_the_step(spill_dir: Path) -> None:
+    pair = Pair(Scaled)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for name, value in (("scale", 0.25), ("extra", 2.0), ("extra", 3.0), ("halved", True), ("count", 7)):
+            setattr(optimizer, name, value)
+            setattr(pair.twin, name, value)
+            pair.step(optimizer)
+            assert vars(pair.inner)["scale"] == vars(pair.twin)["scale"]
+            pair.check(optimizer)
+        assert optimizer.count == 8, "what a step counts is what is read"
+        del optimizer.extra
+        del pair.twin.extra  # type: ignore[attr-defined]
+        pair.step(optimizer)
+        pair.check(optimizer)
+        with pytest.raises(AttributeError):
+            del optimizer.extra
+
+
+def test_methods_that_somebody_replaces_are_those_that_are_called(spill_dir: Path) -> None:
+    pair = Pair(Scaled)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for each in (optimizer, pair.twin):
+            each.rate = lambda: 0.125
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+def test_what_frameworks_set_stays_on_the_wrapper(spill_dir: Path) -> None:
+    pair = Pair(Scaled)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        schedules = [LambdaLR(each, lambda step: 1 / (1 + step)) for each in (optimizer, pair.twin)]
+        assert "step" not in vars(pair.inner)
+        optimizer.grad_scale, optimizer.found_inf, optimizer._mark = torch.ones(()), torch.zeros(()), 1
+        assert vars(pair.inner).keys().isdisjoint({"grad_scale", "found_inf", "_mark"})
+        for _ in range(3):
+            pair.step(optimizer)
+            for schedule in schedules:
+                schedule.step()
+        del optimizer.grad_scale, optimizer.found_inf, optimizer._mark
+        assert vars(optimizer).keys().isdisjoint({"grad_scale", "found_inf", "_mark"})
+        pair.check(optimizer)
+        optimizer.step = optimizer.step
+        del optimizer.step
+
+
+def test_a_scheduler_that_is_kept_on_the_optimizer_is_no_other_optimizer(spill_dir: Path) -> None:
+    pair = Pair(Scaled)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        optimizer.schedule = LambdaLR(optimizer, lambda _: 1.0)
+        for _ in range(2):
+            pair.step(optimizer)
+        pair.check()
+        assert isinstance(optimizer.schedule, LambdaLR)
+        optimizer.schedule = None
+        assert optimizer.schedule is None
+        assert vars(pair.inner)["schedule"] is None
+
+
+def test_it_is_neither_copied_nor_pickled(spill_dir: Path) -> None:
+    with offloaded(Pair(Scaled).inner, spill_dir) as (optimizer, _):
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="state_dict"):
+                copied(optimizer)
