@@ -65,6 +65,14 @@ def _all_of(parameter: torch.Tensor) -> Piece:
     return Piece(parameter, 0, local_of(parameter).numel())
 
 
+def _smallest_of_each(pairs: Sequence[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
+    """Of parameters with the numbers of their groups, one of each group and number of dimensions. Some are empty."""
+    smallest: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+    for parameter, group in sorted(pairs, key=lambda pair: even_numel(pair[0]) or math.inf):
+        smallest.setdefault((group, parameter.dim()), (parameter, group))
+    return list(smallest.values())
+
+
 class PagedStates:
     """States by parameter, most of them on drives.
 
@@ -275,18 +283,32 @@ class PagedStates:
         return self._partition.subgroups[index].expected_bytes
 
     def _rehearse(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
-        """Once, before an optimizer that is not known is called: with the smallest of its parameters."""
-        if self._rehearsal.is_due(len(visits), changes.closure):
-            pairs = [
-                (self._partition.parameters[part.parameter], group)
-                for visit in visits
-                for (_, part), group in zip(visit.active, visit.groups, strict=True)
-            ]
-            piece, group = min(pairs, key=lambda pair: even_numel(pair[0]) or math.inf)  # some are empty
-            touched = [_all_of(piece)]
-            with self._updating(touched, touched):
-                lifted = to_master(piece, {})[0] if self._trials.has_master(piece) else piece
-                self._rehearsal.play(lifted, group, changes.closure, num_calls=len(visits), owner=piece)
+        """Once for each kind, before an optimizer that is not known is called: with the smallest of its parameters."""
+        due = [
+            (parameter, group)
+            for visit in visits
+            for (_, part), group in zip(visit.active, visit.groups, strict=True)
+            if self._rehearsal.is_due(
+                parameter := self._partition.parameters[part.parameter], group, len(visits), changes.closure
+            )
+        ]
+        for parameter, group in _smallest_of_each(due):
+            with self._sample(parameter) as (tensor, state):
+                self._rehearsal.play(tensor, group, changes.closure, num_calls=len(visits), state=state)
+
+    def _state_of(self, parameter: torch.Tensor) -> State:
+        if parameter in self.lent:
+            return self.lent[parameter]
+        return self.read(parameter) if self.is_stored(parameter) else {}
+
+    @contextlib.contextmanager
+    def _sample(self, parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, State | None]]:
+        """What an optimizer is given of a parameter, to be copied."""
+        touched = [_all_of(parameter)]
+        with self._updating(touched, touched):
+            state = self._state_of(parameter)
+            # Another dictionary: the copy that is in it goes from what the optimizer sees.
+            yield to_master(parameter, dict(state)) if self._trials.has_master(parameter) else (parameter, state)
 
     def _update(self, visit: Visit, changes: GroupChanges, *, keep: bool) -> None:
         """One subgroup. Parameters whose states are lent are updated as wholes, with these."""

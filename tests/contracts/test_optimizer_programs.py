@@ -182,10 +182,19 @@ MENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "held elsewhere": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "HoldsStates"}),
     "held by the user": ({"optimizer.live_states.is_held": lambda *_: False}, {"kind": "adamw", "action": "zero_held"}),
     "returned values": ({"optimizer.step.stepper.GroupChanges.result": lambda _, loss: loss}, {"kind": "ReturnsText"}),
-    "hidden norms": ({"optimizer.step.dry_run._differ": lambda *_: False}, {"kind": "Clips"}),
-    "closures": ({"optimizer.step.stepper.GroupChanges.call": lambda _, step, o: step(o)}, {"kind": "EvaluatesTwice"}),
+    "hidden norms": ({"optimizer.step.dry_run.differ": lambda *_: False}, {"kind": "Clips"}),
+    "closures": (
+        {
+            "optimizer.step.stepper.GroupChanges.call": lambda _, step, o: step(o),
+            "optimizer.step.dry_run.DryRun._evaluate": _nothing,
+        },
+        {"kind": "EvaluatesTwice"},
+    ),
     "hooks of a base class": (
-        {"optimizer.step.stepper._NestedHooks.values": lambda _: ()},
+        {
+            "optimizer.step.stepper._NestedHooks.values": lambda _: (),
+            "optimizer.step.dry_run.DryRun.play": _nothing,  # which finds what the hooks do
+        },
         {"kind": "ReturnsText", "action": "edit_in_hooks"},
     ),
     "a load of its own": (

@@ -344,16 +344,27 @@ def test_a_call_that_does_not_count_leaves_nothing() -> None:
     assert before.changed(AttributeSnapshot(pair.inner)) == ["notes"]
 
 
-def test_what_cannot_be_rehearsed_is_judged_in_the_step(spill_dir: Path) -> None:
-    class Odd(Counts):
-        """Does not take small parameters alone."""
+class Odd(Counts):
+    """Does not take small parameters alone."""
 
-        def change(self, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-            if sum(q.numel() for group in self.param_groups for q in group["params"]) == 21:
-                raise ValueError("too few")
-            return super().change(p, update)
+    def change(self, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        if sum(q.numel() for group in self.param_groups for q in group["params"]) == 21:
+            raise ValueError("too few")
+        return super().change(p, update)
 
+
+def test_what_cannot_be_rehearsed_is_refused(spill_dir: Path) -> None:
+    """An error of the copies' alone says nothing of what the optimizer does with others."""
     pair = Pair(Odd, ((128, 150),) * 4 + ((3, 7),) * 2)
+    pair.set_gradients()
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
+        with pytest.raises(ConfigError, match="raised ValueError: too few"):
+            optimizer.step()
+        assert pair.are_untouched()
+
+
+def test_one_call_needs_no_rehearsal(spill_dir: Path) -> None:
+    pair = Pair(Odd, ((3, 7),) * 2)
     with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         pair.step(optimizer)
         pair.check()

@@ -4,12 +4,15 @@ Note: what a rehearsal shows
     Two copies of a parameter, with other gradients, are updated one by one and then together, twice. If bits, states,
     options, attributes or what ``step`` returns differ, the optimizer couples its parameters. While it is called, every
     operation is looked at: one that touches the model's own parameters or gradients, which no call was given, ends the
-    rehearsal before it is executed. Nothing of it remains.
+    rehearsal before it is executed. With a closure, a step must find the parameter where the model was evaluated, and
+    must not care which gradient was there before. One
+    parameter of each group and number of dimensions is tried. Nothing of it remains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +20,19 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_ssd.common.dtensor import address_of, is_shard, local_of
-from lightning_ssd.common.tensors import PLAIN_TYPES, storage_of
+from lightning_ssd.common.dtensor import address_of, local_of
+from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.optimizer.step.aliases import are_apart, spans_of, tensors_in
+from lightning_ssd.optimizer.step.aliases import are_apart, spans_of
 from lightning_ssd.optimizer.step.coupling import refuse_own_parameters, refuse_owned
 from lightning_ssd.optimizer.step.step_effects import StepEffects, preserving_effects
-from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper, own_copy
+from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
+from lightning_ssd.optimizer.step.twins import Sample, differ, has_twins, introduced
 from lightning_ssd.optimizer.step.types import INCOMPLETE, State
 
 __all__ = ["DryRun", "Watch"]
 
+Closure = Callable[[], Any]
 _NUM_STEPS = 2
 _KEEP = "Nothing was updated: use OffloadPolicy.optimizer_states='keep'"
 
@@ -43,23 +48,23 @@ class DryRun:
     def __init__(self, inner_step: SubgroupStepper, optimizer: Optimizer) -> None:
         self._inner_step = inner_step
         self._optimizer = optimizer
-        self._known: set[tuple[bool, bool, bool]] = set()
+        self._known: set[tuple[Any, ...]] = set()
 
-    def _kind(self, num_calls: int, closure: Callable[[], Any] | None) -> tuple[bool, bool, bool]:
-        return num_calls > 1, closure is not None, self._inner_step.has_hooks
+    def _kind(self, tensor: torch.Tensor, group: int, num_calls: int, closure: Closure | None) -> tuple[Any, ...]:
+        return group, tensor.dim(), num_calls > 1, closure is not None, self._inner_step.has_hooks
 
-    def is_due(self, num_calls: int, closure: Callable[[], Any] | None) -> bool:
-        """Whether a step of so many calls is of a kind that was not rehearsed yet."""
-        return self._kind(num_calls, closure) not in self._known
+    def is_due(self, tensor: torch.Tensor, group: int, num_calls: int, closure: Closure | None) -> bool:
+        """Whether a step of so many calls, with such a parameter, is of a kind that was not rehearsed yet."""
+        return self._kind(tensor, group, num_calls, closure) not in self._known
 
     def play(
         self,
         tensor: torch.Tensor,
         group: int,
-        closure: Callable[[], Any] | None,
+        closure: Closure | None,
         *,
         num_calls: int,
-        owner: torch.Tensor | None = None,
+        state: State | None = None,
     ) -> None:
         """Try a step with copies of a parameter.
 
@@ -68,60 +73,140 @@ class DryRun:
             group: number of its group.
             closure: of the step, evaluated already.
             num_calls: of the step to come; one call is a plain step, whatever it couples.
-            owner: the parameter, where the tensor is a copy of it.
+            state: of the parameter; ``None``: it has none.
 
         Raises:
-            ConfigError: the optimizer turns out to couple its parameters.
+            ConfigError: the optimizer turns out to couple its parameters, or to need what is there before its closure
+                is evaluated; or it cannot be tried.
         """
         is_several = num_calls > 1
         refuse_owned(self._optimizer)
         if is_several:
             refuse_own_parameters(self._optimizer)
-        if type(tensor) in PLAIN_TYPES or is_shard(tensor):  # a copy of what keeps its data in its own way may be none
-            touched = _Touched(self._optimizer)
-            ones, twos = ([_twin(tensor, is_other=other) for other in (False, is_several)] for _ in range(2))
-            try:
-                with preserving_effects(self._optimizer, [tensor.device]), touched:
-                    self._compare(ones, twos, group, closure, tensor if owner is None else owner, is_several=is_several)
-            except ConfigError:
-                if not touched.place or is_several:
-                    raise
-            except Exception:  # what cannot be rehearsed is judged in the step, which raises this if it is true
-                pass
-            if touched.place and is_several:
-                raise ConfigError(
-                    f"OffloadPolicy.optimizer_states='offload' got {type(self._optimizer).__name__}, which touches "
-                    f"parameters or gradients that its step was not given ({touched.place}). {_KEEP}"
-                )
-        self._known.add(self._kind(num_calls, closure))
+        if has_twins(tensor):
+            self._try(Sample(tensor, state), group, closure, is_several=is_several)
+        self._known.add(self._kind(tensor, group, num_calls, closure))
+
+    def _try(self, sample: Sample, group: int, closure: Closure | None, *, is_several: bool) -> None:
+        touched = _Touched(self._optimizer)
+        error: Exception | None = None
+        try:
+            self._compare(sample, group, closure, touched, is_several=is_several)
+            if closure is not None:
+                self._evaluate(sample, group, closure, touched)
+        except Exception as caught:
+            error = caught
+        if not is_several and closure is None and (touched.place or not isinstance(error, ConfigError)):
+            return  # it is a plain step, which raises this if it is true
+        if touched.place:
+            raise ConfigError(
+                f"OffloadPolicy.optimizer_states='offload' got {type(self._optimizer).__name__}, which touches "
+                f"parameters or gradients that its step was not given ({touched.place}). {_KEEP}"
+            ) from error
+        if error is not None:
+            raise error if isinstance(error, ConfigError) else _untried(self._optimizer, error) from error
 
     def _compare(
         self,
-        ones: Sequence[torch.Tensor],
-        twos: Sequence[torch.Tensor],
+        sample: Sample,
         group: int,
-        closure: Callable[[], Any] | None,
-        owner: torch.Tensor,
+        closure: Closure | None,
+        touched: _Touched,
         *,
         is_several: bool,
     ) -> None:
-        one_states: list[State | None] = [None, None]
-        two_states: list[State | None] = [None, None]
-        for _ in range(_NUM_STEPS if is_several else 1):
-            changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True), closure)
-            for number in range(2 if is_several else 1):
-                call = [ones[number]], [group], [one_states[number]]
-                one_states[number] = self._inner_step.run(*call, changes, owners=[owner])[0]
-            if not is_several:
-                return
-            two_states = self._inner_step.run(twos, [group] * 2, two_states, changes, owners=[owner] * 2)
-            if not are_apart([spans_of([p, s]) for p, s in zip(twos, two_states, strict=True)]):
-                raise ConfigError(f"this optimizer's states of several parameters share memory. {_KEEP}")
-            if any(map(_differ, [ones, one_states], [twos, two_states])):
-                raise ConfigError(
-                    "this optimizer updates two parameters together otherwise than one after the other: it couples "
-                    f"them, so that it cannot run on some of them at a time. {_KEEP}"
-                )
+        """Two copies one by one, and together."""
+        ones, twos = ([sample.twin(is_other=other) for other in (False, is_several)] for _ in range(2))
+        one_states, two_states = (list(map(sample.state_for, twins)) for twins in (ones, twos))
+        with self._trial(sample, [*ones, *twos], touched):
+            for _ in range(_NUM_STEPS if is_several else 1):
+                changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True), closure)
+                for number in range(2 if is_several else 1):
+                    call = [ones[number]], [group], [one_states[number]]
+                    one_states[number] = self._inner_step.run(*call, changes)[0]
+                if not is_several:
+                    return
+                two_states = self._inner_step.run(twos, [group] * 2, two_states, changes)
+                if not are_apart([spans_of([p, s]) for p, s in zip(twos, two_states, strict=True)]):
+                    raise ConfigError(f"this optimizer's states of several parameters share memory. {_KEEP}")
+                if any(map(differ, [ones, one_states], [twos, two_states])):
+                    raise ConfigError(
+                        "this optimizer updates two parameters together otherwise than one after the other: it "
+                        f"couples them, so that it cannot run on some of them at a time. {_KEEP}"
+                    )
+
+    @contextlib.contextmanager
+    def _trial(self, sample: Sample, twins: Sequence[torch.Tensor], touched: _Touched) -> Iterator[None]:
+        """Around calls with copies, of which nothing remains."""
+        effects = preserving_effects(self._optimizer, [sample.tensor.device])
+        with effects, introduced(self._optimizer, sample.tensor, twins), touched:
+            yield
+
+    def _evaluate(self, sample: Sample, group: int, closure: Closure, touched: _Touched) -> None:
+        """Steps that find this gradient, another one or none before they evaluate the model: all are to end alike.
+
+        Ours evaluate it first, so that all that is there before is already what the evaluation has left.
+        """
+        ends = []
+        for gradient in (sample.gradient(), sample.gradient(is_other=True), None):
+            twin = sample.twin()
+            state, evaluation = sample.state_for(twin), _Evaluation(twin, gradient, closure)
+            with self._trial(sample, [twin], touched):
+                for _ in range(_NUM_STEPS):
+                    evaluation.begin()
+                    changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True), evaluation)
+                    state = self._inner_step.run([twin], [group], [state], changes)[0]
+            ends.append([twin, state])
+        if any(differ(ends[0], end) for end in ends[1:]):
+            raise ConfigError(
+                "OffloadPolicy.optimizer_states='offload' expects an optimizer that looks at gradients after its "
+                f"closure; got {type(self._optimizer).__name__}, which uses those from before. {_KEEP}"
+            )
+
+
+class _Evaluation:
+    """In the place of a closure: gives a copy its gradient, if nothing has changed before.
+
+    Args:
+        twin: the copy; its gradient is what the model's evaluation gives.
+        before: what is there as its gradient when a step begins; ``None``: none.
+        closure: gives what the model's own has given.
+    """
+
+    def __init__(self, twin: torch.Tensor, before: torch.Tensor | None, closure: Closure) -> None:
+        self._twin = twin
+        self._after, twin.grad = twin.grad, None
+        self._before = before
+        self._closure = closure
+        self._given: list[torch.Tensor | None] = []
+
+    def begin(self) -> None:
+        """Before a step."""
+        self._twin.grad = None if self._before is None else self._before.clone()
+        self._given = [self._twin.detach().clone(), None if self._before is None else self._before.clone()]
+
+    def __call__(self) -> Any:
+        """Evaluate.
+
+        Raises:
+            ConfigError: the step has changed parameter or gradient before.
+        """
+        now = [self._twin.detach(), self._twin.grad]
+        is_there = [t is not None for t in now]
+        if is_there != [t is not None for t in self._given] or differ(now, self._given):
+            raise ConfigError(
+                "OffloadPolicy.optimizer_states='offload' expects an optimizer that evaluates its closure before it "
+                f"changes anything; got one that moves parameters or clears gradients first. {_KEEP}"
+            )
+        self._twin.grad = None if self._after is None else self._after.clone()
+        return self._closure()
+
+
+def _untried(optimizer: Optimizer, error: Exception) -> ConfigError:
+    return ConfigError(
+        "OffloadPolicy.optimizer_states='offload' expects an optimizer that can be tried on a copy of a parameter; "
+        f"got {type(optimizer).__name__}, which raised {type(error).__name__}: {error}. {_KEEP}"
+    )
 
 
 class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -170,27 +255,3 @@ class Watch:
                 if id(parameter) not in mine:
                     raise ConfigError(f"this optimizer changes parameters that its step was not given. {INCOMPLETE}")
                 self._versions[number] = parameter._version
-
-
-def _twin(tensor: torch.Tensor, *, is_other: bool) -> torch.Tensor:
-    """A copy, or one with another gradient."""
-    twin = torch.nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
-    # Optimizers may be told by marks on a parameter what to do with it, or keep a gradient there.
-    vars(twin).update({name: own_copy(value) for name, value in vars(tensor).items()})
-    if tensor.grad is not None:
-        gradient = tensor.grad.detach()
-        twin.grad = gradient * -2 if is_other and gradient.is_floating_point() else gradient.clone()
-    return twin
-
-
-def _differ(one: Any, other: Any) -> bool:
-    pairs = zip(tensors_in(one), tensors_in(other), strict=False)
-    return any(not _equal(local_of(a), local_of(b)) for a, b in pairs)
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout != torch.strided or other.layout != torch.strided or one.device.type == "meta":
-        return True
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
