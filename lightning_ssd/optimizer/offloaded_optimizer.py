@@ -209,6 +209,7 @@ class OffloadedOptimizer(Optimizer):
             visits = self._states.plan_visits(self.param_groups, self._num_steps)
             begin_s = time.perf_counter()
             try:
+                self._states.rehearse_missing(self.param_groups)
                 self._update(visits, changes)
                 changes.apply(self.param_groups)
             except BaseException as error:

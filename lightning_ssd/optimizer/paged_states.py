@@ -25,7 +25,7 @@ from lightning_ssd.optimizer.step.coupling import OwnMemory
 from lightning_ssd.optimizer.step.dry_run import DryRun, Watch
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
 from lightning_ssd.optimizer.step.layout import Layout, is_unchanged, moved_out, must_stay, owned
-from lightning_ssd.optimizer.step.master_weights import from_master, to_master
+from lightning_ssd.optimizer.step.master_weights import MASTER, from_master, to_master
 from lightning_ssd.optimizer.step.partition import Contents, Partition, Subgroup
 from lightning_ssd.optimizer.step.path_assignment import assign_paths, half_duplex_rate, rebalance_paths
 from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
@@ -296,10 +296,32 @@ class PagedStates:
             with self._sample(parameter) as (tensor, state):
                 self._rehearsal.play(tensor, group, changes.closure, num_calls=len(visits), state=state)
 
+    def rehearse_missing(self, groups: Groups) -> None:
+        """Before a step in which parameters have no gradient, with the smallest of each kind; steps leave them out.
+
+        Raises:
+            ConfigError: the optimizer would update them all the same.
+        """
+        if type(self._optimizer).__module__.startswith("torch.optim."):
+            return
+        missing = [(p, n) for n, group in enumerate(groups) for p in group["params"] if p.grad is None and has_shape(p)]
+        for has_state in (False, True):
+            due = [
+                (p, number)
+                for p, number in missing
+                if self._has_state(p) is has_state and self._rehearsal.is_missing_due(p, number, has_state=has_state)
+            ]
+            for parameter, number in _smallest_of_each(due):
+                state = {key: value for key, value in self._state_of(parameter).items() if key != MASTER}
+                self._rehearsal.play_missing(parameter, number, state=state if has_state else None)
+
     def _state_of(self, parameter: torch.Tensor) -> State:
         if parameter in self.lent:
             return self.lent[parameter]
         return self.read(parameter) if self.is_stored(parameter) else {}
+
+    def _has_state(self, parameter: torch.Tensor) -> bool:
+        return bool(self.lent[parameter]) if parameter in self.lent else self.is_stored(parameter)
 
     @contextlib.contextmanager
     def _sample(self, parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, State | None]]:

@@ -175,6 +175,74 @@ def test_noise_of_one_call_is_not_taken_for_a_gradient_of_before(spill_dir: Path
         pair.check()
 
 
+# -- without a gradient ---------------------------------------------------------------------------------------------
+
+
+class Coasts(Momentum):
+    """Momentum goes on."""
+
+    def update(self, p: torch.Tensor, group: dict[str, Any], scale: Any) -> None:
+        super().update(p, group, scale)
+        if p.grad is None and "m" in self.state[p]:
+            p.sub_(self.state[p]["m"].mul_(0.9), alpha=group["lr"])
+
+
+class Decays(Momentum):
+    """All parameters, whether or not they have ever had a gradient."""
+
+    def update(self, p: torch.Tensor, group: dict[str, Any], scale: Any) -> None:
+        p.mul_(1 - group["lr"] * group["decay"])
+        super().update(p, group, scale)
+
+
+class ForgetsAnew(Momentum):
+    """The state alone, by another tensor."""
+
+    def update(self, p: torch.Tensor, group: dict[str, Any], scale: Any) -> None:
+        super().update(p, group, scale)
+        if p.grad is None and "m" in self.state[p]:
+            self.state[p]["m"] = self.state[p]["m"] * 0.9
+
+
+@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize("shapes", [MANY, FEW])
+@pytest.mark.parametrize("kind", [Coasts, Decays, ForgetsAnew])
+def test_updates_without_a_gradient_are_refused_when_one_is_missing(
+    kind: type[Momentum], shapes: tuple[tuple[int, ...], ...], has_groups: bool, spill_dir: Path
+) -> None:
+    def make(parameters: Any) -> Optimizer:
+        return kind([{"params": parameters[:1]}, {"params": parameters[1:]}] if has_groups else parameters)
+
+    pair = optimizer_pairs.Pair(make, shapes)
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(2):  # all gradients are there
+            pair.step(optimizer)
+            pair.check(optimizer)
+        pair.set_gradients(list(range(1, len(shapes))))
+        with pytest.raises(ConfigError, match="without a gradient"):
+            optimizer.step()
+        pair.check()
+
+
+def test_a_step_without_any_gradient_is_no_exception(spill_dir: Path) -> None:
+    pair = optimizer_pairs.Pair(Decays, MANY)
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
+        with pytest.raises(ConfigError, match="without a gradient"):
+            optimizer.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("shapes", [MANY, FEW])
+def test_gradients_may_be_missing_where_nothing_is_done_then(
+    shapes: tuple[tuple[int, ...], ...], spill_dir: Path
+) -> None:
+    pair = optimizer_pairs.Pair(Momentum, shapes)
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
+        for active in ([0, 2], None, [1], [], None):
+            pair.step(optimizer, active)
+            pair.check(optimizer)
+
+
 # -- parameters of each kind ----------------------------------------------------------------------------------------
 
 

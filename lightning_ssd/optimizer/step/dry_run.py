@@ -5,14 +5,14 @@ Note: what a rehearsal shows
     options, attributes or what ``step`` returns differ, the optimizer couples its parameters. While it is called, every
     operation is looked at: one that touches the model's own parameters or gradients, which no call was given, ends the
     rehearsal before it is executed. With a closure, a step must find the parameter where the model was evaluated, and
-    must not care which gradient was there before. One
+    must not care which gradient was there before. Without a gradient, it must leave parameter and state alone. One
     parameter of each group and number of dimensions is tried. Nothing of it remains.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class DryRun:
         self._inner_step = inner_step
         self._optimizer = optimizer
         self._known: set[tuple[Any, ...]] = set()
+        self._known_missing: set[tuple[int, int, bool]] = set()
 
     def _kind(self, tensor: torch.Tensor, group: int, num_calls: int, closure: Closure | None) -> tuple[Any, ...]:
         return group, tensor.dim(), num_calls > 1, closure is not None, self._inner_step.has_hooks
@@ -135,6 +136,42 @@ class DryRun:
                         f"couples them, so that it cannot run on some of them at a time. {_KEEP}"
                     )
 
+    def is_missing_due(self, tensor: torch.Tensor, group: int, *, has_state: bool) -> bool:
+        """Whether it was not tried yet what a step does with such a parameter without a gradient."""
+        return (group, tensor.dim(), has_state) not in self._known_missing
+
+    def play_missing(self, tensor: torch.Tensor, group: int, *, state: State | None) -> None:
+        """Try a step with a copy of a parameter that has no gradient: ours leave it out.
+
+        Args:
+            tensor: nothing is changed.
+            group: number of its group.
+            state: of the parameter; ``None``: it has none.
+
+        Raises:
+            ConfigError: the optimizer updates it all the same, or cannot be tried.
+        """
+        if has_twins(tensor):
+            sample, touched = Sample(tensor, state, is_blank=True), _Touched(self._optimizer)
+            twin = sample.twin()
+            twin.grad, given = None, sample.state_for(twin)
+            other, before = sample.twin(), _versions([twin, given])
+            others = sample.state_for(other)
+            try:
+                with self._trial(sample, [twin], touched):
+                    changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True))
+                    after = self._inner_step.run([twin], [group], [given], changes, is_idle=True)[0]
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise _untried(self._optimizer, error) from error
+            if before != _versions([twin, after or None]) or differ([twin, after], [other, others]):
+                raise ConfigError(
+                    "OffloadPolicy.optimizer_states='offload' expects an optimizer that leaves parameters without a "
+                    f"gradient alone; got {type(self._optimizer).__name__}, which updates them or their states. {_KEEP}"
+                )
+        self._known_missing.add((group, tensor.dim(), state is not None))
+
     @contextlib.contextmanager
     def _trial(self, sample: Sample, twins: Sequence[torch.Tensor], touched: _Touched) -> Iterator[None]:
         """Around calls with copies, of which nothing remains."""
@@ -200,6 +237,17 @@ class _Evaluation:
             )
         self._twin.grad = None if self._after is None else self._after.clone()
         return self._closure()
+
+
+def _versions(value: Any) -> Any:
+    """What differs where something in ``value`` was edited or replaced, if only by what is equal."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version, address_of(value)
+    if isinstance(value, Mapping):
+        return {key: _versions(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_versions(item) for item in value]
+    return value if isinstance(value, bool | int | float | str) else id(value)
 
 
 def _untried(optimizer: Optimizer, error: Exception) -> ConfigError:
