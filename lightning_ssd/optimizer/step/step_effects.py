@@ -20,6 +20,9 @@ from lightning_ssd.optimizer.step.types import INCOMPLETE
 
 __all__ = ["StepEffects", "preserving_effects", "random_states"]
 
+_NO_SOURCES = ("params", "param_groups", "state")
+"""Where no generator of an optimizer's own is; to look there takes long where there are many groups."""
+
 
 def random_states(optimizer: Optimizer, devices: Iterable[torch.device], *, shared: bool = True) -> RandomStates:
     """Of PyTorch's random numbers, Python's, NumPy's where it is in use, and an optimizer's own.
@@ -35,7 +38,9 @@ def random_states(optimizer: Optimizer, devices: Iterable[torch.device], *, shar
 def _sources(optimizer: Optimizer) -> Iterator[Source]:
     """Generators of an optimizer's own."""
     for owner in (vars(optimizer), *optimizer.param_groups):
-        for value in owner.values():
+        for name, value in owner.items():
+            if name in _NO_SOURCES or isinstance(value, bool | int | float | str | None):
+                continue
             items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
             yield from filter(None, map(source_of, items))
 
