@@ -294,7 +294,9 @@ class PagedStates:
         ]
         for parameter, group in _smallest_of_each(due):
             with self._sample(parameter) as (tensor, state):
-                self._rehearsal.play(tensor, group, changes.closure, num_calls=len(visits), state=state)
+                self._rehearsal.play(
+                    tensor, group, changes.closure, num_calls=len(visits), state=state, owner=parameter
+                )
 
     def rehearse_missing(self, groups: Groups) -> None:
         """Before a step in which parameters have no gradient, with the smallest of each kind; steps leave them out.

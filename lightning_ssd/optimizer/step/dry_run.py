@@ -66,6 +66,7 @@ class DryRun:
         *,
         num_calls: int,
         state: State | None = None,
+        owner: torch.Tensor | None = None,
     ) -> None:
         """Try a step with copies of a parameter.
 
@@ -75,6 +76,7 @@ class DryRun:
             closure: of the step, evaluated already.
             num_calls: of the step to come; one call is a plain step, whatever it couples.
             state: of the parameter; ``None``: it has none.
+            owner: the parameter, where the tensor is a copy of it.
 
         Raises:
             ConfigError: the optimizer turns out to couple its parameters, or to need what is there before its closure
@@ -85,7 +87,7 @@ class DryRun:
         if is_several:
             refuse_own_parameters(self._optimizer)
         if has_twins(tensor):
-            self._try(Sample(tensor, state), group, closure, is_several=is_several)
+            self._try(Sample(tensor, state, owner=owner), group, closure, is_several=is_several)
         self._known.add(self._kind(tensor, group, num_calls, closure))
 
     def _try(self, sample: Sample, group: int, closure: Closure | None, *, is_several: bool) -> None:
@@ -124,10 +126,10 @@ class DryRun:
                 changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True), closure)
                 for number in range(2 if is_several else 1):
                     call = [ones[number]], [group], [one_states[number]]
-                    one_states[number] = self._inner_step.run(*call, changes)[0]
+                    one_states[number] = self._inner_step.run(*call, changes, owners=[sample.owner])[0]
                 if not is_several:
                     return
-                two_states = self._inner_step.run(twos, [group] * 2, two_states, changes)
+                two_states = self._inner_step.run(twos, [group] * 2, two_states, changes, owners=[sample.owner] * 2)
                 if not are_apart([spans_of([p, s]) for p, s in zip(twos, two_states, strict=True)]):
                     raise ConfigError(f"this optimizer's states of several parameters share memory. {_KEEP}")
                 if any(map(differ, [ones, one_states], [twos, two_states])):
@@ -160,7 +162,8 @@ class DryRun:
             try:
                 with self._trial(sample, [twin], touched):
                     changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True))
-                    after = self._inner_step.run([twin], [group], [given], changes, is_idle=True)[0]
+                    call = [twin], [group], [given]
+                    after = self._inner_step.run(*call, changes, is_idle=True, owners=[sample.owner])[0]
             except ConfigError:
                 raise
             except Exception as error:
@@ -192,7 +195,7 @@ class DryRun:
                 for _ in range(_NUM_STEPS):
                     evaluation.begin()
                     changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True), evaluation)
-                    state = self._inner_step.run([twin], [group], [state], changes)[0]
+                    state = self._inner_step.run([twin], [group], [state], changes, owners=[sample.owner])[0]
             ends.append([twin, state])
         if any(differ(ends[0], end) for end in ends[1:]):
             raise ConfigError(

@@ -34,10 +34,19 @@ class Sample:
         tensor: the parameter with its ``grad``; nothing is changed.
         state: what the optimizer remembers of it; ``None``: nothing.
         is_blank: copies are of ones instead, so that a parameter that waits elsewhere need not come.
+        owner: the parameter, where the tensor is a copy of it.
     """
 
-    def __init__(self, tensor: torch.Tensor, state: State | None = None, *, is_blank: bool = False) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        state: State | None = None,
+        *,
+        is_blank: bool = False,
+        owner: torch.Tensor | None = None,
+    ) -> None:
         self._tensor = tensor
+        self.owner = tensor if owner is None else owner
         self._is_blank = is_blank
         self._crop = _crop_of(tensor)
         self._state = state or None
