@@ -106,7 +106,7 @@ def test_the_demo_tells_what_was_saved() -> None:
     assert "bit for bit" in words
     assert "100 MiB above its resting level instead of 400 MiB (25 %)" in words
     assert "20 MiB of 80 MiB saved activations" in words
-    assert "300 instead of 400 MiB above rest, and 1.02 instead of 1.00 s of plain Lightning as it comes" in words
+    assert "300 instead of 400 MiB above rest, and 1.02 instead of 1.00 s. " in words
     assert "Moved half." in words
     lines = demo.table(demo_runs()).splitlines()
     assert lines[0].split() == ["plain", "Lightning", '"ssd_offload"', 'activations="offload"']
