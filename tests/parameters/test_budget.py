@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.errors import BudgetError
+from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.page_table import file_page_bytes
 from lightning_ssd.memory.readings import level_bytes
@@ -100,11 +101,14 @@ def waiting(model: nn.Module) -> int:
 # -- what comes and goes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("is_trained", "number"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("is_trained", "has_room", "number"), [(False, False, 1), (False, True, 2), (True, False, 2)])
 def test_units_in_use_count_as_in_memory_wherever_they_are(
-    is_trained: bool, number: int, opened: Callable[..., Offloader]
+    is_trained: bool, has_room: bool, number: int, opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The present one, and where it is trained the next; what is frozen is only in the page cache before its use."""
+    """The present one, and where it is trained, or the machine has room, the next; else what is frozen is only in the
+    page cache before its use.
+    """
+    monkeypatch.setattr(HostRoom, "is_enough", lambda room, waiting_bytes: has_room)
     model, found = Stack(), []
     model.blocks.requires_grad_(is_trained)
     offloader = opened(parameters="offload", optimizer_states="offload" if is_trained else "keep")
@@ -119,12 +123,13 @@ def test_units_in_use_count_as_in_memory_wherever_they_are(
         resident, to_come = pager.resident_bytes, pager.to_come_bytes
         found.append((resident, to_come, cache._level_bytes() - level_bytes(CPU)))
 
+    train(model, offloader, 1)  # whether there is room is asked as units are used
     look()
     for block in model.blocks:
         block.register_forward_hook(look)
     train(model, offloader, 2)
     look()
-    assert found[0][:2] == (0, window)
+    assert found[0][0] + found[0][1] == window
     for resident, to_come, reserved in found:
         assert 0 <= to_come <= window - resident
         assert reserved <= to_come + MIB, "a read may have begun in between"

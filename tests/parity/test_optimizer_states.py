@@ -237,12 +237,12 @@ def test_what_couples_parameters_is_refused_before_the_first_step(spill_dir: Pat
 class Breaks(torch.optim.AdamW):
     """Fails half way through its second step."""
 
-    num_calls = 0  # of the class: an attribute of the optimizer counts steps, as in plain training
+    num_left: int | None = None  # of the class: an attribute of the optimizer counts steps, as in plain training
 
     def step(self, closure: Any = None) -> Any:
-        Breaks.num_calls += 1
-        if Breaks.num_calls > 20:
+        if Breaks.num_left == 0:
             raise ZeroDivisionError("sabotage")
+        Breaks.num_left = None if Breaks.num_left is None else Breaks.num_left - 1
         return super().step(closure)
 
 
@@ -252,13 +252,20 @@ class Broken(Net):
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_within_a_step_reaches_the_user_and_leaves_nothing(spill_dir: Path) -> None:
+def test_an_error_within_a_step_reaches_the_user_and_leaves_nothing(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half the parameters are updated: there is nothing to save, and the error must not be hidden by a second one."""
     trainers: list[L.Trainer] = []
 
     class Notes(L.Callback):
         def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             trainers.append(trainer)
+
+        def on_train_batch_start(
+            self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int
+        ) -> None:
+            monkeypatch.setattr(Breaks, "num_left", 1 if index else None)  # the first step is rehearsed
 
     with pytest.raises(ZeroDivisionError, match="sabotage"):
         fit(Broken, states_on_ssd(spill_dir), spill_dir, callbacks=[Notes()])
