@@ -207,13 +207,14 @@ def _with_parameters(
         if parts.scheduler is not None:
             parts.scheduler.make_room = residents.ask_for
     if policy.parameters != "keep":
+        may_map_ahead = policy.memory_budget is None and residents is None  # else the room is for what stays
         weights = MappedWeights(
             files,
             min_nbytes=policy.min_tensor_nbytes,
             trained=policy.optimizer_states == "offload",
             is_replicated=environment.is_replicated,
             residents=residents,
-            room=HostRoom(environment.num_local_processes) if policy.memory_budget is None else None,
+            room=HostRoom(environment.num_local_processes) if may_map_ahead else None,
             verify=policy.verify == "full",
         )
         stack.callback(weights.close)

@@ -26,14 +26,15 @@ class HandedOut:
     def add(self, tensor: torch.Tensor) -> None:
         """The node that runs in this thread is given a tensor."""
         node, thread = torch._C._current_autograd_node(), threading.get_ident()
-        number, tensors = self._by_thread.get(thread, (0, []))
         is_function = isinstance(node, BackwardCFunction)
-        if tensors and not (is_function and number == id(node)):
+        held = self._by_thread.get(thread)
+        if held is not None and held[0] != id(node):
             self._by_thread.pop(thread, None)
-            tensors = []
+            held = None
         if is_function:
-            # Twice: a single reference of Python's counts as the tensor's own.
-            self._by_thread[thread] = id(node), [*tensors, tensor, tensor]
+            if held is None:
+                held = self._by_thread[thread] = id(node), []
+            held[1].extend((tensor, tensor))  # twice: a single reference of Python's counts as the tensor's own
 
     def clear(self, *, everywhere: bool) -> None:
         """A backward of this thread is over; ``everywhere``: and no other one is under way."""

@@ -404,7 +404,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         trained: those that are trained wait, too.
         is_replicated: other processes have the same model, so that those that are trained stay.
         residents: says which stay all the same; ``None``: none.
-        room: memory that frozen weights may be mapped into ahead; ``None``: somebody has asked for less of it.
+        room: memory that frozen weights may be mapped into ahead; ``None``: none is.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         verify: bool = False,
     ) -> None:
         super().__init__(
-            MappedPager(room if residents is None else None),
+            MappedPager(room),
             min_nbytes=min_nbytes,
             trained=trained,
             is_replicated=is_replicated,

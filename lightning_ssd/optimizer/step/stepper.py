@@ -193,6 +193,7 @@ class SubgroupStepper:
             self.lend(list(mine.values()), state, lambda: self._call(changes))
         if changes is not None:
             for index in dict.fromkeys(groups):
+                # Cut anew: the call may have edited in place what it was lent.
                 cut = self._cut(originals[index], [owner for _, owner in given[index]])
                 changes.add(index, {**originals[index], **cut}, mine[index], cut)
         others = state.keys() - set(tensors)
