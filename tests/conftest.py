@@ -34,6 +34,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
 # Lightning and W&B set these for the rest of the process; they are taken back after each test without complaint.
 _SET_BY_OTHERS = {
     "CUBLAS_WORKSPACE_CONFIG",  # Trainer(deterministic=True)
+    "CUDA_DEVICE_ORDER",  # Lightning, where there is a card
     "MASTER_ADDR",  # launchers of several processes
     "MASTER_PORT",
     "LOCAL_RANK",

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.common.tensors import storage_of
+from lightning_ssd.common.tensors import is_in_other_processes, storage_of
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
 from lightning_ssd.parameters.device_weights import WeightTiers
@@ -118,7 +118,7 @@ class DeviceGradients:
             type(gradient) is torch.Tensor
             and storage.nbytes() == gradient.nbytes
             and storage.resizable()
-            and not storage.is_shared()
+            and not is_in_other_processes(storage)
         )
 
     @contextmanager

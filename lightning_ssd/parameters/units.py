@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_ssd.common.dtensor import ShardedGroup, ShardedParameter, local_of, sharded_of
-from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, storage_of
+from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, is_in_other_processes, storage_of
 from lightning_ssd.parameters.file_slices import FileSlices, file_slices
 from lightning_ssd.parameters.guard import is_guarded
 from lightning_ssd.parameters.pager import Place
@@ -118,7 +118,7 @@ def why_it_stays(weights: SharedWeights) -> str | None:
     """
     if weights.has_buffers:
         return "a buffer lies in the same memory"
-    if weights.storage.is_shared():
+    if is_in_other_processes(weights.storage):
         return "it is in memory that processes share"
     if weights.slices is None and not (weights.storage.resizable() or is_mapped(weights.storage)):
         return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.common.tensors import is_in_other_processes
 from recipes.determinism import make_deterministic
 
-WIDTH, NUM_BLOCKS, BATCH = 1024, 6, 64
+WIDTH, NUM_BLOCKS, BATCH = 512, 6, 64
 SLEEP_CYCLES = 1_000_000  # about half a millisecond
 DEVICE = torch.device("cuda", 0)
 pytestmark = pytest.mark.gpu
@@ -169,16 +171,49 @@ def test_gradients_leave_the_card(spill_dir: Path) -> None:
     with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
         offloader.expect_no_optimizer()
         offloader.register_module(model)
-        before = torch.cuda.memory_allocated(DEVICE)
+        before = allocated()
         with offloader.saved_tensors():
             loss = model(torch.randn(BATCH, WIDTH, device=DEVICE)).square().mean()
         loss.backward()
         del loss
         offloader.end_backward()
-        for _ in range(100):
-            torch.cuda.synchronize(DEVICE)
-            offloader.send_out_weights()
-            if torch.cuda.memory_allocated(DEVICE) - before < nbytes / 4:
-                break
-            time.sleep(0.05)
-        assert torch.cuda.memory_allocated(DEVICE) - before < nbytes / 4
+        assert leaves(offloader, lambda: allocated() - before < nbytes / 4)
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_weights_that_are_on_the_card_leave_it(spill_dir: Path) -> None:
+    """Not only those that came to it by ``move_in()``."""
+    before = allocated()
+    model = built().requires_grad_(True).to(DEVICE)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    policy = OffloadPolicy(parameters="offload", optimizer_states="offload", activations="keep")
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
+        offloader.expect_no_optimizer()
+        offloader.register_module(model)
+        assert leaves(offloader, lambda: allocated() - before < nbytes / 4)
+
+
+def test_what_was_sent_to_another_process_stays() -> None:
+    """PyTorch's own answer is that all memory of a card is shared."""
+    sent, own = torch.zeros(8, device=DEVICE), torch.zeros(8, device=DEVICE)
+    assert own.untyped_storage().is_shared()
+    ForkingPickler.dumps(sent)
+    assert is_in_other_processes(sent.untyped_storage())
+    assert not is_in_other_processes(own.untyped_storage())
+
+
+def allocated() -> int:
+    """Without what cuBLAS has for itself since its first call."""
+    torch.cuda.synchronize(DEVICE)
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated(DEVICE)
+
+
+def leaves(offloader: Offloader, has_left: Callable[[], bool]) -> bool:
+    """Whether memory is given back in time, which the training thread does, now and then."""
+    for _ in range(100):
+        offloader.send_out_weights()
+        if has_left():
+            return True
+        time.sleep(0.05)
+    return False
