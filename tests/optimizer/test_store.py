@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy
 from tests.support.faults import eio
 from tests.support.state_stores import (
@@ -234,3 +236,26 @@ def test_a_copy_in_memory_is_a_use_on_the_current_stream(drive: Drive, tmp_path:
         assert expected is not None
         assert calls == [expected.data_ptr()]
         assert bool((whole(held) == 7).all())
+
+
+def test_memory_of_a_device_is_free_once_it_is_written(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There PyTorch's allocator gives each subgroup memory of its own: whoever held on to it, if only what had asked
+    for its write, would keep all states on the card. On a CPU slots are used again, and nobody would see it.
+    """
+    made = []
+
+    def take(pool: BufferPool, nbytes: int) -> torch.UntypedStorage:
+        storage = torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        made.append(StorageKey(storage))
+        return storage
+
+    monkeypatch.setattr(BufferPool, "_take", take)
+    with store_on((drive, tmp_path), num_slots=2) as store:
+        put_all(store, range(6))
+        store.wait_for_writes()
+        assert len(made) == 6
+        assert not any(key.alive() for key in made)
+        assert_all_hold(store, range(6))
+        assert sum(key.alive() for key in made) <= 2

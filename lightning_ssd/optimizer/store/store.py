@@ -374,6 +374,8 @@ class StateStore:
     def _written(self, write: _PendingWrite, stored: StoredBytes | None, error: BaseException | None) -> None:
         with self._lock:
             home = self._homes[write.index]
+            if home.writer is write:
+                home.writer = None  # or it would hold the memory, which is a device's, until the next one
             if stored is not None:
                 home.replace_copy(StoredCopy(write.tier, stored))
                 self._failures.is_written(home)
