@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,6 +50,9 @@ class Training:
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     stats: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    """Of one step more, which waits for the device after each: seconds, and bytes that the device has then."""
 
     def told(self, plain: Training | None) -> dict[str, Any]:
         """Numbers for the results; the first step is not timed."""
@@ -92,16 +95,8 @@ def train(args: argparse.Namespace, offloader: lightning_ssd.Offloader | None, s
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(args.vocabulary, (args.batch, args.sequence), generator=generator).to(device)
         begin = time.perf_counter()
-        with nullcontext() if offloader is None else offloader.saved_tensors():
-            loss = model(tokens, tokens).loss
-        loss.backward()
-        if offloader is not None:
-            offloader.end_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        done.losses.append(loss.detach().cpu())
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        done.losses.append(train_step(model, optimizer, offloader, tokens, lambda name: None))
+        synchronize(device)
         done.step_s.append(time.perf_counter() - begin)
         if step == 0:  # in which host memory is locked and states are made
             reset_peaks(device, offloader)
@@ -112,10 +107,60 @@ def train(args: argparse.Namespace, offloader: lightning_ssd.Offloader | None, s
     if offloader is not None:
         stats = offloader.stats
         done.stall_s = stats.stall_s
-        done.stats = {key: value for key, value in asdict(stats).items() if isinstance(value, (int, float))}
+        done.stats, done.states = (
+            {key: value for key, value in asdict(one).items() if isinstance(value, (int, float))}
+            for one in (stats, *offloader.optimizer_stats)
+        )
     with copies:
         done.weights = [value.detach().cpu() for value in model.state_dict().values()]
+    watch = PhaseWatch(device)
+    train_step(model, optimizer, offloader, tokens, watch)
+    done.phases = watch.phases
     return done
+
+
+def train_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    offloader: lightning_ssd.Offloader | None,
+    tokens: Tensor,
+    ended: Callable[[str], None],
+) -> Tensor:
+    """Returns the loss, in host memory."""
+    with nullcontext() if offloader is None else offloader.saved_tensors():
+        loss: Tensor = model(tokens, tokens).loss
+    ended("forward")
+    loss.backward()
+    if offloader is not None:
+        offloader.end_backward()
+    ended("backward")
+    optimizer.step()
+    optimizer.zero_grad()
+    ended("update")
+    return loss.detach().cpu()
+
+
+class PhaseWatch:
+    """Waits for the device after each phase."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.phases: dict[str, float] = {}
+        self._device = device
+        synchronize(device)
+        self._begin_s = time.perf_counter()
+
+    def __call__(self, phase: str) -> None:
+        synchronize(self._device)
+        now_s = time.perf_counter()
+        self.phases[f"{phase}_s"], self._begin_s = now_s - self._begin_s, now_s
+        if self._device.type == "cuda":
+            self.phases[f"after_{phase}_bytes"] = torch.cuda.memory_allocated(self._device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def reset_peaks(device: torch.device, offloader: lightning_ssd.Offloader | None) -> None:
@@ -142,7 +187,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """All trainings one after the other; each is in the results as soon as it has ended."""
     make_deterministic(args.device)
     plain = train(args, None, args.steps)
-    shorter = train(args, None, args.drive_steps)
     found: dict[str, Any] = {
         "parameters": sum(value.numel() for value in plain.weights[:-1]),
         "modes": {"keep": plain.told(None), "keep_again": train(args, None, args.steps).told(plain)},
@@ -150,7 +194,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     write(args, found)
     for mode in args.modes.split(","):
         ours = train_away(args, mode)
-        found["modes"][mode] = ours.told(shorter if mode == "drive" else plain)
+        found["modes"][mode] = ours.told(train(args, None, args.drive_steps) if mode == "drive" else plain)
         write(args, found)
     if torch.device(args.device).type == "cuda" and "everything_host" in found["modes"]:
         found["capped"] = capped(args, plain, found["modes"]["everything_host"]["reserved_bytes"])

@@ -22,6 +22,7 @@ from recipes.benchmarks.harness import shapes
 from recipes.benchmarks.harness.modes import Account
 from recipes.benchmarks.harness.shapes import SHAPES, TINY, TINY_PLANNED
 from recipes.benchmarks.harness.tables import Sample, show, summarise
+from recipes.benchmarks.workers import step as worker
 from recipes.benchmarks.workers.step import Job, open_trainer
 from tests.parity.models import Perceptrons, floats
 
@@ -375,3 +376,19 @@ def test_free_page_reporting_is_told_by_a_balloon(
         (tmp_path / f"virtio{number}" / "features").write_text(f"{bits:0<64}\n")
     monkeypatch.setattr(bench_step, "_BALLOONS", tmp_path)
     assert bench_step.reports_free_pages() is is_told
+
+
+def test_checksums_tell_bits_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a card makes of its tensors, in place of hashes."""
+    monkeypatch.setattr(worker, "_SUMMED_WORDS", 1000)
+    tensor = torch.randn(5000)
+    expected = worker.checksums(tensor)
+    assert torch.equal(worker.checksums(tensor.clone()), expected)
+    for place in (0, 999, 1000, 4999):
+        other = tensor.clone()
+        other[place] = other[place].nextafter(torch.tensor(9.0))
+        assert not torch.equal(worker.checksums(other), expected)
+    swapped = tensor[[1, 0, *range(2, 5000)]]
+    assert not torch.equal(worker.checksums(swapped), expected)
+    assert not torch.equal(worker.checksums(tensor.roll(1000)), expected)
+    assert worker.checksums(torch.zeros(3, dtype=torch.bfloat16)).tolist() == [0]

@@ -48,12 +48,30 @@ class Job:
         return cls(**fields | {"shape": Shape(**fields["shape"]), "settings": Settings(**fields["settings"])})
 
 
+_SUMMED_WORDS = 16 << 20
+"""At a time."""
+_FACTOR = 0x9E3779B1
+
+
 def fingerprint(tensors: list[Tensor]) -> str:
     """One hash over the bytes of all tensors, in order."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        told = tensor.detach() if tensor.device.type == "cpu" else checksums(tensor).cpu()
+        digest.update(told.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def checksums(tensor: Tensor) -> Tensor:
+    """Of a tensor's words, summed where it is: to copy a gigabyte to the host takes longer than a step on a card.
+
+    A word counts by an odd factor of its place, modulo 2 ** 64, so that the order of additions does not matter and no
+    change of a single word is lost.
+    """
+    whole = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    words = whole.view(torch.int32) if whole.numel() % 4 == 0 else whole
+    factors = torch.arange(min(len(words), _SUMMED_WORDS), device=words.device) * _FACTOR * 2 + 1
+    return torch.stack([(part * factors[: len(part)]).sum() for part in words.split(_SUMMED_WORDS)])
 
 
 class Trainer:
