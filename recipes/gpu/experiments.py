@@ -14,9 +14,13 @@ __all__ = ["FACTS", "Experiment", "allot", "command_line", "make_experiments", "
 
 FACTS = "machine"
 _KVIKIO = "tests/storage/test_kvikio.py"
+_NUM_TESTED_FIRST = 3
+"""Of the experiments that are tests: the others come last, when there is time left."""
 _NUM_SWEPT = 17
 """Contenders of ``recipes.benchmarks.io --sweep``: sixteen shapes of ours, and fio or what stands in for it."""
 _DRIVES_S, _OPTIMIZER_S = 15.0, 30.0
+_WAITING_DEVICE_BYTES, _WAITING_HOST_BYTES = 18 * GIB, 34 * GIB
+"""Of ``recipes.gpu.weights``: plain training's peak, and what is given to the host tier with a copy of the model."""
 _TOY = ("--layers=2", "--width=128", "--heads=4", "--sequence=128", "--batch=8", "--vocabulary=211", "--threads=1")
 _PYTEST = (
     *("-m", "pytest", "--import-mode=importlib", "--continue-on-collection-errors", "-v", "--durations=5"),
@@ -84,11 +88,14 @@ def make_experiments(
     if not reason and not rehearse and not facts["has_cuda"]:
         reason = f"PyTorch {facts['torch']} sees no CUDA device"
     room = None if reason else _room(facts, rehearse=rehearse)
+    tests = _tests(files, rehearse=rehearse)
     made = [
-        *_tests(files, rehearse=rehearse),
+        *tests[:_NUM_TESTED_FIRST],
+        _weights(room, directory, rehearse=rehearse),
         *_steps(room, directory, rehearse=rehearse),
-        *_drives(room, directory, rehearse=rehearse),
         *_compiled(directory, rehearse=rehearse),
+        *_drives(room, directory, rehearse=rehearse),
+        *tests[_NUM_TESTED_FIRST:],
     ]
     return [_checked(experiment, facts, reason) for experiment in made]
 
@@ -108,7 +115,8 @@ def _checked(experiment: Experiment, facts: Mapping[str, Any], reason: str) -> E
 
 def _tests(files: Sequence[str], *, rehearse: bool) -> list[Experiment]:
     parity = [file for file in files if file.startswith("tests/parity/")]
-    storage = [file for file in files if file not in parity and file != _KVIKIO]
+    weights = [file for file in files if file.startswith("tests/parameters/")]
+    storage = [file for file in files if file not in (*parity, *weights, _KVIKIO)]
     # On a CPU the tests for a card are skipped, which still tries their collection; some of the parity tests run there.
     choice = (
         ("-m", "not gpu and not slow", "-k", "cpu and test_activations and not full") if rehearse else ("-m", "gpu")
@@ -118,6 +126,7 @@ def _tests(files: Sequence[str], *, rehearse: bool) -> list[Experiment]:
     rows = [
         ("streams", "streams, events, locking", storage, ("-m", "gpu"), 70.0, 20.0, {}),
         ("bits", "bits of trainings, native segments", parity, choice, 170.0, 30.0, {}),
+        ("waiting", "bits and memory of weights and gradients that wait", weights, ("-m", "gpu"), 100.0, 30.0, {}),
         (
             *("bits, expandable segments", "bits of trainings, expandable segments"),
             *(cuda, (*choice[:2], "-k", "test_activations and not full"), 60.0, 30.0, expandable),
@@ -149,8 +158,9 @@ def _steps(room: Room | None, directory: Path, *, rehearse: bool) -> list[Experi
     skip = "" if rehearse or sizes or room is None else f"no size fits the room that there is: {room}"
     brief = ("--rounds", "1", "--warmup", "1", "--steps", "2")
     rows = [
-        ("steps", "step time, peak and stall of keep, keep again, offload", "keep,keep_again,ssd", 75.0),
-        ("plans", "the same of auto and a 40 % budget", "keep,auto,budget=40%", 85.0),
+        # Three processes begin at once: PyTorch alone takes some 15 s the first time, from a disk that is cold.
+        ("steps", "step time, peak and stall of keep, keep again, offload", "keep,keep_again,ssd", 90.0),
+        ("plans", "the same of auto and a 40 % budget", "keep,auto,budget=40%", 100.0),
     ]
     return [
         Experiment(
@@ -177,6 +187,14 @@ def _drives(room: Room | None, directory: Path, *, rehearse: bool) -> list[Exper
     device = () if rehearse else ("--profile", "gpu")
     return [
         Experiment(
+            name="tensors",
+            question="microseconds per kept and per moved tensor",
+            kind="hooks",
+            command=("-m", "recipes.benchmarks.step", "--hooks", "5" if rehearse else "51", *device, *where),
+            limit_s=180 if rehearse else 40,
+            least_s=15,
+        ),
+        Experiment(
             name="drive",
             question="drive rates by workers and chunk",
             kind="drive",
@@ -194,14 +212,6 @@ def _drives(room: Room | None, directory: Path, *, rehearse: bool) -> list[Exper
             skip="" if rehearse or layers else "the drive has no room for the states of two layers",
         ),
         Experiment(
-            name="tensors",
-            question="microseconds per kept and per moved tensor",
-            kind="hooks",
-            command=("-m", "recipes.benchmarks.step", "--hooks", "5" if rehearse else "51", *device, *where),
-            limit_s=180 if rehearse else 40,
-            least_s=15,
-        ),
-        Experiment(
             name="kvikio",
             question="does kvikio load, with GPUDirect Storage?",
             kind="tests",
@@ -211,6 +221,23 @@ def _drives(room: Room | None, directory: Path, *, rehearse: bool) -> list[Exper
             needs=("kvikio-cu12", "kvikio-cu13"),
         ),
     ]
+
+
+def _weights(room: Room | None, directory: Path, *, rehearse: bool) -> Experiment:
+    toy = ("--layers=3", "--width=256", "--batch=2", "--sequence=64", "--vocabulary=512", "--host-memory=64MiB")
+    fits = room is None or (room.device_bytes > _WAITING_DEVICE_BYTES and room.host_bytes > _WAITING_HOST_BYTES)
+    return Experiment(
+        name="weights",
+        question="weights, gradients and states that wait: peak, phases, and a card too small for plain training",
+        kind="weights",
+        command=(
+            *("-m", "recipes.gpu.weights", *(toy if rehearse else ("--device=cuda",))),
+            *("--dir", str(directory), "--json={result}"),
+        ),
+        limit_s=180 if rehearse else 100,
+        least_s=45,
+        skip="" if rehearse or fits else f"its one size does not fit the room that there is: {room}",
+    )
 
 
 def _compiled(directory: Path, *, rehearse: bool) -> list[Experiment]:

@@ -46,6 +46,7 @@ def read_result(kind: str, path: Path) -> str:
         "optimizer": lambda path: _of_optimizer(json.loads(path.read_text())),
         "hooks": lambda path: _of_hooks(json.loads(path.read_text())),
         "compiled": lambda path: _of_compiled(json.loads(path.read_text())),
+        "weights": lambda path: _of_weights(json.loads(path.read_text())),
     }
     return readers[kind](path)
 
@@ -135,6 +136,23 @@ def _of_compiled(found: Mapping[str, Any]) -> str:
     step = f"step {found['step_s']:.3f} s, plain {found['plain_step_s']:.3f} s"
     moved = f"wrote {found['bytes_written'] / MIB:,.1f} of {found['bytes_saved'] / MIB:,.1f} MiB"
     return f"bits {bits}, {step}{peak}, {moved}, {len(found['warnings'])} warnings"
+
+
+def _of_weights(found: Mapping[str, Any]) -> str:
+    parts = [_of_training(mode, row) for mode, row in found["modes"].items()]
+    capped = found.get("capped")
+    if capped is not None:
+        plain = "plain training RAN" if capped["plain_has_run"] else "plain training runs out of memory"
+        allowed = f"in {capped['allowed_bytes'] / MIB:,.0f} MiB"
+        parts.append(f"{allowed} {plain}; {_of_training('ours', capped['ours'])}")
+    return "; ".join([f"{found['num_parameters'] / 1e6:,.0f} M parameters", *parts])
+
+
+def _of_training(mode: str, row: Mapping[str, Any]) -> str:
+    bits = {True: ", bits equal", False: ", bits DIFFERENT", None: ""}[row.get("equal")]
+    ratio = f" ({row['of_keep']:.2f} of keep)" if "of_keep" in row else ""
+    peak = "" if row["peak_bytes"] is None else f", peak {row['peak_bytes'] / MIB:,.0f} MiB"
+    return f"{mode}: {row['median_step_s']:.3f} s{ratio}{peak}{bits}"
 
 
 def as_json(head: Mapping[str, Any], facts: Mapping[str, Any], rows: Sequence[Row], results: Mapping[str, Any]) -> str:

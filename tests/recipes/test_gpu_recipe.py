@@ -40,6 +40,7 @@ FILES = [
     "tests/storage/test_kvikio.py",
     "tests/memory/test_staging.py",
     "tests/test_a.py",
+    "tests/parameters/test_cuda_weights.py",
 ]
 
 
@@ -124,14 +125,15 @@ def made(facts: dict[str, Any], *, rehearse: bool = False) -> dict[str, Experime
 
 def test_the_order_is_that_of_the_questions() -> None:
     assert list(made(CARD)) == [
-        *("streams", "bits", "bits, expandable segments", "steps", "plans", "drive", "optimizer", "tensors", "kvikio"),
-        *("compiled", "compiled, reduce-overhead"),
+        *("streams", "bits", "waiting", "weights", "steps", "plans", "compiled", "compiled, reduce-overhead"),
+        *("tensors", "drive", "optimizer", "kvikio", "bits, expandable segments"),
     ]
 
 
 def test_each_file_is_run_where_it_belongs() -> None:
     found = made(CARD)
-    assert [part for part in found["streams"].command if part.startswith("tests/")] == FILES[2:]
+    assert [part for part in found["streams"].command if part.startswith("tests/")] == FILES[2:4]
+    assert [part for part in found["waiting"].command if part.startswith("tests/")] == FILES[4:]
     assert [part for part in found["bits"].command if part.startswith("tests/")] == FILES[:1]
     assert found["bits, expandable segments"].environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert [part for part in found["kvikio"].command if part.startswith("tests/")] == FILES[1:2]
@@ -344,6 +346,19 @@ def test_the_table_takes_any_text() -> None:
     assert "| 1 | a / b | failed | 1 | one two / three |\n" in as_markdown({"date": "today"}, [row])
 
 
+def test_a_card_too_small_for_plain_training_is_told(tmp_path: Path) -> None:
+    training = {"median_step_s": 1.0, "peak_bytes": 12 << 30, "of_keep": 2.0, "equal": True}
+    capped = {"allowed_bytes": 13 << 30, "plain_has_run": False, "ours": training}
+    result = tmp_path / "weights.json"
+    result.write_text(json.dumps({"num_parameters": 438_000_000, "modes": {"host": training}, "capped": capped}))
+    told = "1.000 s (2.00 of keep), peak 12,288 MiB, bits equal"
+    assert read_result("weights", result) == (
+        f"438 M parameters; host: {told}; in 13,312 MiB plain training runs out of memory; ours: {told}"
+    )
+    result.write_text(result.read_text().replace("false", "true"))
+    assert "plain training RAN" in read_result("weights", result)
+
+
 def test_counts_of_tests_are_read(tmp_path: Path) -> None:
     result = tmp_path / "r.xml"
     result.write_text(
@@ -386,7 +401,7 @@ ABSENT = (
 )
 
 
-IMPORTED = ("benchmarks.workers.step", "benchmarks.step", "gpu.compiled", "gpu.facts")
+IMPORTED = ("benchmarks.workers.step", "benchmarks.step", "gpu.compiled", "gpu.facts", "gpu.weights")
 
 
 @pytest.mark.slow
@@ -397,7 +412,7 @@ def test_a_rehearsal_where_there_is_little(spill_dir: Path) -> None:
     All of its processes are forks of one that has done the imports in that poor environment.
     """
     (spill_dir / "sitecustomize.py").write_text(BARE.format(absent=ABSENT))
-    names = ("streams", "bits", "steps", "tensors", "compiled")
+    names = ("streams", "bits", "waiting", "weights", "steps", "compiled", "tensors")
     poor = {
         "PATH": str(spill_dir),
         "HOME": str(spill_dir),
@@ -425,7 +440,8 @@ def test_a_rehearsal_where_there_is_little(spill_dir: Path) -> None:
     assert "0 failed" in answers["streams"]
     assert "6 passed, 0 failed" in answers["bits"]
     assert content["results"]["steps"]["environment"]["model"] == "GPT-2 of recipes/benchmarks/harness/gpt.py"
-    assert "DIFFERENT" not in answers["steps"] + answers["compiled"]
+    assert "DIFFERENT" not in answers["steps"] + answers["compiled"] + answers["weights"]
+    assert answers["weights"].count("bits equal") == 4
     assert "moved" in answers["tensors"]
     assert list((spill_dir / "dir").iterdir()) == []
     assert done.stdout.rstrip().endswith("|"), "the table comes last"

@@ -58,8 +58,14 @@ class Shape:
         """The same weights in every process."""
         settle_first_calls()
         torch.manual_seed(0)
+        # Made where it trains: a card draws a large model's weights at once, one core of the host takes longer than
+        # all steps.
+        with nullcontext() if self.device == "cpu" else torch.device(self.device):
+            return self._made().to(self.device).train()
+
+    def _made(self) -> nn.Module:
         if not has_transformers():
-            return self._own_model().to(self.device).train()
+            return self._own_model()
         import transformers
 
         config = transformers.GPT2Config(
@@ -75,7 +81,8 @@ class Shape:
             bos_token_id=0,
             eos_token_id=0,
         )
-        return transformers.GPT2LMHeadModel(config).to(self.device).train()
+        model: nn.Module = transformers.GPT2LMHeadModel(config)
+        return model
 
     def _own_model(self) -> nn.Module:
         sizes = {name: getattr(self, name) for name in ("layers", "width", "heads", "sequence", "vocabulary")}
