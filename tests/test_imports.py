@@ -28,9 +28,15 @@ IMPORTS: dict[str, set[str]] = {
     "wear": {"errors", "storage"},
     "tiers": {"errors", "common", "planning", "memory", "telemetry", "storage"},
     "scheduling": {"errors", "common", "planning", "memory", "telemetry"},
-    "parameters": {"errors", "common", "planning", "memory", "telemetry", "storage", "tiers", "recompute"},
+    "parameters.files": {"errors", "common", "memory", "storage", "tiers"},
+    "parameters.guard": {"common"},
+    "parameters": {
+        *("errors", "common", "planning", "memory", "telemetry", "tiers", "recompute"),
+        *("parameters.files", "parameters.guard"),
+    },
     "activations": {
         *("errors", "common", "planning", "memory", "telemetry", "tiers", "recompute", "scheduling", "parameters"),
+        "parameters.guard",
     },
     "optimizer.store": {"errors", "common", "memory", "storage", "tiers"},
     "optimizer.step": {"errors", "common", "memory", "tiers"},
@@ -41,7 +47,7 @@ IMPORTS: dict[str, set[str]] = {
     "_environment": {"common", "config", "memory", "telemetry", "storage", "tiers"},
     "_assembly": {
         *("errors", "common", "config", "memory", "wear", "storage", "tiers", "scheduling", "activations"),
-        *("parameters", "optimizer.store", "_environment"),
+        *("parameters", "parameters.files", "optimizer.store", "_environment"),
     },
     "offloader": {
         *("errors", "common", "planning", "config", "memory", "telemetry", "storage", "wear", "tiers", "scheduling"),

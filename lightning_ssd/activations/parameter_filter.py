@@ -10,7 +10,7 @@ import torch
 from lightning_ssd.common.dtensor import Gathered, gathered_of, local_of
 from lightning_ssd.common.tensors import PLAIN_TYPES, StorageKey, storage_of
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.parameters.guard import is_guarded
+from lightning_ssd.parameters.guard.guard import is_guarded
 
 __all__ = ["ParameterStorages", "device_of"]
 

@@ -23,9 +23,9 @@ from lightning_ssd.common.tensors import is_in_other_processes, storage_of
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
 from lightning_ssd.parameters.device_weights import WeightTiers
-from lightning_ssd.parameters.guard_patches import guard_patches
+from lightning_ssd.parameters.guard.guard_patches import guard_patches
+from lightning_ssd.parameters.guard.swap_patch import ParameterHooks, swap_patch
 from lightning_ssd.parameters.pager import Place, Unit, Weight
-from lightning_ssd.parameters.swap_patch import ParameterHooks, swap_patch
 from lightning_ssd.parameters.units import is_plain
 from lightning_ssd.telemetry.stats import WeightStats
 

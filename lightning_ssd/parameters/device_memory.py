@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_ssd.common.tensors import StorageKey, TensorSpec, holders, storage_of
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError, forget_frames
-from lightning_ssd.parameters.guard import Door, forget_door, guard, own_class
+from lightning_ssd.parameters.guard.guard import Door, forget_door, guard, own_class
 from lightning_ssd.tiers.base import StoredBytes, Tier
 from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.streams import CopyEngine, StreamEvent

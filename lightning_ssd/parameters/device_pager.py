@@ -21,8 +21,8 @@ from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_moves import DeviceMoves
-from lightning_ssd.parameters.guard import door_of
-from lightning_ssd.parameters.guard_patches import guard_patches, may_hold_weights
+from lightning_ssd.parameters.guard.guard import door_of
+from lightning_ssd.parameters.guard.guard_patches import guard_patches, may_hold_weights
 from lightning_ssd.parameters.pager import Place, Unit, Weight
 
 __all__ = ["DevicePager", "SavedDeviceWeight"]

@@ -22,11 +22,11 @@ from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
-from lightning_ssd.parameters.guard import is_guarded
-from lightning_ssd.parameters.guard_patches import guard_patches
+from lightning_ssd.parameters.guard.guard import is_guarded
+from lightning_ssd.parameters.guard.guard_patches import guard_patches
+from lightning_ssd.parameters.guard.swap_patch import swap_patch
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Place, Weight
-from lightning_ssd.parameters.swap_patch import swap_patch
 from lightning_ssd.parameters.units import SharedWeights, shared_weights, why_it_stays
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier

@@ -5,9 +5,9 @@ from __future__ import annotations
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.host_room import HostRoom
-from lightning_ssd.parameters.cache_reader import CacheReader, Read
+from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
+from lightning_ssd.parameters.files.weight_files import MappedStorage, unreadable
 from lightning_ssd.parameters.pager import Pager, Unit, Weight
-from lightning_ssd.parameters.weight_files import MappedStorage, unreadable
 
 __all__ = ["MappedPager", "bring_in"]
 

@@ -25,10 +25,10 @@ from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.freed_memory import FreedMemory
+from lightning_ssd.parameters.files.weight_files import FiledStorage, WeightFiles, is_mapped
+from lightning_ssd.parameters.guard.swap_patch import ParameterHooks, swap_patch
 from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
-from lightning_ssd.parameters.swap_patch import ParameterHooks, swap_patch
 from lightning_ssd.parameters.units import is_plain, sharded_by_name
-from lightning_ssd.parameters.weight_files import FiledStorage, WeightFiles, is_mapped
 
 __all__ = ["PagedGradients"]
 
@@ -124,7 +124,7 @@ class PagedGradients:
                 self._retired.append(self._memory.pop(key))
 
     def will_swap(self, tensor: torch.Tensor) -> None:
-        """See :class:`~lightning_ssd.parameters.swap_patch.SwapUser`."""
+        """See :class:`~lightning_ssd.parameters.guard.swap_patch.SwapUser`."""
         if id(tensor) in self._hooks and self._has_hook(tensor):
             self._let_stay(id(tensor))
 

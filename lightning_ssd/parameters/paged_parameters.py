@@ -15,13 +15,13 @@ from lightning_ssd.common.tensors import Piece
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.parameters.device_gradients import DeviceGradients
+from lightning_ssd.parameters.files.update_pages import UpdatePages
+from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Pager
 from lightning_ssd.parameters.residents import Residents
 from lightning_ssd.parameters.step_memory import StepMemory
-from lightning_ssd.parameters.update_pages import UpdatePages
-from lightning_ssd.parameters.weight_files import WeightFiles
 from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["PagedParameters"]

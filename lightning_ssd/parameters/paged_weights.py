@@ -34,12 +34,12 @@ from lightning_ssd.errors import BudgetError, forget_frames
 from lightning_ssd.memory.file_mapping import drop_pages
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
+from lightning_ssd.parameters.files.source_files import SourceFiles, SourceStorage
+from lightning_ssd.parameters.files.weight_files import MappedStorage, WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
 from lightning_ssd.parameters.pager import Memory, Pager, Place, Weight
 from lightning_ssd.parameters.residents import Residents
-from lightning_ssd.parameters.source_files import SourceFiles, SourceStorage
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, weights_of, why_it_stays
-from lightning_ssd.parameters.weight_files import MappedStorage, WeightFiles
 from lightning_ssd.parameters.windows import Gathering, Window
 from lightning_ssd.telemetry.stats import WeightStats
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from lightning_ssd.common.dtensor import ShardedGroup, ShardedParameter, local_of, sharded_of
 from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, is_in_other_processes, storage_of
-from lightning_ssd.parameters.file_slices import FileSlices, file_slices
-from lightning_ssd.parameters.guard import is_guarded
+from lightning_ssd.parameters.files.file_slices import FileSlices, file_slices
+from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.pager import Place
-from lightning_ssd.parameters.weight_files import is_mapped
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks
 
 __all__ = ["SharedWeights", "is_plain", "owners", "sharded_by_name", "shared_weights", "weights_of", "why_it_stays"]

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
-from lightning_ssd.parameters.cache_reader import CacheReader
+from lightning_ssd.parameters.files.cache_reader import CacheReader
 from tests.parameters.test_paged_weights import in_a_fork
 
 

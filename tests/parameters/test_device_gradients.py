@@ -18,7 +18,7 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.parameters.device_pager import _guarding_lost_weights
-from lightning_ssd.parameters.guard import is_guarded
+from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.planning import update_memory
 from tests.parameters.test_device_training import (
     HOSTILE,
@@ -137,7 +137,7 @@ def test_few_are_in_memory_in_backward_and_update(opened: Opened) -> None:
 
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_clipping_brings_them_in_pieces(clip: str, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ssd.parameters.guard._PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr("lightning_ssd.parameters.guard.guard._PIECE_BYTES", 1 << 18)
     clip_it = {
         "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
         "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-4),

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
-from lightning_ssd.parameters.guard import GUARDED
+from lightning_ssd.parameters.guard.guard import GUARDED
 from lightning_ssd.planning import update_memory
 from tests.parameters.test_device_weights import away, eventually
 from tests.parameters.test_everything_away import (  # noqa: F401  # these are tests, here with our own offloaders

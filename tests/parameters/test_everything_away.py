@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
-from lightning_ssd.parameters import weight_files
+from lightning_ssd.parameters.files import weight_files
 from tests.parameters.test_paged_weights import MIN_TENSOR, VOCABULARY, Net, batches, equal_weights, in_a_fork, same
 from tests.support.offloaders import offloaders
 

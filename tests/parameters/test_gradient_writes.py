@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from lightning_ssd.memory.freed_memory import FreedMemory
+from lightning_ssd.parameters.files.weight_files import WeightFiles, is_mapped
 from lightning_ssd.parameters.paged_gradients import PagedGradients
-from lightning_ssd.parameters.weight_files import WeightFiles, is_mapped
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.posix import PosixBackend
 from tests.support.process_memory import read_bytes

@@ -17,8 +17,8 @@ from torch import nn
 from lightning_ssd import Offloader
 from lightning_ssd.errors import OutOfSpaceError, StorageError
 from lightning_ssd.parameters import residents, step_memory
+from lightning_ssd.parameters.files.weight_files import FiledStorage, is_mapped
 from lightning_ssd.parameters.units import shared_weights, why_it_stays
-from lightning_ssd.parameters.weight_files import FiledStorage, is_mapped
 from lightning_ssd.planning import residency
 from tests.parameters.test_auto import BLOCK_BYTES, TRAINED, blocks_of, policy, waiting
 from tests.parameters.test_everything_away import Loop
@@ -234,7 +234,7 @@ def test_what_refuses_to_take_weights_is_told_of_once_and_they_stay(
     plain, model = built(), built()
     machine.models.append(model)
     offloader = opened(model)
-    monkeypatch.setattr(f"lightning_ssd.parameters.weight_files.{refuses}", refuse)
+    monkeypatch.setattr(f"lightning_ssd.parameters.files.weight_files.{refuses}", refuse)
     machine.lacks(GIB)
     with pytest.warns(UserWarning, match=f"wait on drives cannot be changed any more .*{told}") as warned:
         assert same(train(model, offloader, steps=6), train(plain, steps=6))

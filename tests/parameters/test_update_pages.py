@@ -24,11 +24,11 @@ from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.mmap import PAGE_BYTES
-from lightning_ssd.parameters import weight_files
-from lightning_ssd.parameters.cache_reader import CacheReader, Read
+from lightning_ssd.parameters.files import weight_files
+from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
+from lightning_ssd.parameters.files.update_pages import UpdatePages
+from lightning_ssd.parameters.files.weight_files import FiledStorage, WeightFiles
 from lightning_ssd.parameters.paged_parameters import PagedParameters
-from lightning_ssd.parameters.update_pages import UpdatePages
-from lightning_ssd.parameters.weight_files import FiledStorage, WeightFiles
 from lightning_ssd.storage.posix import PosixBackend
 from tests.parameters.test_gradient_writes import evict
 from tests.parameters.test_paged_weights import in_a_fork

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from lightning_ssd.planning import update_memory
-from lightning_ssd.parameters import weight_files
+from lightning_ssd.parameters.files import weight_files
 from tests.parity.models import causal_batch, gpt2, hugging_face_loss
 from tests.support.everything_away import all_away, train
 window, directory = {window!r}, {directory!r}

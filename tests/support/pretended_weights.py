@@ -12,7 +12,7 @@ import torch
 
 from lightning_ssd.common.tensors import Region, StorageKey
 from lightning_ssd.parameters.device_memory import DeviceMemory
-from lightning_ssd.parameters.guard_patches import guard_patches
+from lightning_ssd.parameters.guard.guard_patches import guard_patches
 from tests.support.pretended import Clock, PretendedDevice, _Memory, poison
 
 

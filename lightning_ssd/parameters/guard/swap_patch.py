@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.parameters.guard import is_guarded, using
+from lightning_ssd.parameters.guard.guard import is_guarded, using
 
 __all__ = ["ParameterHooks", "SwapUser", "swap_patch"]
 

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from lightning_ssd.common.tensors import PLAIN_TYPES
-from lightning_ssd.parameters.guard import GUARDED, door_of, is_guarded, using
+from lightning_ssd.parameters.guard.guard import GUARDED, door_of, is_guarded, using
 
 __all__ = ["guard_patches", "may_hold_weights"]
 

@@ -1,0 +1,1 @@
+"""The files that weights and gradients wait in, and the pages of memory that show them."""
