@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_ssd.common.tensors import StorageKey, TensorSpec, holders, storage_of
+from lightning_ssd.common.tensors import StorageKey, TensorSpec, holders, is_in_other_processes, storage_of
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError, forget_frames
 from lightning_ssd.parameters.guard.guard import Door, forget_door, guard, own_class
@@ -206,7 +206,7 @@ class DeviceMemory:
         return self._copy is not None and self._copy_stamp == self._stamp()
 
     def _is_alone(self, storage: torch.UntypedStorage) -> bool:
-        """Whether nobody but the parameters holds the storage: no view, no graph, no object of Python."""
+        """Whether nobody but the parameters holds the storage: no view, no graph, no object of Python, no process."""
         tensors = self.tensors
         num_alive = sum(reference() is not None for reference in self._tensors)
         return (
@@ -214,6 +214,7 @@ class DeviceMemory:
             and storage.nbytes() in (0, self.nbytes)
             and storage.resizable()  # else NumPy has seen it
             and holders(storage) == len(tensors)
+            and not is_in_other_processes(storage)  # sent since it began to wait
             and all(map(self._is_held_by_owners_alone, tensors))
             and _references(storage) <= _references_of_one()
         )

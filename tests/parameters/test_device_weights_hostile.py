@@ -17,7 +17,8 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from tests.parameters.test_device_weights import Scale, away, opened  # noqa: F401  # a fixture
+from lightning_ssd.parameters import device_memory
+from tests.parameters.test_device_weights import NUM_WEIGHTS, Scale, away, eventually, opened  # noqa: F401  # a fixture
 from tests.parameters.test_paged_weights import WIDTH, batches, built, policy, same, train
 from tests.support.faults import FaultyBackend, eio
 from tests.support.pretended import PretendedDevice
@@ -244,6 +245,26 @@ def test_entries_in_c(name: str, opened: Opened) -> None:  # noqa: F811
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_was_sent_to_another_process_stays(
+    opened: Opened,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other process would see no update of memory that this one has given back."""
+    model = built()
+    offloader = opened(model)
+    *_, sent = offloader._parts.parameters.weights.pager.by_storage  # type: ignore[union-attr]  # no first one, which is fetched ahead
+    assert eventually(offloader, lambda: len(away(model)) == NUM_WEIGHTS)
+    monkeypatch.setattr(device_memory, "is_in_other_processes", lambda storage: storage._cdata == sent)
+    train(model, offloader)
+    for _ in range(20):
+        offloader.send_out_weights()
+        time.sleep(0.005)
+    with torch._C.DisableTorchFunctionSubclass():
+        stays = [p for p in model.parameters() if p.untyped_storage()._cdata == sent]
+        assert stays
+        assert all(p.untyped_storage().nbytes() == p.nbytes for p in stays)
 
 
 @pytest.mark.parametrize("does", ["double", "load_state_dict", "swap"])
