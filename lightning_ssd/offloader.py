@@ -22,6 +22,7 @@ from lightning_ssd.common.collectives import AllReduceMin, have_same
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.exit_guard import close_at_exit
 from lightning_ssd.common.first_calls import settle_first_calls
+from lightning_ssd.common.held_locks import may_hold_lock
 from lightning_ssd.common.restore import put_back_all
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.common.validation import expect, typed
@@ -37,7 +38,7 @@ from lightning_ssd.scheduling.plan_report import PlanReport
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.telemetry import metrics
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
+from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats, SavedBytes
 from lightning_ssd.telemetry.step_record import PhaseName, StepRecord, StepRecorder
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
 from lightning_ssd.tiers.host import HostTier
@@ -120,7 +121,7 @@ class Offloader:
         self._num_drives = 1
         self._optimizers: list[OffloadedOptimizer] = []
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
-        self._last_stats = self._sampled = OffloadStats()
+        self._last_stats = self._known_stats = self._sampled = OffloadStats()
         self._recorder: StepRecorder | None = None
         self._awaits_optimizer = self.policy.optimizer_states == "offload"  # else nobody forgets offload_optimizer
         self._has_trained = self._has_failed = False
@@ -185,7 +186,7 @@ class Offloader:
             meter=None if ssd is None else BandwidthMeter(ssd, expected=environment.expected_rates),
         )
         stack.callback(self._cache.close)
-        self._last_stats = self._sampled = OffloadStats()
+        self._last_stats = self._known_stats = self._sampled = OffloadStats()
         self._has_trained = self._has_failed = False
 
     def _environment(self, device: torch.device, copies: CopyEngine | None) -> Environment:
@@ -212,7 +213,10 @@ class Offloader:
 
         Raises:
             StorageError: a read had failed for good; the thread that waited for it has seen the same error.
+            RuntimeError: a signal handler or a finalizer calls it in the middle of our own work. Nothing is closed.
         """
+        if self.is_open and not self._is_foreign:
+            _refuse_within("close")
         put_back_all()
         resources, cache = self._resources, self._cache
         if resources is None or cache is None:
@@ -433,13 +437,15 @@ class Offloader:
         self._has_trained = True
         if self._recorder is not None:
             self._recorder.sized(gradient_bytes=cache.parameters.gradient_bytes)
-        cache.end_backward()
+        has_counted = cache.end_backward()
         self._parts.parameters.border()
         if self._parts.reload is not None:
             self._parts.reload.release()
         self._parts.heap_policy.border()
         if wear is not None and wear.is_rated and (warning := wear.border(self._moved().bytes_written)) is not None:
             warnings.warn(warning, stacklevel=2)
+        if has_counted:
+            self._snapshot()  # for whoever asks where a lock may be held
 
     def wait_for_plan(self) -> None:
         """Block until the plan under way has been made; the next step follows it. Training never needs it.
@@ -452,9 +458,15 @@ class Offloader:
             self._parts.scheduler.wait()
 
     def flush(self) -> None:
-        """Wait until everything queued has left. Training never needs it; tests and measurements do."""
+        """Wait until everything queued has left. Training never needs it; tests and measurements do.
+
+        Raises:
+            RuntimeError: a signal handler or a finalizer calls it in the middle of our own work.
+        """
         if self.is_open:
-            self._opened().flush()
+            cache = self._opened()
+            _refuse_within("flush")
+            cache.flush()
 
     def _opened(self) -> TensorCache:
         if self._cache is None:
@@ -471,12 +483,18 @@ class Offloader:
 
     @property
     def stats(self) -> OffloadStats:
-        """Counters since :meth:`open`; after :meth:`close` those of the end. A fork has none of its own."""
+        """Counters since :meth:`open`; after :meth:`close` those of the end. A fork has none of its own.
+
+        A signal handler or a finalizer that runs in the middle of our own work gets those of the last backward.
+        """
         return self._snapshot() if self.is_open else self._last_stats
 
     @property
     def optimizer_stats(self) -> tuple[OptimizerStats, ...]:
-        """Counters of each offloaded optimizer; after :meth:`close` those of the end."""
+        """Counters of each offloaded optimizer; after :meth:`close` those of the end.
+
+        In the middle of our own work those of its last step, see :attr:`stats`.
+        """
         own = () if self._is_foreign else tuple(optimizer.stats for optimizer in self._optimizers)
         return self._last_optimizer_stats + own
 
@@ -486,12 +504,17 @@ class Offloader:
     def _snapshot(self) -> OffloadStats:
         if self._cache is None or self._is_foreign:
             return self._last_stats
-        ssd = self._parts.tiers.ssd
+        if may_hold_lock():
+            return self._known_stats
+        known, ssd = self._known_stats, self._parts.tiers.ssd
         if ssd is None:
             stats = self._cache.snapshot(disk_bytes=0, busy_s=(0.0, 0.0), num_retries=0)
         else:
             stats = self._cache.snapshot(disk_bytes=ssd.disk_bytes, busy_s=ssd.busy_s, num_retries=ssd.num_retries)
-        return self._parts.parameters.added_to(stats)
+        stats = self._parts.parameters.added_to(stats)
+        if self._known_stats is known:  # else a signal handler has asked meanwhile, later than we have
+            self._known_stats = stats
+        return stats
 
     def begin_record(self, step: int = 0, *, expected_s: float = 1.0, optimizers: Iterable[Optimizer] = ()) -> bool:
         """Record from now on what is in memory, what moves and who waits, until :meth:`end_record`. One step at a time.
@@ -566,16 +589,20 @@ class Offloader:
 
     @property
     def machine(self) -> Machine | None:
-        """The tiers' rates that plans are made with; ``None`` without a planner. May measure the drives."""
+        """The tiers' rates that plans are made with; ``None`` without a planner, or in the middle of our own work (a
+        signal handler). May measure the drives.
+        """
         scheduler = self._parts.scheduler
-        return scheduler.machine if scheduler is not None and self.is_open and not self._is_foreign else None
+        if scheduler is None or not self.is_open or self._is_foreign or may_hold_lock():
+            return None
+        return scheduler.machine
 
     @property
     def drive_rates(self) -> TierRates | None:
         """Bytes per second of the drives together: what plans are made with, once there is one, else what the run has
-        shown; ``None``: nothing moves to drives. Measures nothing.
+        shown; ``None``: nothing moves to drives, or nobody can tell in the middle of our own work. Measures nothing.
         """
-        if self._cache is None or self._is_foreign:
+        if self._cache is None or self._is_foreign or may_hold_lock():
             return None
         return self._cache.drive_rates if self.plan_report is None else (self.machine or Machine()).ssd
 
@@ -585,7 +612,11 @@ class Offloader:
         Args:
             step_s: how long the step took that is over (seconds), where somebody has measured it.
         """
-        before, self._sampled = self._sampled, self._moved()
+        while True:
+            before, now = self._sampled, self._moved()
+            if before is self._sampled:  # else a signal handler has drained meanwhile, and what it got is told
+                break
+        self._sampled = now
         scheduler, wear, host = self._parts.scheduler, self._wear, self._parts.tiers.host
         events = self._events.drain()
         if self._recorder is not None:
@@ -601,7 +632,20 @@ class Offloader:
             states_bytes=sum(one.resident_bytes for one in self.optimizer_stats) if self._optimizers else None,
             host_tier_bytes=host.memory_bytes if isinstance(host, HostTier) and not self._is_foreign else None,
             num_drives=self._num_drives,
-            worst=None if self._cache is None or self._is_foreign else self._cache.take_worst(),
+            worst=self._take_worst(),
+        )
+
+    def _take_worst(self) -> SavedBytes | None:
+        return None if self._cache is None or self._is_foreign or may_hold_lock() else self._cache.take_worst()
+
+
+def _refuse_within(name: str) -> None:
+    """Whoever has to wait for a lock cannot be served where this thread may hold one."""
+    if may_hold_lock():
+        raise RuntimeError(
+            f"{name}() expects to be called between our own operations; a signal handler or a finalizer has called it "
+            "in the middle of one, which could not end any more. Nothing was done. Set a flag there and call it in the "
+            "training loop, or raise an exception out of the loop"
         )
 
 

@@ -227,8 +227,11 @@ class TensorCache:
                 if self.accounting.recorder is not None:
                     self.accounting.recorder.forward_left()
 
-    def end_backward(self) -> None:
+    def end_backward(self) -> bool:
         """A backward is over: learn from it, plan, tell of failed writes. A missed call costs time only.
+
+        Returns:
+            Whether a pass had hooks, so that there is more to count.
 
         Raises:
             BudgetError: the policy's budget cannot be kept by any plan.
@@ -258,6 +261,7 @@ class TensorCache:
                 self._prune()
             self._handed_out.clear(everywhere=not self._passes.are_alive)
         self._warn_of_writes()
+        return not are_plain
 
     def recomputed(self, current: SavedPass, sizes: Iterable[int]) -> None:
         """A block of the pass has run again, and has saved storages of these sizes."""
