@@ -216,7 +216,7 @@ class Offloader:
             RuntimeError: a signal handler or a finalizer calls it in the middle of our own work. Nothing is closed.
         """
         if self.is_open and not self._is_foreign:
-            _refuse_within("close")
+            _refuse_within("close", is_stepping=any(optimizer.is_stepping for optimizer in self._optimizers))
         put_back_all()
         resources, cache = self._resources, self._cache
         if resources is None or cache is None:
@@ -639,9 +639,9 @@ class Offloader:
         return None if self._cache is None or self._is_foreign or may_hold_lock() else self._cache.take_worst()
 
 
-def _refuse_within(name: str) -> None:
+def _refuse_within(name: str, *, is_stepping: bool = False) -> None:
     """Whoever has to wait for a lock cannot be served where this thread may hold one."""
-    if may_hold_lock():
+    if is_stepping or may_hold_lock():
         raise RuntimeError(
             f"{name}() expects to be called between our own operations; a signal handler or a finalizer has called it "
             "in the middle of one, which could not end any more. Nothing was done. Set a flag there and call it in the "

@@ -97,6 +97,7 @@ class OffloadedOptimizer(Optimizer):
         self._step_s = 0.0
         self._pid = os.getpid()
         self._is_closed = False
+        self._is_stepping = False
         self._broken: str | None = None
         self._last: Snapshot | None = None
         self._last_stats: OptimizerStats | None = None
@@ -123,6 +124,11 @@ class OffloadedOptimizer(Optimizer):
         return not self._num_steps and any(self._states.lent.values())
 
     @property
+    def is_stepping(self) -> bool:
+        """Whether a step has begun and not ended, so that only a signal handler or another thread can ask."""
+        return self._is_stepping
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's own."""
         return self.inner.param_groups
@@ -138,7 +144,12 @@ class OffloadedOptimizer(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Any, Any]:
-        """The states, by parameter. Reading one brings it up, and what is written to it is what steps go on with."""
+        """The states, by parameter. Reading one brings it up, and what is written to it is what steps go on with.
+
+        Raises:
+            RuntimeError: a signal handler asks in the middle of a step.
+        """
+        self._check_between_steps("state")
         self._look_for_others()
         return self._live
 
@@ -183,6 +194,7 @@ class OffloadedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """More parameters, whose states are offloaded too."""
         self._check_open()
+        self._check_between_steps("add_param_group()")
         self.inner.add_param_group(param_group)
         self._states.register(self.param_groups)
 
@@ -199,11 +211,21 @@ class OffloadedOptimizer(Optimizer):
                 checkpoint. States that cannot be *written* stay in memory, with one warning.
             ConfigError: the optimizer turns out to couple its parameters, or two of them share memory.
         """
-        self._check_usable()
+        self._check_open()
+        self._check_whole("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        own = vars(self)
+        try:
+            own["_is_stepping"] = True
+            return self._step(closure, loss)
+        finally:
+            own["_is_stepping"] = False  # without a call, at which an interrupt could come
+
+    def _step(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
+        """Once the closure has been called."""
         self._prepare()
         byproducts = None if self._states.is_elementwise else StepEffects(self.inner)
         changes = GroupChanges(byproducts, None if closure is None else lambda: loss)
@@ -223,7 +245,7 @@ class OffloadedOptimizer(Optimizer):
         self._step_s += time.perf_counter() - begin_s
         self._states.rebalance()
         for warning in self._states.take_warnings():
-            warnings.warn(warning, stacklevel=2)
+            warnings.warn(warning, stacklevel=3)
         self._count()  # for whoever asks where a lock may be held
         return changes.result(loss)
 
@@ -262,17 +284,22 @@ class OffloadedOptimizer(Optimizer):
             if "found_inf" in told:
                 del own["found_inf"]
 
-    def _check_usable(self) -> None:
-        self._check_open()
-        self._check_whole()
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise OffloaderClosedError("this optimizer's files are closed; load its state_dict() into another one")
         if os.getpid() != self._pid:  # no worker has come along: whoever waits for one waits for ever
             raise StorageError(f"this optimizer's files are those of process {self._pid}; make it after the fork")
 
-    def _check_whole(self) -> None:
+    def _check_between_steps(self, name: str) -> None:
+        """Some states are of this step and some of the last one, and some are lent to the user's optimizer."""
+        if self._is_stepping:
+            raise RuntimeError(
+                f"{name} in the middle of a step of this optimizer, as by a signal handler: the states are those of no "
+                "step. Nothing was changed; call it after step(), by a flag that the handler sets"
+            )
+
+    def _check_whole(self, name: str) -> None:
+        self._check_between_steps(name)
         if self._broken is not None:
             raise RuntimeError(
                 f"an earlier step of this optimizer is incomplete ({self._broken}); load a checkpoint, or the weights "
@@ -294,10 +321,10 @@ class OffloadedOptimizer(Optimizer):
         are read, and stay as they are now while training goes on.
 
         Raises:
-            RuntimeError: a step is incomplete.
+            RuntimeError: a step is incomplete, or a signal handler asks in the middle of one.
             StorageError: what is ahead of its drive cannot be written.
         """
-        self._check_whole()
+        self._check_whole("state_dict()")
         return saved_states(self.inner, self._inner_step, lambda: self._snapshot().states_of(self._live))
 
     def full_state_dict(self, *, receive: bool) -> dict[str, Any]:
@@ -325,6 +352,7 @@ class OffloadedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what this or the inner optimizer's class has saved, subgroup by subgroup."""
         self._check_open()
+        self._check_between_steps("load_state_dict()")
         self._look_for_others()
         if self._loads_by_itself:
             self.inner.load_state_dict(dict(state_dict))  # once, whatever it does beside
@@ -388,7 +416,7 @@ class OffloadedOptimizer(Optimizer):
             self._is_closed = True
             return
         try:
-            if self._broken is None:
+            if self._broken is None and not self._is_stepping:
                 snapshot = self._snapshot()
                 snapshot.map_all()
                 self._last = snapshot

@@ -1,0 +1,162 @@
+"""A signal handler in the middle of a step asks for a checkpoint: it is told to wait, and nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_ssd
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from tests.support.helpers import within
+from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, opened, wrapped
+
+pytestmark = pytest.mark.usefixtures("small_subgroups")
+
+PACKAGE = str(Path(lightning_ssd.__file__).parent / "optimizer")
+_EVERY = 11
+"""Lines of the optimizer from one call to the next."""
+WITHIN = r"in the middle of a step of this optimizer.*call it after step\(\)"
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+CALLS: dict[str, Callable[[OffloadedOptimizer], object]] = {
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "full_state_dict": lambda optimizer: optimizer.full_state_dict(receive=True),
+    "load_state_dict": lambda optimizer: optimizer.load_state_dict({"state": {}, "param_groups": []}),
+    "state": lambda optimizer: optimizer.state,
+    "add_param_group": lambda optimizer: optimizer.add_param_group({"params": [torch.zeros(3)]}),
+    "step": lambda optimizer: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_signal_handler_in_the_middle_of_a_step(name: str, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, told = Pair(adamw), list[str]()
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+
+        def handler(*_: object) -> None:
+            with pytest.raises(RuntimeError, match=WITHIN) as raised:
+                CALLS[name](optimizer)
+            told.append(str(raised.value))
+
+        update = optimizer._states._update
+        monkeypatch.setattr(
+            optimizer._states, "_update", lambda *a, **k: (signal.raise_signal(signal.SIGUSR1), update(*a, **k))
+        )
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            pair.step(optimizer)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        monkeypatch.undo()
+        assert told
+        assert told[0].startswith(name.removeprefix("full_"))
+        pair.check(optimizer)
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+@pytest.mark.parametrize("make", [adamw, _sgd])
+def test_a_checkpoint_between_any_two_lines_of_a_step(make: Callable[[Any], Any], spill_dir: Path) -> None:
+    """That of no step is refused; any other one is good."""
+    pair = Pair(make)
+    refused, taken = list[str](), list[dict[str, Any]]()
+
+    def train(optimizer: OffloadedOptimizer) -> None:
+        num_lines = 0
+
+        def line(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal num_lines
+            num_lines += 1
+            if num_lines % _EVERY == 0:
+                try:
+                    taken.append(optimizer.state_dict())
+                except RuntimeError as error:
+                    refused.append(str(error))
+            return line
+
+        pair.step(optimizer)
+        pair.set_gradients()
+        sys.settrace(lambda frame, *_: line if frame.f_code.co_filename.startswith(PACKAGE) else None)
+        try:
+            optimizer.step()
+        finally:
+            sys.settrace(None)
+
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        within(100, lambda: train(optimizer))
+        before = pair.twin.state_dict()
+        for found in taken:
+            assert_same_states(found, before)
+        pair.twin.step()
+        assert len(refused) > 10
+        assert {text[: len("state_dict() in the middle")] for text in refused} == {"state_dict() in the middle"}
+        pair.check(optimizer)
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+def test_an_interrupted_step_is_over(spill_dir: Path) -> None:
+    """What is incomplete is told as such, not as what is under way."""
+    pair = Pair(adamw)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)
+        pair.set_gradients()
+
+        def stop(frame: FrameType, event: str, arg: object) -> Any:
+            if frame.f_code.co_name == "_update":
+                raise KeyboardInterrupt
+            return None
+
+        sys.settrace(stop)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        finally:
+            sys.settrace(None)
+        with pytest.raises(RuntimeError, match="an earlier step of this optimizer is incomplete"):
+            optimizer.state_dict()
+
+
+def test_a_closure_may_look(spill_dir: Path) -> None:
+    """Nothing is fetched before it has been called."""
+    pair = Pair(_sgd)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        pair.set_gradients()
+        expected = pair.twin.state_dict()
+        optimizer.step(lambda: assert_same_states(optimizer.state_dict(), expected))
+        pair.twin.step()
+        pair.check(optimizer)
+
+
+def test_closing_in_the_middle_is_refused(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, told = Pair(adamw), list[str]()
+    with opened(spill_dir) as offloader:
+        optimizer = offloader.offload_optimizer(pair.inner)
+        assert isinstance(optimizer, OffloadedOptimizer)
+        pair.step(optimizer)
+        update = optimizer._states._update
+
+        def closing(*args: Any, **kwargs: Any) -> None:
+            with pytest.raises(RuntimeError, match=r"^close\(\) expects .* Nothing was done") as raised:
+                offloader.close()
+            told.append(str(raised.value))
+            update(*args, **kwargs)
+
+        monkeypatch.setattr(optimizer._states, "_update", closing)
+        pair.step(optimizer)
+        monkeypatch.undo()
+        assert told
+        pair.check(optimizer)
