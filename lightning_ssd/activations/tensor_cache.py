@@ -458,6 +458,9 @@ class TensorCache:
         if storage_nbytes >= max(_MIN_DATA_BYTES, _NUM_PARTS * tensor.nbytes) and not tensor.requires_grad:
             # A batch that is a slice of the data: all of it would be written, and it stays in memory anyway.
             return False
+        if not tensor.requires_grad and tensor.__dict__:
+            # Of a constant, backward gets the very object, and what somebody has noted on it.
+            return False
         if self._is_capturing():
             return False
         return (

@@ -51,7 +51,8 @@ class OffloadStats:
     num_kept_small: int = 0
     """Saved tensors below ``min_tensor_bytes``, kept."""
     num_kept_foreign: int = 0
-    """Tensor subclasses, sparse, quantised, meta and other-device tensors, kept as they are."""
+    """Tensor subclasses, sparse, quantised, meta and other-device tensors, and constants with attributes, kept.
+    """
     num_kept_parameters: int = 0
     """Saved tensors that are parameters, buffers or views of them, kept."""
     num_plain_passes: int = 0

@@ -211,6 +211,67 @@ def test_what_a_node_shows_of_its_saved_tensors(tmp_path: Path) -> None:
     assert_same(program, tmp_path)
 
 
+def test_what_a_node_shows_in_inference_mode(tmp_path: Path) -> None:
+    """A tensor like any other, with the saved bytes, and backward goes on with it."""
+    x = torch.rand(64, 64, requires_grad=True)
+    with open_offloader(tmp_path) as offloader:
+        with offloader.saved_tensors():
+            y = x.exp()
+            expected, node = y.detach().clone(), y.grad_fn
+            loss = (y * torch.rand(64, 64)).sin().sum()
+            del y
+        offloader.flush()
+        assert offloader.stats.resident_bytes < offloader.stats.bytes_saved
+        with torch.inference_mode():
+            shown: Tensor = node._saved_result  # type: ignore[union-attr]
+            assert not shown.is_inference()
+        assert torch.equal(shown, expected)
+        assert shown._version == 0
+        assert offloader.stats.bytes_read > 0
+        loss.backward()
+        assert x.grad is not None
+
+
+class Scaled(torch.autograd.Function):
+    """By what somebody has noted on a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, constant: Tensor) -> Tensor:
+        ctx.save_for_backward(constant)
+        return x * constant * getattr(constant, "scale", 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (constant,) = ctx.saved_tensors
+        return gradient * constant * getattr(constant, "scale", 1.0), None
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_is_noted_on_a_constant(is_held: bool, tmp_path: Path) -> None:
+    """Plain autograd holds the very object."""
+
+    def gradient(session: Session) -> Tensor:
+        torch.manual_seed(1)
+        x, constant = torch.rand(64, 64, requires_grad=True), torch.rand(64, 64)
+        constant.scale = 0.25  # type: ignore[attr-defined]
+        with session.saved():
+            loss = Scaled.apply(x, constant).sin().sum()
+        held = constant if is_held else None
+        del constant
+        session.drain()
+        loss.backward()
+        session.end()
+        del held
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient(Session())
+    for setup in SETUPS:
+        with open_offloader(tmp_path, setup) as offloader:
+            assert torch.equal(gradient(Session.of(offloader, setup)), expected)
+            assert offloader.stats.num_saved > 0
+
+
 def test_torch_func_is_answered_as_by_pytorch(tmp_path: Path) -> None:
     """Function transforms refuse all saved-tensor hooks; they work beside our context."""
     with open_offloader(tmp_path) as offloader:
