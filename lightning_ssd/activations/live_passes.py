@@ -133,6 +133,16 @@ class LivePasses:
         self._passes.append(current)
         return True
 
+    def enter_plain(self, current: SavedPass) -> None:
+        """A forward begins that may have no hooks, whatever is planned. Nothing is learnt from it."""
+        self._last_plain = None
+        self.finish(all_freed=True)
+        self.prune()
+        current.is_plain = True
+        self._accounting.counters.num_plain_passes += 1
+        if current not in self._passes:
+            self._passes.append(current)
+
     def enter(self, current: SavedPass) -> None:
         """A forward begins.
 

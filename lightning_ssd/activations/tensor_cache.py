@@ -130,7 +130,7 @@ class TensorCache:
         self.parameters = ParameterStorages()
         self._parameter_keys = self.parameters.keys
         self._weights = weights
-        self._warned_of_writes = False
+        self._warned_of_writes = self._warned_of_graphs = False
         self._pid = os.getpid()
         # All of the following are guarded by the accounting lock.
         self._by_storage: dict[int, SavedStorage] = {}
@@ -207,7 +207,11 @@ class TensorCache:
         if self._fetcher.is_closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
         self._passes.warn_of_forgotten_ends()
+        is_graphed = self._is_graphed(current)
         with self.accounting.lock:
+            if is_graphed:
+                self._passes.enter_plain(current)
+                return
             if self._passes.goes_on_plain(current):
                 return
             if self.accounting.recorder is not None:
@@ -218,6 +222,22 @@ class TensorCache:
             self._passes.enter(current)
         if not current.is_plain:
             self.parameters.refresh()
+
+    def _is_graphed(self, current: SavedPass) -> bool:
+        """Whether a forward that begins now is one of the compiler's CUDA graphs; says so once. Not under the lock."""
+        if not self._graph_memory.wants_no_hooks or current.begin is not None or current.is_finished:
+            return False
+        if self._has_weights():  # they go by what backward asks for
+            return False
+        if not self._warned_of_graphs:
+            self._warned_of_graphs = True
+            warnings.warn(
+                "torch.compile has made CUDA graphs of what trains, which go by who holds their memory: from now on "
+                "passes run without hooks, and all that they save stays in memory, uncounted. To move activations, "
+                'compile with mode="default" or "max-autotune-no-cudagraphs"',
+                stacklevel=4,
+            )
+        return True
 
     def leave(self) -> None:
         """A forward is over."""

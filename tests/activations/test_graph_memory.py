@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +30,16 @@ class Node:
         return iter([SimpleNamespace(data_ptr=lambda address=address: address) for address in self.addresses])
 
 
-def trees(monkeypatch: pytest.MonkeyPatch, node: object, *, index: int = 1) -> None:
-    manager = SimpleNamespace(current_node=node)
+def trees(monkeypatch: pytest.MonkeyPatch, node: object, *, index: int = 1, modes: Iterable[str] = ("FORWARD",)) -> Any:
+    numbered = {number: SimpleNamespace(name=name) for number, name in enumerate(modes)}
+    manager = SimpleNamespace(current_node=node, id_to_mode=numbered)
 
     def get_manager(device_index: int, create_if_none_exists: bool = True) -> Any:
         assert not create_if_none_exists
         return manager if device_index == index else None
 
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=get_manager))
+    return manager
 
 
 def test_what_a_graph_has_made_is_known_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +73,8 @@ def test_the_word_is_still_the_compilers() -> None:
     assert source.count("def path_live_weakrefs(self)") == 2
     assert "def current_node(self)" in source
     assert "def data_ptr(self) -> int:" in source
+    assert "self.id_to_mode: dict[FunctionID, CompilationMode] = {}" in source
+    assert "BACKWARD = auto()" in source
 
 
 def test_it_is_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +89,89 @@ def test_it_is_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert stats.num_kept_foreign == 1
         assert stats.num_saved == 1
         loss.backward()
+
+
+def test_graphs_that_train_want_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = GraphMemory(CUDA)
+    assert not memory.wants_no_hooks
+    trees(monkeypatch, Node(64))
+    assert memory.holds(64)
+    assert not memory.wants_no_hooks, "they do not train: what they give is kept"
+    trees(monkeypatch, None, modes=("FORWARD", "BACKWARD"))
+    assert memory.wants_no_hooks
+    assert not GraphMemory(torch.device("cuda", 0)).wants_no_hooks, "another device's"
+    assert not GraphMemory(torch.device("cpu")).wants_no_hooks
+
+
+def test_another_word_of_the_compilers_wants_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=lambda *_, **__: object())
+    )
+    assert GraphMemory(CUDA).wants_no_hooks
+
+
+def test_a_thread_that_can_have_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_manager(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=get_manager))
+    assert not GraphMemory(CUDA).holds(64)
+    assert not GraphMemory(CUDA).wants_no_hooks
+
+
+def test_a_node_of_graphs_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds their memory, which goes with ``torch.compiler.reset()``."""
+    node = Node(64)
+    manager = trees(monkeypatch, node)
+    memory, reference = GraphMemory(CUDA), weakref.ref(node)
+    assert memory.holds(64)
+    manager.current_node = None
+    del node
+    assert reference() is None
+    assert not memory.holds(64)
+
+
+_KINDS = (
+    Setup(min_tensor_bytes=0),
+    Setup(activations="auto", min_tensor_bytes=0, max_slowdown=9.0, settled=True),
+    Setup(activations="auto", min_tensor_bytes=0, activation_budget=1 << 20, settled=True),
+)
+
+
+@pytest.mark.parametrize("setup", _KINDS)
+@pytest.mark.parametrize("signature", [None, "batch"])
+def test_passes_of_graphs_run_as_without_us(
+    signature: str | None, setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second one on. The first one has hooks, since nobody knows yet."""
+    plain, mine = (torch.nn.Linear(64, 64) for _ in range(2))
+    mine.load_state_dict(plain.state_dict())
+    with open_offloader(tmp_path, setup) as offloader:
+        monkeypatch.setattr(offloader._opened()._graph_memory, "_device", CUDA)
+        said: list[str] = []
+        for step in range(5):
+            x = torch.rand(32, 64, generator=torch.Generator().manual_seed(step))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with offloader.saved_tensors(signature=signature):
+                    loss = mine(x).sin().exp().square().sum()
+            said += [str(warning.message) for warning in caught]
+            loss.backward()
+            offloader.end_backward()
+            plain(x).sin().exp().square().sum().backward()
+            assert mine.weight.grad is not None
+            assert torch.equal(mine.weight.grad, plain.weight.grad)  # type: ignore[arg-type]
+            if step == 0:
+                num_saved = offloader.stats.num_saved
+                assert num_saved > 0
+                trees(monkeypatch, None, modes=("FORWARD", "BACKWARD"))
+        assert offloader.stats.num_plain_passes == 4
+        assert offloader.stats.num_saved == num_saved
+        assert len(said) == 1
+        assert 'mode="default"' in said[0]
+        monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees")
+        with offloader.saved_tensors(signature="another"):
+            loss = mine(torch.rand(32, 64)).sin().exp().sum()
+        loss.backward()
+        offloader.end_backward()
+        assert offloader.stats.num_saved > num_saved, "the graphs are gone"
