@@ -20,7 +20,7 @@ from lightning_ssd.common.dtensor import has_shape, is_shard, local_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
 from lightning_ssd.optimizer.paged_states import PagedStates
-from lightning_ssd.optimizer.step.aliases import are_apart, is_held, spans_of
+from lightning_ssd.optimizer.step.aliases import are_apart, is_held, num_looking, spans_of
 from lightning_ssd.optimizer.step.layout import moves
 from lightning_ssd.optimizer.step.types import State
 
@@ -140,7 +140,10 @@ class LiveStates(MutableMapping[Any, Any]):
         """
         lent = self._states.lent
         if self._snapshot is None:
-            done = [parameter for parameter in lent if self._may_leave(parameter)]
+            # States that have stayed in the memory of a subgroup are in one storage.
+            values = (value for state in lent.values() if type(state) is dict for value in state.values())
+            looking = num_looking(value for value in values if isinstance(value, torch.Tensor))
+            done = [parameter for parameter in lent if self._may_leave(parameter, looking)]
             if done:
                 self._states.put({parameter: lent[parameter] for parameter in done})
                 for parameter in done:
@@ -167,7 +170,7 @@ class LiveStates(MutableMapping[Any, Any]):
         is_plain = isinstance(parameter, torch.Tensor) and type(lent[parameter]) is dict
         return is_plain and not lent[parameter] and not is_held(lent, parameter) and not self._is_stored(parameter)
 
-    def _may_leave(self, parameter: Any) -> bool:
+    def _may_leave(self, parameter: Any, looking: Mapping[int, int]) -> bool:
         lent, num_parts = self._states.lent, self._states.num_parts(parameter)
         if not num_parts or type(lent[parameter]) is not dict or not lent[parameter] or is_held(lent, parameter):
             return False
@@ -176,10 +179,8 @@ class LiveStates(MutableMapping[Any, Any]):
         if is_cut and not all(_is_like(value, parameter) for value in state.values()):
             return False
         # What does not move stays the same object, whoever holds it.
-        return not any(
-            isinstance(state[key], torch.Tensor) and (is_cut or moves(state[key], device)) and is_held(state, key)
-            for key in state
-        )
+        tensors = [key for key in state if isinstance(state[key], torch.Tensor)]
+        return not any((is_cut or moves(state[key], device)) and is_held(state, key, looking) for key in tensors)
 
     def take_over(self, states: Mapping[Any, Any]) -> None:
         """Others, in the place of all that there are."""

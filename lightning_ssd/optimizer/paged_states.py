@@ -20,7 +20,7 @@ from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.optimizer.checkpoint.gather import TensorSpool
 from lightning_ssd.optimizer.checkpoint.loading import load_states
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
-from lightning_ssd.optimizer.step.aliases import are_apart, spans_of
+from lightning_ssd.optimizer.step.aliases import Onlookers, are_apart, spans_of
 from lightning_ssd.optimizer.step.coupling import OwnMemory
 from lightning_ssd.optimizer.step.dry_run import DryRun, Watch
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
@@ -341,6 +341,7 @@ class PagedStates:
         is_lent = [parameter in self.lent for parameter in whole]
         storage = None if all(is_lent) else self._taken(visit.index)
         states = [] if all(is_lent) else _filled(partition.subgroups[visit.index], storage)
+        onlookers = None if storage is None or self.is_elementwise else Onlookers(storage, states)
         begin_s = time.perf_counter()
         pieces = [
             p if lent else partition.slice_of(part)
@@ -354,6 +355,7 @@ class PagedStates:
         del before
         if not self.is_elementwise:
             self._check_apart(whole, after)
+            storage = self._unless_seen(storage, onlookers, [states, after])
         for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True):
             state = after.pop(0)
             if lent:
@@ -366,6 +368,15 @@ class PagedStates:
         self._update_s += time.perf_counter() - begin_s
         if states:
             self._settle(visit.index, states, storage, keep=keep)
+
+    def _unless_seen(
+        self, storage: torch.UntypedStorage | None, onlookers: Onlookers | None, known: Any
+    ) -> torch.UntypedStorage | None:
+        """The memory, if nobody else has come to look at it; else nobody gets it any more, and what is there stays."""
+        if storage is None or onlookers is None or not onlookers.have_come(known):
+            return storage
+        self._store.leave(storage)
+        return None
 
     def _taken(self, index: int) -> torch.UntypedStorage | None:
         asked_s, storage = time.perf_counter(), self._store.take(index)

@@ -107,10 +107,10 @@ def test_reading_states_that_all_stay_held_looks_at_each_a_few_times(
         looks = 0
         may_leave = LiveStates._may_leave
 
-        def counted(states: LiveStates, parameter: Any) -> bool:
+        def counted(states: LiveStates, *args: Any) -> bool:
             nonlocal looks
             looks += 1
-            return may_leave(states, parameter)
+            return may_leave(states, *args)
 
         monkeypatch.setattr(LiveStates, "_may_leave", counted)
         held = [state["exp_avg"] for state in optimizer.state.values()]

@@ -7,19 +7,34 @@ What is alone is measured on objects that nobody else holds, since the counts di
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.dtensor import local_of
-from lightning_ssd.common.tensors import place_of
+from lightning_ssd.common.tensors import place_of, storage_of
 
-__all__ = ["Span", "are_apart", "have_elements_in_common", "is_held", "is_referred_to", "spans_of", "tensors_in"]
+__all__ = [
+    "Onlookers",
+    "Span",
+    "are_apart",
+    "have_elements_in_common",
+    "is_held",
+    "is_referred_to",
+    "num_looking",
+    "spans_of",
+    "tensors_in",
+]
 
 Span = tuple[int, int]
 """First address, and the first one behind."""
 _MAX_DEPTH = 8
+_NUM_LOOKS = 100
+_BETWEEN_LOOKS_S = 0.001
+"""A worker lets go of memory soon after a move; nothing tells when."""
 
 
 def _references(owner: Mapping[Any, Any], key: Any) -> int:
@@ -45,16 +60,85 @@ def is_referred_to(owner: Mapping[Any, Any], key: Any) -> bool:
     return _references(owner, key) > _ALONE
 
 
-def is_held(owner: Mapping[Any, Any], key: Any) -> bool:
-    """Whether anybody but ``owner`` holds the value, or (of a tensor) looks at its memory."""
+def is_held(owner: Mapping[Any, Any], key: Any, looking: Mapping[int, int] | None = None) -> bool:
+    """Whether anybody but ``owner`` holds the value, or (of a tensor) looks at its memory.
+
+    Args:
+        owner: has the value.
+        key: of it.
+        looking: of storages that several tensors are known to be in, how many (:func:`num_looking`).
+    """
     if is_referred_to(owner, key):
         return True
     if not isinstance(owner[key], torch.Tensor):
         return False
     if local_of(owner[key]).layout != torch.strided:
         return True  # cannot be told
-    counts = _storage_references(local_of(owner[key]))
-    return counts[0] > _ALONE_STORAGE[0] or counts[1] > _ALONE_STORAGE[1]
+    local = local_of(owner[key])
+    counts = _storage_references(local)
+    num = 1 if looking is None else looking.get(local.untyped_storage()._cdata, 1)
+    return counts[0] > _ALONE_STORAGE[0] + num - 1 or counts[1] > _ALONE_STORAGE[1]
+
+
+def _storage_in(tensor: torch.Tensor) -> int | None:
+    """Which storage a tensor is in, if that can be told."""
+    try:
+        return storage_of(tensor)._cdata if tensor.layout == torch.strided else None
+    except (RuntimeError, NotImplementedError):  # a subclass without one
+        return None
+
+
+def num_looking(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """By storage, how many of the tensors are in it, where these are several and have no memory in common."""
+    found: dict[int, dict[int, torch.Tensor]] = {}
+    for tensor in tensors:
+        local = local_of(tensor)
+        if (cdata := _storage_in(local)) is not None:
+            found.setdefault(cdata, {})[id(local)] = local
+    several = {cdata: list(mine.values()) for cdata, mine in found.items() if len(mine) > 1}
+    return {cdata: len(mine) for cdata, mine in several.items() if are_apart(list(map(spans_of, mine)))}
+
+
+class Onlookers:
+    """Tells whether somebody has come to look at a piece of memory while an optimizer was called.
+
+    Args:
+        storage: the memory, with nobody else's tensors in it yet.
+        known: the tensors in it, in whatever containers.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, known: Any) -> None:
+        self._storage = storage
+        # A worker may not have let go of what it has brought up.
+        self._may_be_moving = self._num_others(known) > 0
+        self._num_references = self._references()
+
+    def _references(self) -> int:
+        return sys.getrefcount(self._storage)
+
+    def _num_others(self, known: Any) -> int:
+        cdata = self._storage._cdata
+        mine = {id(local) for local in map(local_of, tensors_in(known)) if _storage_in(local) == cdata}
+        return torch._C._storage_Use_Count(cdata) - _ALONE_STORAGE[0] + 1 - len(mine)
+
+    def have_come(self, known: Any) -> bool:
+        """Whether there are others now.
+
+        Args:
+            known: the tensors that are ours, in whatever containers.
+        """
+        if self._may_be_moving and self._num_others(known) > 0:
+            self._wait_for_moves(known)
+        return self._num_others(known) > 0 or self._references() > self._num_references
+
+    def _wait_for_moves(self, known: Any) -> None:
+        accelerator = accelerator_of(self._storage.device)
+        if accelerator is not None:
+            accelerator.synchronize()  # its stream waits for what is brought up
+        for _ in range(_NUM_LOOKS):
+            if self._num_others(known) <= 0:
+                return
+            time.sleep(_BETWEEN_LOOKS_S)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
