@@ -508,7 +508,9 @@ class PagedStates:
         for number, part in enumerate(subgroup.parts):
             if part.parameter in mine:
                 cut = known.cut(part, mine[part.parameter])
-                is_changed = is_changed or not is_unchanged(parts[number], cut)
+                is_changed = is_changed or not is_unchanged(
+                    parts[number], cut, self.device, is_cut=not known.is_whole(part)
+                )
                 parts[number] = cut
         if is_changed:
             self._settle(index, parts, storage, keep=False)

@@ -202,3 +202,37 @@ def test_what_all_parameters_share_is_refused_before_a_step(spill_dir: Path) -> 
         optimizer.step()
         pair.twin.step()
         pair.check(optimizer)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_small_state_that_is_replaced_by_an_equal_one_is_the_new_one(others: bool, spill_dir: Path) -> None:
+    """Whoever has put it there may edit it later."""
+    pair = Pair(adamw, ((128, 150),) * 9 + ((7,),))
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(2):
+            pair.step(optimizer)
+        held = []
+        for mine, plain in ((pair.mine[2], pair.plain[2]), (pair.mine[9], pair.plain[9])):
+            for each, p in ((optimizer, mine), (pair.twin, plain)):
+                each.state[p]["step"] = each.state[p]["step"].clone()
+                held.append(each.state[p]["step"])
+                if others:
+                    each.state[p]["mark"] = torch.zeros(3)
+        pair.step(optimizer)
+        for step in held:
+            step.add_(5)
+        for _ in range(2):
+            pair.step(optimizer)
+            pair.check(optimizer)
+
+
+def test_a_number_is_replaced_by_one_that_is_only_equal(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        for number in (0.0, -0.0):
+            for each, p in ((optimizer, pair.mine[2]), (pair.twin, pair.plain[2])):
+                each.state[p]["mark"] = number
+            pair.step(optimizer)
+        for each, p in ((optimizer, pair.mine[2]), (pair.twin, pair.plain[2])):
+            assert str(each.state[p]["mark"]) == "-0.0"

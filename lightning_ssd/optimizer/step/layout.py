@@ -166,16 +166,30 @@ def _is_inside(value: Any, storage: torch.UntypedStorage | None) -> bool:
     return any(storage.data_ptr() <= first < storage.data_ptr() + storage.nbytes() for first, _ in spans_of(value))
 
 
-def is_unchanged(before: State, after: State) -> bool:
-    """Whether two states are the same, bit for bit and in the same order."""
+def is_unchanged(before: State, after: State, device: torch.device, *, is_cut: bool) -> bool:
+    """Whether two states are the same, bit for bit and in the same order.
+
+    What does not move has to be the same object, too: whoever has put an equal one there may edit it later.
+
+    Args:
+        before: a state.
+        after: another one.
+        device: where tensors have to be to move.
+        is_cut: they are of a slice, which has copies of all that it shares with others.
+    """
     if list(before) != list(after):
         return False
-    return all(value is after[key] or _has_same_bytes(value, after[key]) for key, value in before.items())
+    return all(
+        value is after[key]
+        or ((is_cut or not isinstance(value, torch.Tensor) or moves(value, device)) and _is_same(value, after[key]))
+        for key, value in before.items()
+    )
 
 
-def _has_same_bytes(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and isinstance(one, int | float | str) and bool(one == other)
+        # Zeros of both signs are equal, but no two numbers of one type that look alike are different.
+        return type(one) is type(other) and isinstance(one, int | float | str) and repr(one) == repr(other)
     if type(one) is not type(other) or spec_of(one) != spec_of(other):
         return False
     one, other = local_of(one), local_of(other)
