@@ -192,6 +192,13 @@ class LiveStates(MutableMapping[Any, Any]):
         """The files are closed: from now on all is in memory, or in what the snapshot maps."""
         self._snapshot = snapshot
 
+    def saved(self, snapshot: Snapshot) -> dict[Any, State]:
+        """All states as they are in a snapshot; once the files are closed, with what has become of them since."""
+        edited = {} if self._snapshot is None else self._states.lent
+        keys = list(self)
+        rest = snapshot.states_of(key for key in keys if key not in edited)
+        return {key: edited[key] if key in edited else rest[key] for key in keys}
+
     def check(self) -> None:
         """Before a step, that lent states can be updated some at a time.
 

@@ -310,6 +310,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _snapshot(self) -> Snapshot:
         if self._last is not None:
+            self._look_for_others()
             return self._last
         self._check_open()
         self._look_for_others()
@@ -325,7 +326,7 @@ class OffloadedOptimizer(Optimizer):
             StorageError: what is ahead of its drive cannot be written.
         """
         self._check_whole("state_dict()")
-        return saved_states(self.inner, self._inner_step, lambda: self._snapshot().states_of(self._live))
+        return saved_states(self.inner, self._inner_step, lambda: self._live.saved(self._snapshot()))
 
     def full_state_dict(self, *, receive: bool) -> dict[str, Any]:
         """As :meth:`state_dict`, with whole tensors where parameters are sharded. All processes call it together.

@@ -236,3 +236,28 @@ def test_a_number_is_replaced_by_one_that_is_only_equal(spill_dir: Path) -> None
             pair.step(optimizer)
         for each, p in ((optimizer, pair.mine[2]), (pair.twin, pair.plain[2])):
             assert str(each.state[p]["mark"]) == "-0.0"
+
+
+def test_after_close_a_state_dict_has_what_was_edited(spill_dir: Path) -> None:
+    pair = Pair(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(2):
+            pair.step(optimizer)
+        held = optimizer.state[pair.mine[7]], pair.twin.state[pair.plain[7]]
+    for state in held:
+        state["exp_avg_sq"].mul_(2)
+    for each, params in ((optimizer, pair.mine), (pair.twin, pair.plain)):
+        each.state[params[2]]["exp_avg"] = torch.full((128, 150), 3.0)
+        each.state[params[3]]["more"] = torch.ones(2)
+        each.state[params[4]] = {"step": torch.tensor(9.0)}
+        each.state[params[5]]["exp_avg"].zero_()
+        del each.state[params[6]]
+    pair.check(optimizer)
+    pair.step(pair.inner, [0, 1, 2, 3, 5, 7, 8, 9])
+    pair.check(optimizer)
+    saved = copy.deepcopy(pair.twin.state_dict())
+    for state in saved["state"].values():
+        state["step"].add_(1)
+    for each in (pair.inner, pair.twin):
+        each.load_state_dict(copy.deepcopy(saved))
+    pair.check(optimizer)
