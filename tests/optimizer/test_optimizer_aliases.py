@@ -125,3 +125,42 @@ def test_an_alias_of_one_state_leaves_the_rest_on_the_drive(spill_dir: Path) -> 
             pair.step(optimizer, [number for number in range(11) if number != step + 3])
             pair.check(optimizer)
         assert 2 <= len(lent_of(optimizer)) <= 5
+
+
+class RenewsAliases(Caches):
+    """In ``__setstate__``, which ends a load."""
+
+    alias = staticmethod(ALIASES["detached"])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.cache = {p: each["m"].detach() for p, each in self.state.items() if "m" in each}
+        self.defaults["loads"] = self.defaults.get("loads", 0) + 1
+
+
+class AddsAliases(Caches):
+    """To those that there are."""
+
+    alias = staticmethod(ALIASES["detached"])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for p, each in self.state.items():
+            self.cache[p] = each["m"].view(-1).view(p.shape)
+
+
+@pytest.mark.parametrize("kind", [RenewsAliases, AddsAliases])
+@pytest.mark.parametrize("first", [2, 99])
+def test_aliases_that_a_load_makes(kind: type[Caches], first: int, spill_dir: Path) -> None:
+    pair = Pair(kind, ((128, 150),) * 8 + ((7,),))
+    for each in (pair.inner, pair.twin):
+        each.param_groups[0]["first"] = first
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for step in range(6):
+            if step in (2, 4):
+                saved = copy.deepcopy(pair.twin.state_dict())
+                optimizer.load_state_dict(copy.deepcopy(saved) if step == 2 else optimizer.state_dict())
+                pair.twin.load_state_dict(saved)
+            pair.step(optimizer, [0, 1, 2, 8] if step % 3 == 2 else None)
+            pair.check(optimizer)
+        assert pair.inner.defaults == pair.twin.defaults

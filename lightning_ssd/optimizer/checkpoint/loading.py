@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_ssd.optimizer.step.types import State
 
 __all__ = ["load_states"]
 
+_SETSTATE = "__setstate__"
+
 
 def load_states(
     optimizer: Optimizer,
@@ -30,6 +33,8 @@ def load_states(
     has_master: Callable[[torch.Tensor], bool],
 ) -> None:
     """Let the optimizer's own ``load_state_dict`` cast and convert what was saved, a subgroup at a time.
+
+    A ``__setstate__`` of the class' own is called once, at the end, as by a plain load: it finds the true states.
 
     Args:
         optimizer: the user's; its ``state`` is the same object before and after. Its hooks run once.
@@ -50,8 +55,11 @@ def load_states(
     post_hooks = optimizer._optimizer_load_state_dict_post_hooks
     mine: Any = defaultdict(dict)  # load_state_dict puts others in its place
     nothing: OrderedDict[int, Any] = OrderedDict()  # hooks belong to the whole load
+    own, plain, attributes = _own_setstate(optimizer), partial(Optimizer.__setstate__, optimizer), vars(optimizer)
     try:
         # No context manager: an interrupt as one is entered or left would leave them there.
+        if own is not None:
+            attributes[_SETSTATE] = plain
         optimizer.state = mine
         optimizer._optimizer_load_state_dict_pre_hooks = nothing
         optimizer._optimizer_load_state_dict_post_hooks = nothing
@@ -60,8 +68,21 @@ def load_states(
         optimizer.state = state
         optimizer._optimizer_load_state_dict_pre_hooks = pre_hooks
         optimizer._optimizer_load_state_dict_post_hooks = post_hooks
+        if own is not None:
+            del attributes[_SETSTATE]
+    if own is not None:
+        own(optimizer, {"state": state, "param_groups": optimizer.param_groups})
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def _own_setstate(optimizer: Optimizer) -> Callable[[Optimizer, dict[str, Any]], None] | None:
+    """What a class that is not PyTorch's does with all that was loaded. It may keep some of it elsewhere: it is called
+    once, as in a plain load, and finds the states that training goes on with.
+    """
+    kind = next(kind for kind in type(optimizer).__mro__ if _SETSTATE in vars(kind))
+    own: Callable[[Optimizer, dict[str, Any]], None] = vars(kind)[_SETSTATE]
+    return None if f"{kind.__module__}.".startswith("torch.optim.") else own
 
 
 def _load(
