@@ -78,6 +78,18 @@ def test_aliases_that_come_in_a_later_step(how: str, loaded_at: int | None, spil
             pair.check(optimizer)
 
 
+def test_rehearsals_leave_no_copy_among_what_is_kept_by_parameter(spill_dir: Path) -> None:
+    pair = Pair(caches("detached"))
+    for each in (pair.inner, pair.twin):
+        each.param_groups[0]["first"] = 1
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer, [0, 1, 2, 3, 4])
+        pair.step(optimizer)
+        pair.check(optimizer)
+        assert isinstance(pair.inner, Caches)
+        assert set(pair.inner.cache) == set(pair.mine)
+
+
 def test_states_return_to_the_drive_when_no_alias_is_left(spill_dir: Path) -> None:
     pair = Pair(caches("detached"))
     with wrapped(pair.inner, spill_dir) as optimizer:

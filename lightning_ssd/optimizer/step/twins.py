@@ -114,7 +114,10 @@ def _crop_of(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 @contextlib.contextmanager
 def introduced(optimizer: Optimizer, tensor: torch.Tensor, twins: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Where the optimizer has something in a dictionary by parameter, the copies are found there, too."""
+    """Where the optimizer has something in a dictionary by parameter, the copies are found there, too.
+
+    Of them nothing remains there, nor of what was put there for them meanwhile.
+    """
     keys: tuple[Callable[[Any], Any], ...] = (lambda t: t, id)
     pairs = [
         (value, key)
@@ -130,6 +133,10 @@ def introduced(optimizer: Optimizer, tensor: torch.Tensor, twins: Sequence[torch
     finally:
         for place, key, _ in news:
             place.pop(key, None)
+        for place in vars(optimizer).values():
+            if isinstance(place, MutableMapping) and place is not optimizer.state:
+                for key in [key for key in place if any(key is twin for twin in twins)]:
+                    del place[key]
 
 
 def _has_key(mapping: MutableMapping[Any, Any], key: Any) -> bool:
