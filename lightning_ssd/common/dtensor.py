@@ -94,7 +94,12 @@ def wrap(local: torch.Tensor, spec: Any) -> torch.Tensor:
         return local
     if spec.tensor_meta.dtype != local.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    tensor: torch.Tensor = _module().DTensor(local, spec, requires_grad=False)
+    if local.storage_offset() == 0:
+        tensor: torch.Tensor = _module().DTensor(local, spec, requires_grad=False)
+        return tensor
+    # It takes over the offset, by which deepcopy would take it for a tensor with a storage of its own.
+    tensor = _module().DTensor(local.new_empty(0), spec, requires_grad=False)
+    tensor._local_tensor = local  # type: ignore[attr-defined]
     return tensor
 
 

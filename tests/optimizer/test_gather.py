@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.spill_file import Arena
 from tests.support.faults import Fail, FaultyBackend, always, enospc, on_calls
 from tests.support.helpers import assert_identical
-from tests.support.optimizer_pairs import files_of, store_of, used_bytes
+from tests.support.optimizer_pairs import files_of, store_of, used_bytes, wrapped
 
 SHAPES = ((256, 300), (3,), (7, 1025), (0, 5))
 
@@ -164,3 +165,20 @@ def test_who_only_helps_receives_nothing(shard: DTensor, monkeypatch: pytest.Mon
     monkeypatch.setattr(DTensor, "full_tensor", lambda self: calls.append(1) or whole(self))
     assert full_states({0: {"exp_avg": shard, "exp_avg_sq": shard}}, None) == {}
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_sharded_states_can_be_copied(shard: DTensor, spill_dir: Path, is_held: bool) -> None:
+    """Wherever they lie in the memory of their subgroup."""
+    parameters = [nn.Parameter(shard.repeat(20, 1)) for _ in range(2)]
+    with wrapped(torch.optim.AdamW(parameters), spill_dir) as optimizer:
+        for _ in range(2):
+            step(optimizer)
+        held = [optimizer.state[p] for p in parameters] if is_held else None
+        saved = optimizer.state_dict()
+        copied = copy.deepcopy(saved)["state"]
+        for number, state in saved["state"].items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(copied[number][key].to_local(), state[key].to_local())
+                assert copied[number][key].to_local().data_ptr() != state[key].to_local().data_ptr()
+        del held
