@@ -240,6 +240,34 @@ class HoldsStates(Momentum):
         super().update(p, state, rate)
 
 
+class LooksLater(HoldsStates):
+    """Looks at its states in another way from the third update on."""
+
+    def new_state(self, p: torch.Tensor) -> dict[str, Any]:
+        return {**super().new_state(p), "t": 0}
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
+        state["t"] += 1
+        if state["t"] >= 3:
+            if p not in self.known:
+                self.known[p] = state["m"].detach()
+            self.known[p].mul_(0.5)
+        Momentum.update(self, p, state, rate)
+
+
+class LooksWhenLoaded(HoldsStates):
+    """Looks at the states that a load has brought."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.known = {p: each["m"].detach() for p, each in self.state.items() if "m" in each}
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
+        if p in self.known:
+            self.known[p].mul_(0.5)
+        Momentum.update(self, p, state, rate)
+
+
 class ReturnsNorm(Momentum):
     """As some do, for logging."""
 
@@ -312,7 +340,7 @@ KINDS: dict[str, Callable[[Any, Offload], Optimizer]] = {
         for kind in (
             *(Momentum, ScheduleFree, OwnList, DecaysAll, Views, TwoNames, LateAlias, KeepsParameter, KeepsGradient),
             *(OneForAll, FlatBuffer, HoldsStates, ReturnsNorm, ReturnsText, ReturnsNothing, Clips, EvaluatesTwice),
-            *(OwnLoad,),
+            *(OwnLoad, LooksLater, LooksWhenLoaded),
         )
     },
 }

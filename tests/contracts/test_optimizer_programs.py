@@ -63,6 +63,7 @@ def assert_never_wrong(programs: list[Program], directory: Path, **kwargs: Any) 
 
 EXACT = ("adamw", "sgd", "around", "Momentum", "ScheduleFree", "Views", "TwoNames", "LateAlias", "KeepsParameter")
 EXACT += ("KeepsGradient", "FlatBuffer", "HoldsStates", "ReturnsText", "ReturnsNothing", "OwnLoad")
+EXACT += ("LooksLater", "LooksWhenLoaded")
 LACKS_A_KEY = Program("around", ((), ("add_group",), ()))
 """Its second step raises a KeyError."""
 REFUSED = ("owning", "OwnList", "DecaysAll", "OneForAll", "ReturnsNorm", "Clips")
@@ -180,6 +181,11 @@ MENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "alias of a parameter": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "KeepsParameter"}),
     "alias of a gradient": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "KeepsGradient"}),
     "held elsewhere": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "HoldsStates"}),
+    "looked at later": ({"optimizer.paged_states.Onlookers.have_come": lambda *_: False}, {"kind": "LooksLater"}),
+    "looked at when loaded": (
+        {"optimizer.checkpoint.loading._own_setstate": _nothing},
+        {"kind": "LooksWhenLoaded", "action": "checkpoint"},
+    ),
     "held by the user": ({"optimizer.live_states.is_held": lambda *_: False}, {"kind": "adamw", "action": "zero_held"}),
     "returned values": ({"optimizer.step.stepper.GroupChanges.result": lambda _, loss: loss}, {"kind": "ReturnsText"}),
     "hidden norms": ({"optimizer.step.dry_run.differ": lambda *_: False}, {"kind": "Clips"}),
