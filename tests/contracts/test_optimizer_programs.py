@@ -181,7 +181,14 @@ MENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "alias of a parameter": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "KeepsParameter"}),
     "alias of a gradient": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "KeepsGradient"}),
     "held elsewhere": ({"optimizer.paged_states.must_stay": lambda *_: False}, {"kind": "HoldsStates"}),
-    "looked at later": ({"optimizer.paged_states.Onlookers.have_come": lambda *_: False}, {"kind": "LooksLater"}),
+    "looked at later": (
+        {
+            "optimizer.paged_states.Onlookers.have_come": lambda *_: False,
+            # Or a state might come back to where it was.
+            "optimizer.store.buffers.BufferPool.trim": lambda pool, _: pool.clear(),
+        },
+        {"kind": "LooksLater"},
+    ),
     "looked at when loaded": (
         {"optimizer.checkpoint.loading._own_setstate": _nothing},
         {"kind": "LooksWhenLoaded", "action": "checkpoint"},
@@ -232,6 +239,7 @@ DIRECTED = {
     "a late refusal": LACKS_A_KEY,
     "train and eval": Program("ScheduleFree", ((), (), ("train_and_eval",), ())),
     "held by the user": Program("adamw", ((), ("hold",), (), ("zero_held",), ())),
+    "looked at later": Program("LooksLater", ((),) * 9),
     "closures": Program("EvaluatesTwice", (("use_closure",), ())),
     "returned values": Program("ReturnsText", ((), ())),
     "a load of its own": Program("OwnLoad", ((), ("checkpoint",), ("checkpoint",), ())),
