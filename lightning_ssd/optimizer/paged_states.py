@@ -56,7 +56,7 @@ class Visit:
 
     index: int
     active: tuple[tuple[int, Part], ...]
-    """Of the subgroup's parts those that have a gradient, with their numbers in it."""
+    """Of the subgroup's parts those that have a gradient, with their numbers in it; all, if it is a plain step."""
     groups: tuple[int, ...]
     """Of each of these, the number of its parameter group."""
 
@@ -225,7 +225,26 @@ class PagedStates:
         if len(visits) > 1:
             active_ones = {part.parameter for visit in visits for _, part in visit.active}
             self._own_memory.check([self._partition.parameters[number] for number in sorted(active_ones)])
+        if len(visits) == 1 and not self.is_elementwise:
+            return [self._with_all(visits[0], groups)]
         return visits
+
+    def _with_all(self, visit: Visit, groups: Groups) -> Visit:
+        """The only visit of a step, with all parameters in the optimizer's order: a plain step, whatever it couples.
+
+        Not if some that have no gradient are in other subgroups, or share memory with others.
+        """
+        mine = {
+            id(self._partition.parameters[part.parameter]): (number, part)
+            for number, part in enumerate(self._partition.subgroups[visit.index].parts)
+        }
+        given = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
+        # Float32 copies are made with gradients.
+        if self.has_masters or any(id(p) not in mine for p, _ in given):
+            return visit
+        if len(given) > len(visit.active) and not are_apart([spans_of(p) for p, _ in given]):
+            return visit
+        return Visit(visit.index, tuple(mine[id(p)] for p, _ in given), tuple(number for _, number in given))
 
     def _active(self, index: int, numbers: Mapping[int, int]) -> Iterator[tuple[int, Part]]:
         for number, part in enumerate(self._partition.subgroups[index].parts):
@@ -284,19 +303,19 @@ class PagedStates:
 
     def _rehearse(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
         """Once for each kind, before an optimizer that is not known is called: with the smallest of its parameters."""
+        # One call that is not given all parameters is no plain step either.
+        num_given = sum(len(visit.active) for visit in visits)
+        num_calls = len(visits) + (num_given < sum(len(group["params"]) for group in self._optimizer.param_groups))
         due = [
             (parameter, group)
             for visit in visits
             for (_, part), group in zip(visit.active, visit.groups, strict=True)
-            if self._rehearsal.is_due(
-                parameter := self._partition.parameters[part.parameter], group, len(visits), changes.closure
-            )
+            if (parameter := self._partition.parameters[part.parameter]).grad is not None
+            and self._rehearsal.is_due(parameter, group, num_calls, changes.closure)
         ]
         for parameter, group in _smallest_of_each(due):
             with self._sample(parameter) as (tensor, state):
-                self._rehearsal.play(
-                    tensor, group, changes.closure, num_calls=len(visits), state=state, owner=parameter
-                )
+                self._rehearsal.play(tensor, group, changes.closure, num_calls=num_calls, state=state, owner=parameter)
 
     def rehearse_missing(self, groups: Groups) -> None:
         """Before a step in which parameters have no gradient, with the smallest of each kind; steps leave them out.
