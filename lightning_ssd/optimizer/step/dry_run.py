@@ -101,13 +101,27 @@ class DryRun:
             error = caught
         if not is_several and closure is None and (touched.place or not isinstance(error, ConfigError)):
             return  # it is a plain step, which raises this if it is true
+        self._refuse(error, touched)
+
+    def _refuse(self, error: Exception | None, touched: _Touched) -> None:
+        """After a trial, which may have ended with an error, or have swallowed one.
+
+        Raises:
+            ConfigError: something was wrong.
+        """
+        name = type(self._optimizer).__name__
         if touched.place:
             raise ConfigError(
-                f"OffloadPolicy.optimizer_states='offload' got {type(self._optimizer).__name__}, which touches "
-                f"parameters or gradients that its step was not given ({touched.place}). {_KEEP}"
+                f"OffloadPolicy.optimizer_states='offload' got {name}, which touches parameters or gradients that its "
+                f"step was not given ({touched.place}). {_KEEP}"
             ) from error
+        if isinstance(error, ConfigError):
+            raise error
         if error is not None:
-            raise error if isinstance(error, ConfigError) else _untried(self._optimizer, error) from error
+            raise ConfigError(
+                "OffloadPolicy.optimizer_states='offload' expects an optimizer that can be tried on a copy of a "
+                f"parameter; got {name}, which raised {type(error).__name__}: {error}. {_KEEP}"
+            ) from error
 
     def _compare(
         self,
@@ -159,15 +173,15 @@ class DryRun:
             twin.grad, given = None, sample.state_for(twin)
             other, before = sample.twin(), _versions([twin, given])
             others = sample.state_for(other)
+            after, error = given, None
             try:
                 with self._trial(sample, [twin], touched):
                     changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True))
                     call = [twin], [group], [given]
                     after = self._inner_step.run(*call, changes, is_idle=True, owners=[sample.owner])[0]
-            except ConfigError:
-                raise
-            except Exception as error:
-                raise _untried(self._optimizer, error) from error
+            except Exception as caught:
+                error = caught
+            self._refuse(error, touched)
             if before != _versions([twin, after or None]) or differ([twin, after], [other, others]):
                 raise ConfigError(
                     "OffloadPolicy.optimizer_states='offload' expects an optimizer that leaves parameters without a "
@@ -251,13 +265,6 @@ def _versions(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_versions(item) for item in value]
     return value if isinstance(value, bool | int | float | str) else id(value)
-
-
-def _untried(optimizer: Optimizer, error: Exception) -> ConfigError:
-    return ConfigError(
-        "OffloadPolicy.optimizer_states='offload' expects an optimizer that can be tried on a copy of a parameter; "
-        f"got {type(optimizer).__name__}, which raised {type(error).__name__}: {error}. {_KEEP}"
-    )
 
 
 class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
