@@ -84,3 +84,30 @@ def test_one_call_for_some_of_many_is_refused(name: str, split: bool, spill_dir:
         with pytest.raises(ConfigError, match="couples"):
             optimizer.step()
         assert all(map(torch.equal, pair.mine, before))
+
+
+class NotesNorm(Optimizer):
+    """Clips, in every third step, by what it has noted of all gradients in the step before."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = float(sum(p.grad.abs().sum() for p in given))
+        for p in given:
+            state = self.state[p]
+            state["t"] = state.get("t", 0) + 1
+            p.sub_(p.grad, alpha=0.1 / state["total"] if state["t"] % 3 == 0 else 0.1)
+            state["total"] = total
+
+
+def test_numbers_that_are_used_later_are_compared(spill_dir: Path) -> None:
+    pair = Pair(NotesNorm, LARGE)
+    before = [p.detach().clone() for p in pair.mine]
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.set_gradients()
+        with pytest.raises(ConfigError, match="couples"):
+            optimizer.step()
+        assert all(map(torch.equal, pair.mine, before))

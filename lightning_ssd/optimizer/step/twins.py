@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_ssd.optimizer.step.types import State
 
 __all__ = ["Sample", "differ", "has_twins", "introduced", "is_equal"]
 
+_MAX_DEPTH = 8
 _MAX_NUMEL = 1 << 20
 """Of more elements than these the first ones of each dimension are tried: memory must not be short of copies."""
 
@@ -147,9 +148,20 @@ def _has_key(mapping: MutableMapping[Any, Any], key: Any) -> bool:
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Whether tensors in one are not those in the other."""
+    """Whether tensors or numbers in one are not those in the other."""
     ones, others = list(tensors_in(one)), list(tensors_in(other))
-    return len(ones) != len(others) or not all(map(is_equal, ones, others))
+    if len(ones) != len(others) or not all(map(is_equal, ones, others)):
+        return True
+    # By their text not a number is as good as itself.
+    return list(map(repr, _numbers_in(one))) != list(map(repr, _numbers_in(other)))
+
+
+def _numbers_in(value: Any, depth: int = 0) -> Iterator[complex]:
+    if isinstance(value, int | float | complex):
+        yield value
+    elif depth < _MAX_DEPTH and isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers_in(item, depth + 1)
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
