@@ -358,11 +358,11 @@ def leaves_of_one_gradient(session: Session, *, at_once: bool) -> Any:
     return [leaf.grad for leaf in leaves]
 
 
-def batch_that_is_the_gradient(session: Session) -> Any:
-    """Clearing the gradient leaves the batch alone."""
+def batch_that_is_the_gradient(session: Session, between: Callable[[Tensor], Tensor] = lambda leaf: leaf) -> Any:
+    """Clearing the gradient leaves the batch alone; ``between``: through what hands a gradient on as it is."""
     leaf, batch = nn.Parameter(floats(0, 60, 40)), floats(1, 60, 40)
     with session.saved():
-        loss = GivesSaved.apply(batch, leaf)
+        loss = GivesSaved.apply(batch, between(leaf))
     session.drain()
     loss.backward()
     session.end()
@@ -411,6 +411,7 @@ PROGRAMS: dict[str, Program] = {
         retained_gradient_that_is_edited,
     )
 } | {
+    "batch_that_is_the_gradient_behind_sums": partial(batch_that_is_the_gradient, between=lambda leaf: 1 + leaf + 1),
     "leaves_of_one_gradient": partial(leaves_of_one_gradient, at_once=True),
     "leaves_of_one_gradient_by_two_functions": partial(leaves_of_one_gradient, at_once=False),
     "two_forwards_in_order": two_forwards((0, 1)),

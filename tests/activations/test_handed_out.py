@@ -1,0 +1,81 @@
+"""What a ``Function`` was given dies when the ``Function`` lets go of it, unless it may become a leaf's gradient."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.common.tensors import StorageKey
+from tests.support.late import LateCopies, LateMark
+
+
+class _Stopped(LateCopies):
+    """A device that computes nothing before it is let: whatever is saved stays, and is handed over as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=0, max_delay_s=0.0)
+        self.may_go_on = threading.Event()
+
+    def mark(self) -> LateMark:
+        return self._queue("compute", self._wait)
+
+    def _wait(self) -> None:
+        self.may_go_on.wait()
+
+
+@pytest.fixture
+def offloader(tmp_path: Path) -> Iterator[Offloader]:
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes=1)
+    copies = _Stopped()
+    opened = Offloader(policy=policy, hardware=HardwareProfile(paths=[tmp_path], host_memory=0), _copies=copies)
+    with opened:
+        yield opened
+        copies.may_go_on.set()
+    copies.close()
+
+
+class _Wide(torch.autograd.Function):
+    """Saves a tensor that is wider than what it is given, as a compiled block does, and lets go of it."""
+
+    keys: list[StorageKey] = []  # noqa: RUF012
+    left: list[int] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        wide = x.repeat(1, 4).exp()
+        _Wide.keys.append(StorageKey(wide.untyped_storage()))
+        ctx.save_for_backward(wide)
+        return wide[:, : x.shape[1]] + wide[:, -x.shape[1] :]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (wide,) = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()
+        gradient = (gradient.repeat(1, 4) * wide)[:, : gradient.shape[1]].clone()
+        del wide
+        _Wide.left.append(sum(key.alive() for key in _Wide.keys))
+        return gradient
+
+
+def _left(forward: Callable[[], AbstractContextManager[None]]) -> list[int]:
+    """How many of the saved tensors of three Functions are alive when each of these has let go of its own."""
+    _Wide.keys.clear()
+    _Wide.left.clear()
+    x = torch.rand(64, 32, requires_grad=True)
+    with forward():
+        loss = _Wide.apply(_Wide.apply(_Wide.apply(x * 1))).sum()
+    loss.backward()
+    return list(_Wide.left)
+
+
+def test_what_a_function_was_given_dies_as_without_hooks(offloader: Offloader) -> None:
+    assert _left(nullcontext) == [2, 1, 0]
+    assert _left(offloader.saved_tensors) == [2, 1, 0]
