@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,19 @@ import torch
 
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy
+from lightning_ssd.optimizer.store.store import StateStore
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import StagedMover
+from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import eio
+from tests.support.late import StreamOfThread
+from tests.support.patience import PATIENCE_S
 from tests.support.state_stores import (
+    CPU,
     NBYTES,
     Drive,
     assert_all_hold,
@@ -103,6 +113,49 @@ def test_kept_subgroups_go_before_memory_runs_out(
         with pytest.raises(torch.OutOfMemoryError):
             store.allocate(room * NBYTES)
         store.give(0, storage, is_dirty=False, keep=False)
+
+
+def test_who_makes_room_waits_for_the_stream_that_has_changed_the_states(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker lets go of a subgroup because memory has run out: its own stream knows nothing of the update."""
+    copies, may_compute = StreamOfThread(), threading.Event()
+    mover = StagedMover(drive, StagingPool(1 << 20), copies)
+    with closing(SsdTier(drive, mover, [tmp_path], events=EventLog(), sampler=Sampler("full"))) as tier:
+        store = StateStore([tier], device=CPU, num_slots=2, copies=copies)
+        store.add([0, 0, 0])
+        put_all(store, range(3))
+        store.wait_for_writes()
+        changed, other = store.take(0), store.take(1)
+        assert changed is not None
+        drive.may_move.clear()
+        store.give(1, other, is_dirty=True, keep=False)
+
+        def update() -> None:
+            may_compute.wait(PATIENCE_S)
+            whole(changed).fill_(9)
+
+        copies.work(update)
+        store.give(0, changed, is_dirty=True, keep=True)
+        del other
+        take = store.slots.take
+
+        def limited(nbytes: int) -> torch.UntypedStorage:
+            if store.slots.num_lent:
+                raise torch.OutOfMemoryError("injected")
+            return take(nbytes)
+
+        monkeypatch.setattr(store.slots, "take", limited)
+        wanting = threading.Thread(target=lambda: store.give(2, store.take(2), is_dirty=False, keep=False))
+        wanting.start()
+        drive.may_move.set()
+        wanting.join(0.2)
+        may_compute.set()
+        wanting.join(PATIENCE_S)
+        assert_all_hold(store, (1, 2))
+        assert_holds(store, 0, 9)
+        store.close()
+    copies.close()
 
 
 def test_memory_of_an_interrupted_step_comes_back(drive: Drive, tmp_path: Path) -> None:

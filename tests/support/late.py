@@ -258,6 +258,18 @@ class SeveralStreams:
         self.protected.append((self.current, tensor.untyped_storage().data_ptr()))
 
 
+class StreamOfThread(SeveralStreams):
+    """The test's thread has its own stream, as under ``torch.cuda.stream``; all others are on the default one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def mark(self) -> LateMark:
+        is_here = threading.get_ident() == self._thread
+        return self.work(lambda: None, self.current if is_here else "default")
+
+
 def _stream(name: str) -> queue.SimpleQueue[Callable[[], None] | None]:
     work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 

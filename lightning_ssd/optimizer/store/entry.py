@@ -97,6 +97,8 @@ class SubgroupEntry:
     copy: StoredCopy | None = None
     mark: StreamEvent | None = None
     """Its memory may be read once this has passed; ``None``: now."""
+    used: StreamEvent | None = None
+    """Its memory has been changed once this has passed; ``None``: by now, or it is in use."""
     is_dirty: bool = False
     """Whether memory is ahead of the drive."""
     is_wanted: bool = False

@@ -177,7 +177,7 @@ class StateStore:
             if error is not None:
                 error.add_note(f"This was a read of the optimizer states of subgroup {index}.")
                 raise error
-            home.where = Residency.IN_USE
+            home.where, home.used = Residency.IN_USE, None
             if home.storage is not None:
                 self.slots.used_here(home.storage)
             if home.mark is not None:
@@ -256,10 +256,13 @@ class StateStore:
             home = self._homes[index]
             if self._allocated is not storage:
                 self._free_allocated()
+            # Now: a worker that lets go of it later, to make room, is on another stream.
+            used = self._copies.mark() if storage is not None and (home.is_dirty or is_dirty) else None
             # No call in between: an interrupt would leave the bytes of one and the layout of the other.
             former, home.storage = home.storage, storage
             self._allocated = None if former is storage else former
             home.is_dirty = (home.is_dirty or is_dirty) and storage is not None
+            home.used = used
             if new is not None:
                 new[0].contents = new[1]
             self._free_allocated()
@@ -369,7 +372,7 @@ class StateStore:
             raise RuntimeError("a subgroup without memory was to be written")
         # A write that was interrupted while it was queued may be in the queue all the same: then it is not this one.
         write = home.writer = _PendingWrite(self, index, tier, home.storage)
-        mark = self._copies.mark()
+        mark = home.used or self._copies.mark()
         return tier.write(write, home.storage.nbytes(), mark, label=f"optimizer states of subgroup {index}")
 
     def _is_wanted(self, write: _PendingWrite) -> bool:
@@ -404,7 +407,7 @@ class StateStore:
         if home.mark is not None:
             home.mark.synchronize()  # nobody has waited for its read, and the memory is lent again
             home.mark = None
-        storage, home.storage, home.where = home.storage, None, Residency.AWAY
+        storage, home.storage, home.where, home.used = home.storage, None, Residency.AWAY, None
         self._free(storage)
 
     # -- moves ---------------------------------------------------------------------------------------------------
