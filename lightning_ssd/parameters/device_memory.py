@@ -282,8 +282,12 @@ class DeviceMemory:
             torch.OutOfMemoryError: there is none.
         """
         storage = self.key.resolve()
-        if storage is not None and not self.is_here:
+        if storage is None or self.is_here:
+            return
+        if storage.nbytes() != self.nbytes:  # else PyTorch would take it a second time, and copy what is in it
+            self._room = None
             storage.resize_(self.nbytes)
+        if self._room is None:
             self._room = self._copies.mark()
 
     def bring_in(self) -> bool:
