@@ -291,6 +291,9 @@ class SavedStorage:
             self.state = State.WRITING
             return storage
 
+    def is_wanted(self) -> bool:
+        return self.state is State.WRITING
+
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         """WRITING -> LEAVING, where memory returns; or, after a failure, TAKEN_BACK: kept, with nothing lost.
 
@@ -311,7 +314,8 @@ class SavedStorage:
                 if self.state in (State.QUEUED, State.WRITING):
                     self.state = State.TAKEN_BACK
             elif stored is not None and self.tier is not None:
-                if self.state is State.WRITING and (storage := self.storage) is not None:
+                is_wanted = self.state is State.WRITING and stored.is_complete
+                if is_wanted and (storage := self.storage) is not None:
                     self.copy = TierCopy(self.tier, stored)
                     self._leave()
                 else:  # forwarded or freed meanwhile

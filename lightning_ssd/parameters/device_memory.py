@@ -360,6 +360,9 @@ class _Write:
             self.ended.open()
         return storage
 
+    def is_wanted(self) -> bool:
+        return True
+
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         if error is not None:
             forget_frames(error)

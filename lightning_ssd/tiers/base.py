@@ -21,12 +21,19 @@ class StoredBytes(Protocol):
     def body_nbytes(self) -> int:
         """Bytes that moved to the tier."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether these are all; else the owner has given the write up, and nobody may read it."""
+
 
 class WriteOwner(Protocol):
-    """Whose bytes are written. Both methods are called from a worker."""
+    """Whose bytes are written. All methods are called from a worker."""
 
     def write_begins(self) -> torch.UntypedStorage | None:
         """Hand over the storage to write, or ``None`` when that is no longer wanted."""
+
+    def is_wanted(self) -> bool:
+        """Whether a write that has begun is still of use. Where it is not, it never is again."""
 
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         """Either ``stored`` or ``error`` is given. The owner frees ``stored`` through the tier. Must not raise."""

@@ -208,6 +208,10 @@ class _HostBytes:
     def body_nbytes(self) -> int:
         return self.nbytes
 
+    @property
+    def is_complete(self) -> bool:
+        return True
+
 
 class _Write(Transfer):
     """One storage on its way down."""

@@ -47,10 +47,16 @@ class _SsdBytes:
     edges: Edges
     checksums: tuple[int, ...]
     label: str
+    missing_nbytes: int = 0
+    """Of a write that was given up."""
 
     @property
     def body_nbytes(self) -> int:
-        return self.nbytes - len(self.edges.head) - len(self.edges.tail)
+        return self.nbytes - len(self.edges.head) - len(self.edges.tail) - self.missing_nbytes
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.missing_nbytes
 
 
 class SsdTier:
@@ -137,6 +143,8 @@ class SsdTier:
         after: StreamEvent | None = None,
     ) -> Transfer:
         mine = self._mine(stored)
+        if not mine.is_complete:
+            raise ValueError(f"{mine.label} was not written to its end; nobody was to read it")
         if into is None:
             into, after = self.mover.allocate(mine.nbytes, mine.edges, device)
         elif into.nbytes() != mine.nbytes:
@@ -240,6 +248,9 @@ class _Write(Transfer):
         self._stored: _SsdBytes | None = None
         self._checksums: list[int | None] = []
         self._memory: Region | None = None
+        self._missing_nbytes = 0  # of the pieces that nobody wanted any more
+        # Guards it and the bytes that move. A leaf lock.
+        self._giving_up = threading.Lock()
 
     def begin(self) -> Sequence[Chunk] | None:
         if self._after is not None:
@@ -261,6 +272,11 @@ class _Write(Transfer):
         return [partial(self._store, i, storage, piece, check) for i, piece in enumerate(pieces)]
 
     def _store(self, index: int, storage: torch.UntypedStorage, piece: Piece, check: bool) -> None:
+        if not self._owner.is_wanted():  # it was taken back, and would hold its memory as long as it is written
+            with self._giving_up:
+                self._missing_nbytes += piece.nbytes
+                self.nbytes -= piece.nbytes
+            return
         self._checksums[index] = self._tier.mover.store(storage, piece, self._after, check=check)
 
     def finish(self, error: BaseException | None) -> None:
@@ -271,7 +287,7 @@ class _Write(Transfer):
         del storage
         if stored is not None and error is None:
             checksums = tuple(value for value in self._checksums if value is not None)
-            stored = replace(stored, checksums=checksums)
+            stored = replace(stored, checksums=checksums, missing_nbytes=self._missing_nbytes)
         elif stored is not None:
             self._tier.free(stored)
             stored = None

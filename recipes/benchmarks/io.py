@@ -87,6 +87,9 @@ class Owner:
     def write_begins(self) -> torch.UntypedStorage | None:
         return self.tensor.untyped_storage()
 
+    def is_wanted(self) -> bool:
+        return True
+
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         self.stored, self.error = stored, error
 

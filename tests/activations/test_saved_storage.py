@@ -39,6 +39,7 @@ class _Mark:
 
 class _Stored:
     body_nbytes = 64
+    is_complete = True
 
 
 class HooksThatKeepNothing:
@@ -72,6 +73,23 @@ LEASES: list[Lease] = []
 def no_leases() -> Iterator[None]:
     yield
     LEASES.clear()
+
+
+def test_a_write_is_wanted_until_it_is_taken_back_or_nobody_can_ask_again() -> None:
+    for is_freed in (False, True):
+        tensor, tier = torch.arange(16.0), _Roomy()
+        record = record_of(tensor)
+        with record.accounting.lock:
+            assert record.queue_write(tier, None)  # type: ignore[arg-type]
+        assert record.write_begins() is not None
+        assert record.is_wanted()
+        if is_freed:
+            LEASES.clear()
+        with record.accounting.lock:
+            record.accounting.settle() if is_freed else record.forward()
+        assert not record.is_wanted()
+        record.write_ended(_Stored(), None)
+        assert (tier.freed, record.accounting.num_writes) == (1, 0)
 
 
 def test_memory_that_is_handed_out_again_still_has_its_mark() -> None:

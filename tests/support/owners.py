@@ -37,6 +37,9 @@ class Owner:
         self.calls.append("begins")
         return self.storage
 
+    def is_wanted(self) -> bool:
+        return True
+
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         self.calls.append("written")
         self.stored, self.error = stored, error

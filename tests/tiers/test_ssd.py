@@ -264,6 +264,37 @@ def test_urgent_reads_overtake_at_chunk_borders(drive: Drive, tmp_path: Path) ->
         assert small.is_right()
 
 
+class _Capricious(Owner):
+    """Gives its write up when the test says so."""
+
+    wants = True
+
+    def is_wanted(self) -> bool:
+        return self.wants
+
+
+def test_a_write_that_nobody_wants_ends_with_the_chunk_under_way(drive: Drive, tmp_path: Path) -> None:
+    """It would hold the memory, and keep the drive busy, as long as all of it takes."""
+    events = EventLog()
+    with tier_on(drive, tmp_path, events=events) as tier:
+        drive.may_write.clear()
+        owner = _Capricious(random_storage(5 * CHUNK))
+        tier.write(owner, owner.storage.nbytes(), None, label="given up")  # type: ignore[union-attr]
+        drive.wait_calls(1)
+        owner.wants = False
+        drive.may_write.set()
+        owner.wait()
+        tier.flush()
+        assert drive.order == ["write"]
+        assert not owner.place.is_complete
+        assert owner.place.body_nbytes == CHUNK == tier.progress().written_bytes
+        assert [event.nbytes for event in events.drain()] == [CHUNK]  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="given up was not written to its end"):
+            tier.read(owner, owner.place, CPU, urgent=False)
+        tier.free(owner.place)
+        assert sum(arena.used_bytes for arena in tier._arenas) == 0
+
+
 def test_progress_and_events(drive: Drive, tmp_path: Path) -> None:
     events = EventLog()
     with tier_on(drive, tmp_path, events=events) as tier:

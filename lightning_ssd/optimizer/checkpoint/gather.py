@@ -86,6 +86,9 @@ class _SpooledWrite:
     def write_begins(self) -> torch.UntypedStorage:
         return self._storage
 
+    def is_wanted(self) -> bool:
+        return True
+
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         if stored is not None:
             # Here and not by who waits, whom an interrupt from the keyboard may have taken away.

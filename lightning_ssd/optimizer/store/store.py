@@ -50,6 +50,9 @@ class _PendingWrite:
     def write_begins(self) -> torch.UntypedStorage | None:
         return self._storage if self._store._is_wanted(self) else None
 
+    def is_wanted(self) -> bool:
+        return True
+
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         self._store._written(self, stored, error)
 
