@@ -130,13 +130,13 @@ class StagingPool:
     def _create(self, need: int) -> MappedBlock:
         try:
             block = MappedBlock(need)
+            if self._pin:
+                self._register(block)
         except BaseException:
             with self._lock:
                 self._lent_bytes -= need
                 self._changed.tell()
             raise
-        if self._pin:
-            self._register(block)
         return block
 
     def _register(self, block: MappedBlock) -> None:

@@ -213,6 +213,20 @@ class TestStagingPool:
             "CUDA could not lock staging memory (error 2); copies to and from the device are slower"
         ]
 
+    def test_a_buffer_that_could_not_be_made_takes_no_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Or whoever leases next would wait for ever for what nobody has."""
+
+        def lost(*_: object) -> int:
+            raise RuntimeError("the device is lost")
+
+        monkeypatch.setattr(pools.torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lost))
+        pool = StagingPool(4 * MIB, pin=True)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the device is lost"), pool.lease(4 * MIB):
+                pass
+            assert pool.lent_bytes == 0
+        pool.close()
+
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_pinned_for_real(self) -> None:
