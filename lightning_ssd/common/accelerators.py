@@ -79,6 +79,9 @@ class Accelerator(Protocol):
     def free_bytes(self) -> int | None:
         """What nobody has allocated on the device; ``None`` where it does not tell."""
 
+    def allowed_bytes(self) -> int | None:
+        """The most that PyTorch's allocator may take in this process; ``None``: all that there is."""
+
 
 class CudaAccelerator:
     """One CUDA device."""
@@ -130,6 +133,11 @@ class CudaAccelerator:
 
     def free_bytes(self) -> int | None:
         return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def allowed_bytes(self) -> int | None:
+        ask = getattr(_CUDA, "get_per_process_memory_fraction", None)
+        fraction = 1.0 if ask is None else ask(self._device)
+        return int(fraction * torch.cuda.get_device_properties(self._device).total_memory) if fraction < 1 else None
 
 
 class GenericAccelerator:
@@ -199,6 +207,9 @@ class GenericAccelerator:
             ask = getattr(torch.get_device_module(self._device), "mem_get_info", None)
             info = None if ask is None else ask(self._device)
         return None if info is None else int(info[0])
+
+    def allowed_bytes(self) -> int | None:
+        return None  # it has no word for that
 
     def _ask(self, name: str, unknown: object, *, of_device: bool = True) -> Any:
         """The answer of ``torch.accelerator``; ``unknown`` where this PyTorch or this device's allocator has none."""

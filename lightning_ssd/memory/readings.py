@@ -161,9 +161,11 @@ def anonymous_bytes() -> int:
 def available_bytes(device: torch.device) -> int | None:
     """Memory of the device that could still be allocated; ``None`` if unknown. Starts the device."""
     if (accelerator := accelerator_of(device)) is not None:
-        free, stats = accelerator.free_bytes(), accelerator.memory_stats()
-        cached = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
-        return None if free is None else free + cached
+        free, allowed, stats = accelerator.free_bytes(), accelerator.allowed_bytes(), accelerator.memory_stats()
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        if allowed is not None:  # set_per_process_memory_fraction(), of which the device knows nothing
+            free = _smaller(free, max(allowed - reserved, 0))
+        return None if free is None else free + reserved - stats.get("allocated_bytes.all.current", 0)
     return host_available_bytes()
 
 

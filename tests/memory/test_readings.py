@@ -4,6 +4,7 @@ import mmap
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,9 +158,21 @@ def test_what_the_allocator_holds_unused_is_available(monkeypatch):
     stats = {"reserved_bytes.all.current": 50, "allocated_bytes.all.current": 20}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     assert available_bytes(torch.device("cuda", 0)) == 130
     stats.clear()
     assert available_bytes(torch.device("cuda", 0)) == 100, "nobody has allocated yet"
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.5, 130), (0.1, 80), (0.04, 30)])
+def test_what_a_process_may_not_take_is_not_available(fraction, expected, monkeypatch):
+    """Or passes would keep what only the device has room for, and prefetch into it."""
+    stats = {"reserved_bytes.all.current": 50, "allocated_bytes.all.current": 20}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+    assert available_bytes(torch.device("cuda", 0)) == expected
 
 
 @pytest.mark.gpu
@@ -172,6 +185,18 @@ def test_level_and_room_of_a_device_follow_an_allocation():
     assert room - available_bytes(device) > 48 * MIB
     del block
     assert level_bytes(device) == level
+
+
+@pytest.mark.gpu
+def test_room_of_a_process_that_may_take_a_part():
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.empty(1, device=device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction(0.1, device)
+        assert available_bytes(device) <= 0.1 * total
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @linux_only
