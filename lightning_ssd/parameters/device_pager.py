@@ -157,6 +157,10 @@ class DevicePager(DeviceMoves):
         if not self._takes_trained and (found := self._weight_of(tensor)) is not None:
             self.release(*found)
 
+    def will_be_array(self, tensor: torch.Tensor) -> None:
+        if not self.is_closed and (found := self._weight_of(tensor)) is not None:
+            self.release(*found)
+
     def will_swap(self, tensor: torch.Tensor) -> None:
         if door_of(tensor) is self and not self.is_closed and (found := self._weight_of(tensor)) is not None:
             self.release(*found)

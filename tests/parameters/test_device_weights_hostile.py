@@ -121,6 +121,20 @@ def test_pointers_stay_what_they_are_until_backward_is_over(opened: Opened) -> N
 # -- memory that is not there ------------------------------------------------------------------------------------------
 
 
+def test_a_weight_that_an_array_may_show_stays(opened: Opened) -> None:  # noqa: F811
+    """One of CuPy's, say, holds the tensor, and reads its memory whenever it likes."""
+    plain, model = built(), built()
+    offloader = opened(model)
+    weight = model.blocks[0].up.weight
+    with pytest.raises(AttributeError, match="CUDA"):  # there is no such array of a CPU's memory
+        _ = weight.__cuda_array_interface__
+    place = weight.data_ptr()
+    assert same(train(model, offloader), train(plain))
+    assert eventually(offloader, lambda: len(away(model)) >= NUM_WEIGHTS - 2)  # the next unit may be there
+    assert type(weight) is nn.Parameter, "it waits still"
+    assert weight.data_ptr() == place
+
+
 def test_hooks_of_somebody_else_around_a_use_outside_of_the_unit(opened: Opened) -> None:  # noqa: F811
     def run(model: nn.Module, leave: Leave) -> torch.Tensor:
         x = torch.randn(7, 4 * WIDTH, requires_grad=True)

@@ -70,6 +70,10 @@ _REPLACING = frozenset((_Tensor.data.__set__, _Tensor.set_, _Tensor.resize_, _Te
 """What may give a parameter another storage."""
 _ADDRESSES = frozenset(function for name in ("data_ptr", "__cuda_array_interface__") for function in _functions(name))
 """What gives an address away, which holds no memory."""
+_ARRAYS = frozenset(_functions("__cuda_array_interface__"))
+"""What arrays of others (CuPy, Numba) are made by: they hold the tensor, an object of Python, and go to its memory past
+its class as long as they live.
+"""
 _TRAINING = frozenset((_Tensor.requires_grad_, _Tensor.requires_grad.__set__))
 
 
@@ -111,6 +115,9 @@ class Door(Protocol):
 
     def will_train(self, tensor: torch.Tensor) -> None:
         """A weight is trained from now on. Where trained ones do not wait it comes back for good."""
+
+    def will_be_array(self, tensor: torch.Tensor) -> None:
+        """Somebody may go to its memory for ever, without a sign: it comes back for good."""
 
     def exposed(self, tensor: torch.Tensor, *, replaces: bool) -> None:
         """Somebody who uses the weight is about to get hold of its bytes, or to give it another storage."""
@@ -205,6 +212,10 @@ def _ask(func: Any, args: Any, kwargs: Any) -> Any:
         for tensor in _guarded_in((args, kwargs)):
             if (door := door_of(tensor)) is not None:
                 door.will_train(tensor)
+    if func in _ARRAYS:
+        for tensor in _guarded_in(args):
+            if (door := door_of(tensor)) is not None:
+                door.will_be_array(tensor)
     if func in _METADATA or func in _TRAINING:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
