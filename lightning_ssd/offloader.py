@@ -216,7 +216,7 @@ class Offloader:
             RuntimeError: a signal handler or a finalizer calls it in the middle of our own work. Nothing is closed.
         """
         if self.is_open and not self._is_foreign:
-            _refuse_within("close", is_stepping=any(optimizer.is_stepping for optimizer in self._optimizers))
+            _refuse_within("close", is_stepping=any(optimizer.is_stepping_here for optimizer in self._optimizers))
         put_back_all()
         resources, cache = self._resources, self._cache
         if resources is None or cache is None:

@@ -8,6 +8,7 @@ copies that survive failed writes, and snapshots that cost no memory.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -97,7 +98,7 @@ class OffloadedOptimizer(Optimizer):
         self._step_s = 0.0
         self._pid = os.getpid()
         self._is_closed = False
-        self._is_stepping = False
+        self._stepping_thread: int | None = None
         self._broken: str | None = None
         self._last: Snapshot | None = None
         self._last_stats: OptimizerStats | None = None
@@ -124,9 +125,9 @@ class OffloadedOptimizer(Optimizer):
         return not self._num_steps and any(self._states.lent.values())
 
     @property
-    def is_stepping(self) -> bool:
-        """Whether a step has begun and not ended, so that only a signal handler or another thread can ask."""
-        return self._is_stepping
+    def is_stepping_here(self) -> bool:
+        """Whether this thread has begun a step and not ended it, so that a signal handler or a finalizer asks."""
+        return self._stepping_thread == threading.get_ident()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -217,12 +218,12 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own = vars(self)
+        own, thread = vars(self), threading.get_ident()
         try:
-            own["_is_stepping"] = True
+            own["_stepping_thread"] = thread
             return self._step(closure, loss)
         finally:
-            own["_is_stepping"] = False  # without a call, at which an interrupt could come
+            own["_stepping_thread"] = None  # without a call, at which an interrupt could come
 
     def _step(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
         """Once the closure has been called."""
@@ -292,7 +293,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _check_between_steps(self, name: str) -> None:
         """Some states are of this step and some of the last one, and some are lent to the user's optimizer."""
-        if self._is_stepping:
+        if self._stepping_thread is not None:
             raise RuntimeError(
                 f"{name} in the middle of a step of this optimizer, as by a signal handler: the states are those of no "
                 "step. Nothing was changed; call it after step(), by a flag that the handler sets"
@@ -417,7 +418,7 @@ class OffloadedOptimizer(Optimizer):
             self._is_closed = True
             return
         try:
-            if self._broken is None and not self._is_stepping:
+            if self._broken is None and self._stepping_thread is None:
                 snapshot = self._snapshot()
                 snapshot.map_all()
                 self._last = snapshot

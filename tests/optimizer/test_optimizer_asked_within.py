@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 import lightning_ssd
+from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.support.helpers import within
 from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, opened, wrapped
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -164,3 +167,42 @@ def test_closing_in_the_middle_is_refused(spill_dir: Path, monkeypatch: pytest.M
         monkeypatch.undo()
         assert told
         pair.check(optimizer)
+
+
+def test_another_thread_may_close_in_the_middle_of_a_step(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the main thread does when an interrupt, or the end of the interpreter, comes while a daemon trains."""
+    pair, raised = Pair(adamw), list[BaseException]()
+    is_within, is_closed = threading.Event(), threading.Event()
+    with pytest.raises(KeyboardInterrupt), opened(spill_dir) as offloader:
+        optimizer = offloader.offload_optimizer(pair.inner)
+        assert isinstance(optimizer, OffloadedOptimizer)
+        pair.step(optimizer)
+        update = optimizer._states._update
+
+        def updating(*args: Any, **kwargs: Any) -> None:
+            is_within.set()
+            assert is_closed.wait(PATIENCE_S)
+            update(*args, **kwargs)
+
+        def train() -> None:
+            try:
+                for _ in range(3):
+                    pair.step(optimizer)
+            except BaseException as error:
+                raised.append(error)
+
+        monkeypatch.setattr(optimizer._states, "_update", updating)
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        try:
+            assert is_within.wait(PATIENCE_S)
+            raise KeyboardInterrupt
+        finally:
+            offloader.close()
+            is_closed.set()
+            thread.join(PATIENCE_S)
+    assert not offloader.is_open
+    assert not thread.is_alive()
+    assert len(raised) == 1, "its states have gone in the middle of a step: whatever that raises, it does not go on"
+    with pytest.raises((OffloaderClosedError, RuntimeError)):
+        optimizer.state_dict()
