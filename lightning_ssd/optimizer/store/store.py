@@ -176,6 +176,7 @@ class StateStore:
         with self._lock:
             home.is_wanted = False
             self.stall_s += time.perf_counter() - begin_s
+            self._check_open()  # another thread may have closed it, and what was here is forgotten
             error = home.take_error()
             if error is not None:
                 error.add_note(f"This was a read of the optimizer states of subgroup {index}.")
@@ -544,10 +545,13 @@ class StateStore:
                 with span("lightning_ssd::stall"):
                     latch.wait()
 
-    def _next(self) -> Latch | None:
-        """What to wait for; ``None`` where nothing moves, and what can be done about it has been."""
+    def _check_open(self) -> None:
         if self._is_closed:
             raise OffloaderClosedError("the optimizer's files are closed; make a new offloader for more steps")
+
+    def _next(self) -> Latch | None:
+        """What to wait for; ``None`` where nothing moves, and what can be done about it has been."""
+        self._check_open()
         if not any(home.where in (Residency.READING, Residency.WRITING) for home in self._homes):
             # Nothing will free a slot by itself: let go of what is kept, or of one more than was allowed.
             self._num_allowed += not self._let_go_of_one()
