@@ -644,8 +644,8 @@ def _refuse_within(name: str, *, is_stepping: bool = False) -> None:
     if is_stepping or may_hold_lock():
         raise RuntimeError(
             f"{name}() expects to be called between our own operations; a signal handler or a finalizer has called it "
-            "in the middle of one, which could not end any more. Nothing was done. Set a flag there and call it in the "
-            "training loop, or raise an exception out of the loop"
+            "in the middle of one, and would wait for it for ever. Nothing was done. Set a flag there and call it in "
+            "the training loop, or raise an exception that ends the loop"
         )
 
 

@@ -232,8 +232,9 @@ class TensorCache:
         if not self._warned_of_graphs:
             self._warned_of_graphs = True
             warnings.warn(
-                "torch.compile has made CUDA graphs of what trains, which go by who holds their memory: from now on "
-                "passes run without hooks, and all that they save stays in memory, uncounted. To move activations, "
+                "torch.compile has made CUDA graphs of a backward, which PyTorch may refuse to replay where hooks hold "
+                "their memory: from now on passes run without hooks, and all that they save stays in memory, "
+                "uncounted. To move activations, "
                 'compile with mode="default" or "max-autotune-no-cudagraphs"',
                 stacklevel=4,
             )
