@@ -207,8 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     args.dir.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    given = sys.argv[1:] if arguments is None else arguments
-    flags = [value for value in given if value == "--rehearse"]
+    flags = [*(["--rehearse"] if args.rehearse else []), *(f"--only={name}" for name in args.only or ())]
     head = {
         "command": shlex.join(["python3", "-m", "recipes.gpu", *flags, "--dir", "DIR", "--out", "OUT"]),
         "date": time.strftime("%Y-%m-%d"),

@@ -437,6 +437,7 @@ def test_a_rehearsal_where_there_is_little(spill_dir: Path) -> None:
     answers = {row["name"]: row["answer"] for row in content["experiments"]}
     assert list(answers) == ["machine", *names]
     assert content["machine"]["commit"] == "unknown"
+    assert content["run"]["command"].count("--only=") == len(names)
     assert "0 failed" in answers["streams"]
     assert "6 passed, 0 failed" in answers["bits"]
     assert content["results"]["steps"]["environment"]["model"] == "GPT-2 of recipes/benchmarks/harness/gpt.py"
