@@ -173,7 +173,7 @@ def test_another_thread_may_close_in_the_middle_of_a_step(spill_dir: Path, monke
     """As the main thread does when an interrupt, or the end of the interpreter, comes while a daemon trains."""
     pair, raised = Pair(adamw), list[BaseException]()
     is_within, is_closed = threading.Event(), threading.Event()
-    with pytest.raises(KeyboardInterrupt), opened(spill_dir) as offloader:
+    with pytest.raises(KeyboardInterrupt), opened(spill_dir) as offloader:  # noqa: PT012
         optimizer = offloader.offload_optimizer(pair.inner)
         assert isinstance(optimizer, OffloadedOptimizer)
         pair.step(optimizer)
