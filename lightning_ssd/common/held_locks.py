@@ -57,11 +57,15 @@ others. That of ``common.uninterrupted``, below which an offloader closes, guard
 another one."""
 
 
+_STAND_INS = frozenset(("_run_backward", "applied", "unpacked"))
+"""Of ``parameters.guard.guard_patches``: they stand in for functions of PyTorch that call the user's."""
+
+
 def may_hold_lock() -> bool:
     """Whether a function that takes a lock of ours is running in this thread. A few microseconds."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") in _TAKE_LOCKS:
+        if frame.f_globals.get("__name__") in _TAKE_LOCKS and frame.f_code.co_name not in _STAND_INS:
             return True
         frame = frame.f_back
     return False

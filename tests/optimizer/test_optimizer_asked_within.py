@@ -203,6 +203,6 @@ def test_another_thread_may_close_in_the_middle_of_a_step(spill_dir: Path, monke
             thread.join(PATIENCE_S)
     assert not offloader.is_open
     assert not thread.is_alive()
-    assert len(raised) == 1, "its states have gone in the middle of a step: whatever that raises, it does not go on"
+    assert list(map(type, raised)) == [OffloaderClosedError]
     with pytest.raises((OffloaderClosedError, RuntimeError)):
         optimizer.state_dict()

@@ -24,5 +24,6 @@ class MovesWithin(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(str(func))
         if self._offloader is not None:
-            self._offloader.flush()
+            # Past the guard of flush(): the mode sees our own operations, too, none of which is under a lock.
+            self._offloader._opened().flush()
         return func(*args, **(kwargs or {}))
