@@ -35,11 +35,11 @@ _TAKE_LOCKS = frozenset(
         "parameters.device_moves",
         "parameters.device_pager",
         "parameters.guard.guard_patches",
+        "parameters.guard.swap_patch",
         "parameters.mapped_pager",
         "parameters.paged_gradients",
         "parameters.paged_weights",
         "parameters.pager",
-        "parameters.guard.swap_patch",
         "scheduling.plan_maker",
         "storage.drive_turn_lock",
         "storage.encrypted",
@@ -55,7 +55,6 @@ _TAKE_LOCKS = frozenset(
 """All but two. Under the lock of ``recompute.global_modes`` the user's blocks run, which may ask; it comes before all
 others. That of ``common.uninterrupted``, below which an offloader closes, guards a flag: nobody asks for it who holds
 another one."""
-
 
 _STAND_INS = frozenset(("_run_backward", "applied", "unpacked"))
 """Of ``parameters.guard.guard_patches``: they stand in for functions of PyTorch that call the user's."""

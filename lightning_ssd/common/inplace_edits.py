@@ -50,9 +50,7 @@ class VersionProbe:
         So PyTorch and we see the edit of what was handed out, and of the original when the copy is saved again
         (double backward).
         """
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # whoever looks at a graph in it; the view would be a tensor of its own kind
+        if torch.is_inference_mode_enabled():  # somebody looks at a graph in it: the view would be of another kind
             with torch.inference_mode(False):
                 return self.rebuild(spec, storage)
         tensor = self._alias.detach()

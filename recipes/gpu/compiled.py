@@ -16,30 +16,20 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lightning_ssd
 from recipes.benchmarks.harness.gpt import Block
 from recipes.determinism import make_deterministic
+from recipes.gpu.training import Training
 
 __all__ = ["main"]
 
 NUM_STEPS = 6
-
-
-@dataclass
-class Training:
-    """What came of one training."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
 
 
 def train(
@@ -86,8 +76,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         ours = train(args, offloader.saved_tensors, offloader.end_backward)
         stats = offloader.stats
     return {
-        "equal": equal(plain, ours),
-        "repeats": equal(plain, again),
+        "equal": plain.is_same(ours),
+        "repeats": plain.is_same(again),
         "step_s": statistics.median(ours.step_s[-3:]),
         "plain_step_s": statistics.median(plain.step_s[-3:]),
         "peak_bytes": ours.peak_bytes,
@@ -96,12 +86,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "bytes_written": stats.bytes_written,
         "bytes_kept": stats.bytes_kept,
     }
-
-
-def equal(one: Training, other: Training) -> bool:
-    """Losses and weights, bit for bit."""
-    pairs = zip([*one.losses, *one.weights], [*other.losses, *other.weights], strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

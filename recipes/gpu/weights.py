@@ -28,6 +28,7 @@ from torch import Tensor
 import lightning_ssd
 from recipes.benchmarks.harness.gpt import GPT
 from recipes.determinism import make_deterministic
+from recipes.gpu.training import Training
 
 __all__ = ["main"]
 
@@ -38,14 +39,9 @@ _ACTIVATIONS = {"host": "keep", "drive": "keep", "everything": "offload"}
 
 
 @dataclass
-class Training:
-    """What came of one training."""
+class WatchedTraining(Training):
+    """Peaks are those of all steps but the first, in which states are made and host memory is locked."""
 
-    losses: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
-    """Of the device, in all steps but the first, in which states are made and host memory is locked."""
     reserved_bytes: int | None = None
     stats: dict[str, Any] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
@@ -57,12 +53,7 @@ class Training:
         """Of all steps but the first."""
         return statistics.median(self.step_s[1:])
 
-    def is_same(self, other: Training) -> bool:
-        """Losses and weights, bit for bit."""
-        pairs = zip([*self.losses, *self.weights], [*other.losses, *other.weights], strict=True)
-        return all(torch.equal(one, another) for one, another in pairs)
-
-    def told(self, plain: Training | None) -> dict[str, Any]:
+    def told(self, plain: WatchedTraining | None) -> dict[str, Any]:
         """Numbers for the results."""
         numbers = {key: value for key, value in vars(self).items() if key not in ("losses", "weights")}
         numbers["median_step_s"] = self.median_s
@@ -86,11 +77,11 @@ class Trainer:
         self._template = GPT(heads=args.width // 64, **sizes)
         self.num_parameters = sum(p.numel() for p in self._template.parameters())
 
-    def plain(self, steps: int) -> Training:
+    def plain(self, steps: int) -> WatchedTraining:
         """With everything on the device."""
         return self._train(None, steps)
 
-    def away(self, mode: str, steps: int) -> Training:
+    def away(self, mode: str, steps: int) -> WatchedTraining:
         """With what waits where the mode says."""
         policy = lightning_ssd.OffloadPolicy(
             parameters="offload",
@@ -106,7 +97,7 @@ class Trainer:
         with lightning_ssd.Offloader(policy=policy, hardware=hardware, device=self._device) as offloader:
             return self._train(offloader, steps)
 
-    def _train(self, offloader: lightning_ssd.Offloader | None, steps: int) -> Training:
+    def _train(self, offloader: lightning_ssd.Offloader | None, steps: int) -> WatchedTraining:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -119,7 +110,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if offloader is not None:
             optimizer = offloader.offload_optimizer(optimizer)
-        done = Training()
+        done = WatchedTraining()
         for step in range(steps):
             begin_s = time.perf_counter()
             done.losses.append(self._step(model, optimizer, offloader, step))
@@ -163,7 +154,7 @@ class Trainer:
         if offloader is not None:
             offloader.reset_peaks()
 
-    def _measure(self, done: Training, offloader: lightning_ssd.Offloader | None) -> None:
+    def _measure(self, done: WatchedTraining, offloader: lightning_ssd.Offloader | None) -> None:
         if self._device.type == "cuda":
             done.peak_bytes = torch.cuda.max_memory_allocated(self._device)
             done.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
@@ -221,7 +212,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def capped(
-    trainer: Trainer, args: argparse.Namespace, plain: Training, mode: str, reserved_bytes: int
+    trainer: Trainer, args: argparse.Namespace, plain: WatchedTraining, mode: str, reserved_bytes: int
 ) -> dict[str, Any]:
     """Both trainings on a device that has little more than one of them needs."""
     device = torch.device("cuda", torch.cuda.current_device())

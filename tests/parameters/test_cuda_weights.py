@@ -20,6 +20,7 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.tensors import is_in_other_processes
 from recipes.determinism import make_deterministic
+from tests.support.cuda_memory import allocated_bytes
 
 WIDTH, NUM_BLOCKS, BATCH = 512, 6, 64
 SLEEP_CYCLES = 1_000_000  # about half a millisecond
@@ -174,26 +175,26 @@ def test_gradients_leave_the_card(spill_dir: Path) -> None:
     with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
         offloader.expect_no_optimizer()
         offloader.register_module(model)
-        before = allocated()
+        before = allocated_bytes(DEVICE)
         with offloader.saved_tensors():
             loss = model(torch.randn(BATCH, WIDTH, device=DEVICE)).square().mean()
         loss.backward()
         del loss
         offloader.end_backward()
-        assert leaves(offloader, lambda: allocated() - before < nbytes / 4)
+        assert leaves(offloader, lambda: allocated_bytes(DEVICE) - before < nbytes / 4)
         assert all(p.grad is not None for p in model.parameters())
 
 
 def test_weights_that_are_on_the_card_leave_it(spill_dir: Path) -> None:
     """Not only those that came to it by ``move_in()``."""
-    before = allocated()
+    before = allocated_bytes(DEVICE)
     model = built().requires_grad_(True).to(DEVICE)
     nbytes = sum(p.nbytes for p in model.parameters())
     policy = OffloadPolicy(parameters="offload", optimizer_states="offload", activations="keep")
     with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
         offloader.expect_no_optimizer()
         offloader.register_module(model)
-        assert leaves(offloader, lambda: allocated() - before < nbytes / 4)
+        assert leaves(offloader, lambda: allocated_bytes(DEVICE) - before < nbytes / 4)
 
 
 def test_what_was_sent_to_another_process_stays() -> None:
@@ -203,13 +204,6 @@ def test_what_was_sent_to_another_process_stays() -> None:
     ForkingPickler.dumps(sent)
     assert is_in_other_processes(sent.untyped_storage())
     assert not is_in_other_processes(own.untyped_storage())
-
-
-def allocated() -> int:
-    """Without what cuBLAS has for itself since its first call."""
-    torch.cuda.synchronize(DEVICE)
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated(DEVICE)
 
 
 def leaves(offloader: Offloader, has_left: Callable[[], bool]) -> bool:

@@ -27,6 +27,7 @@ from recipes.benchmarks.workers.optimizer import CopiesByHand, states_digest
 from recipes.benchmarks.workers.optimizer_job import Kind
 from recipes.determinism import make_deterministic
 from tests.parity.lightning_pairs import MARKS, both, everything
+from tests.support.cuda_memory import allocated_bytes
 from tests.support.helpers import Session, assert_identical, assert_released, moved
 from tests.support.leftovers import assert_nothing_left
 from tests.support.trainers import Net, fit
@@ -69,9 +70,7 @@ class Place:
         gc.collect()
         if not self.is_cuda:
             return 0
-        torch.cuda.synchronize(self.device)
-        torch._C._cuda_clearCublasWorkspaces()
-        return torch.cuda.memory_allocated(self.device)
+        return allocated_bytes(self.device)
 
 
 @functools.cache

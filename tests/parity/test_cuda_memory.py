@@ -10,17 +10,11 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from tests.support.cuda_memory import allocated_bytes
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
 pytestmark = pytest.mark.gpu
-
-
-def allocated() -> int:
-    """Without what cuBLAS has for itself since its first call."""
-    torch.cuda.synchronize(DEVICE)
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated(DEVICE)
 
 
 @pytest.fixture
@@ -35,7 +29,7 @@ def opened(spill_dir: Path) -> Callable[..., Offloader]:
 @pytest.mark.parametrize("host_memory", [0, 1 << 30], ids=["drive", "host"])
 def test_optimizer_states(host_memory: int, opened: Callable[..., Offloader]) -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32))).to(DEVICE)
-    before = allocated()
+    before = allocated_bytes(DEVICE)
     with opened(host_memory, optimizer_states="offload", activations="keep") as offloader:
         optimizer = offloader.offload_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
         for _ in range(2):
@@ -44,7 +38,7 @@ def test_optimizer_states(host_memory: int, opened: Callable[..., Offloader]) ->
             optimizer.zero_grad()
             optimizer.flush()
             assert optimizer.stats.state_bytes == 256 * MIB
-            assert allocated() - before <= 4 * optimizer.stats.subgroup_bytes + MIB
+            assert allocated_bytes(DEVICE) - before <= 4 * optimizer.stats.subgroup_bytes + MIB
 
 
 def test_activations(opened: Callable[..., Offloader]) -> None:
@@ -53,14 +47,14 @@ def test_activations(opened: Callable[..., Offloader]) -> None:
     with opened(0, activations="offload") as offloader:
         offloader.register_module(model)
         for _ in range(2):
-            before = allocated()
+            before = allocated_bytes(DEVICE)
             with offloader.saved_tensors():
                 loss = model(x).square().mean()
-            kept = allocated() - before
+            kept = allocated_bytes(DEVICE) - before
             offloader.flush()
             saved = offloader.stats.saved_peak_bytes
             assert saved >= 16 * 16 * MIB
-            left = allocated() - before
+            left = allocated_bytes(DEVICE) - before
             assert left <= 3 * 16 * MIB, (left, kept, saved)
             loss.backward()
             offloader.end_backward()

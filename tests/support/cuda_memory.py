@@ -1,0 +1,14 @@
+"""Memory of a CUDA card, as PyTorch's allocator counts it."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["allocated_bytes"]
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What it has given out, without what cuBLAS has for itself since its first call."""
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated(device)
