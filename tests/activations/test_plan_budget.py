@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -14,6 +15,7 @@ import pytest
 from lightning_ssd import OffloadPolicy
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.errors import BudgetError, ConfigError, OffloaderClosedError
+from lightning_ssd.scheduling import budget_search
 from lightning_ssd.tiers.copy_paths import HostMover
 from tests.parity.models import floats
 from tests.support.faults import always, eio, enospc
@@ -47,7 +49,9 @@ from tests.support.plan_trainings import (
 
 
 @pytest.mark.parametrize("budget", [SMALLEST, MIDDLE_BYTES, LARGE])
-def test_a_hundred_steps_stay_under_the_budget(budget: int, tmp_path: Path) -> None:
+def test_a_hundred_steps_stay_under_the_budget(budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which plans are thought fast enough to be tried depends on how this machine's times scatter: here all are.
+    monkeypatch.setattr(budget_search, "_NEAR", math.inf)
     peaks: list[int] = []
 
     def look(step: int, session: Session) -> None:
