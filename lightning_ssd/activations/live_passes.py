@@ -61,6 +61,7 @@ class LivePasses:
         accounting: of the saved storages.
         clock: of the device.
         level: bytes of device memory in use.
+        highest: the most that was in use since the process began, or since somebody had its peak begin anew.
         available: bytes that could still be had; ``None``: unknown.
         scheduler: plans; ``None``: nothing is planned.
         runs_late: Python runs ahead of the device, so that what moves can pile up before any of it has gone.
@@ -75,6 +76,7 @@ class LivePasses:
         clock: Clock,
         *,
         level: Callable[[], int],
+        highest: Callable[[], int],
         available: Callable[[], int | None],
         scheduler: Scheduler | None = None,
         runs_late: bool = False,
@@ -86,6 +88,7 @@ class LivePasses:
         self._accounting = accounting
         self._clock = clock
         self._level = level
+        self._highest = highest
         self.available = available
         self._scheduler = scheduler
         self._runs_late = runs_late
@@ -186,7 +189,12 @@ class LivePasses:
         self._set_heap_mode(current.cursor, available_bytes)
         if current.begin is None:
             current.begin = PassBegin(
-                self._clock.stamp(), level_bytes, counters.bytes_written, counters.bytes_read, counters.num_packed
+                self._clock.stamp(),
+                level_bytes,
+                counters.bytes_written,
+                counters.bytes_read,
+                counters.num_packed,
+                self._highest() if current.cursor is not None and current.cursor.limits_total_memory else 0,
             )
             if not current.is_plain:
                 self._accounting.window_peak_bytes = counters.resident_bytes
@@ -345,6 +353,7 @@ class LivePasses:
         counters = self._accounting.counters
         # From now on it is read outside of the lock: a graph that goes on elsewhere tells it nothing more.
         recorder, current.recorder = current.recorder, None
+        highest_bytes = self._highest() if begin.highest_bytes else 0
         return FinishedPass(
             signature=current.signature,
             sizes=tuple(current.sizes),
@@ -359,6 +368,7 @@ class LivePasses:
             peak_bytes=self._accounting.window_peak_bytes,
             written_bytes=counters.bytes_written - begin.written_bytes,
             read_bytes=counters.bytes_read - begin.read_bytes,
+            highest_bytes=highest_bytes if highest_bytes > begin.highest_bytes else 0,
         )
 
     def learn(self) -> None:

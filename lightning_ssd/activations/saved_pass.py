@@ -40,6 +40,8 @@ class PassBegin:
     read_bytes: int
     num_packed: int
     """Tensors that autograd had handed to us by then."""
+    highest_bytes: int = 0
+    """The most memory that had been in use by then; 0 where nobody asks."""
 
 
 class SavedTensorHooks(Protocol):

@@ -35,7 +35,7 @@ from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
-from lightning_ssd.memory.readings import available_bytes, level_bytes
+from lightning_ssd.memory.readings import available_bytes, level_bytes, peak_bytes
 from lightning_ssd.parameters.pager import Pager, SavedElsewhere, Unit
 from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.planning.placement import Placement
@@ -141,6 +141,7 @@ class TensorCache:
             self.accounting,
             self._clock,
             level=self._level_bytes,
+            highest=partial(peak_bytes, device),
             available=self._available_bytes,
             runs_late=copies.is_asynchronous,
             scheduler=scheduler,

@@ -30,6 +30,7 @@ __all__ = [
     "host_available_bytes",
     "is_out_of_memory",
     "level_bytes",
+    "peak_bytes",
     "read_memory",
     "reset_device_peak",
     "reset_host_peak",
@@ -121,6 +122,13 @@ def level_bytes(device: torch.device) -> int:
         return int(_read_bytes("/proc/self/statm").split()[1]) * _PAGE
     except FileNotFoundError:
         return 0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that was in use, as :func:`level_bytes` counts it, since the peak began anew; 0 if unknown."""
+    if accelerator_of(device) is not None:
+        return _allocator_stats(device).get("allocated_bytes.all.peak", 0)
+    return _read_kib_table(Path("/proc/self/status")).get("VmHWM", 0)
 
 
 class ResidentSet:

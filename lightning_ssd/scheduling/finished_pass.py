@@ -31,8 +31,11 @@ class FinishedPass:
     stalls: tuple[tuple[Stamp, Stamp], ...]
     """Begin and end of each wait for a transfer."""
     peak_bytes: int
+    """Resident saved activations at the worst moment."""
     written_bytes: int
     read_bytes: int
+    highest_bytes: int = 0
+    """All memory in use at the worst moment; 0 where nobody asks, or something before the pass had as much."""
 
 
 class PlainPass(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_ssd.common.formatting import format_size
 from lightning_ssd.errors import BudgetError
@@ -22,6 +22,11 @@ _BAND = (0.95, 1.25)
 _MARGIN = 0.02
 _MIN_MARGIN_BYTES = 16 << 20
 """Added to the smallest memory budget that is named: the larger of the two."""
+_SPARE = 0.01
+"""Of a memory budget that was exceeded, what is left free besides: what else is in memory varies."""
+_MOST_UNSEEN = 3
+"""Times the largest saved storage: between two looks of a trace lie a few temporaries, such as gradients, that are as
+large. More was something else, such as a compiler, and need not come again."""
 
 
 def min_relief_if_mapped(max_slowdown: float) -> float:
@@ -65,9 +70,14 @@ class NonActivationMemory:
     traced_level_bytes: int = 0
     """The same, of the pass that was traced."""
     num_traces: int = 0
+    unseen_bytes: int = 0
+    """Beyond that peak, by which passes have exceeded the budget of all memory: a trace looks only now and then."""
 
     def traced(self, peak_bytes: int, level_bytes: int) -> None:
         """A pass that began at this level has been traced."""
+        if self.peak_bytes is not None:  # what this trace has seen of it is in its peak
+            rise = peak_bytes - level_bytes - (self.peak_bytes - self.traced_level_bytes)
+            self.unseen_bytes = max(self.unseen_bytes - max(rise, 0), 0)
         self.peak_bytes, self.traced_level_bytes = peak_bytes, level_bytes
         self.num_traces += 1
 
@@ -138,9 +148,12 @@ class Limits:
         return _least(self.agreed, self._constraints.activation_budget, self._memory_limit(others))
 
     def own(self, others: NonActivationMemory) -> int | None:
-        """The same as far as it will last, to agree on with others: without what is a guess until the next trace."""
-        is_known = others.peak_bytes is not None and not self.has_moved(others)
-        return _least(self._constraints.activation_budget, self._memory_limit(others) if is_known else None)
+        """The same as far as it will last, to agree on with others: without what is a guess until the next trace, and
+        without what nothing is refused for.
+        """
+        if others.peak_bytes is None or self.has_moved(others):
+            return self._constraints.activation_budget
+        return _least(self._constraints.activation_budget, self._memory_limit(replace(others, unseen_bytes=0)))
 
     def _memory_limit(self, others: NonActivationMemory) -> int | None:
         total = self._constraints.memory_budget
@@ -152,9 +165,50 @@ class Limits:
     def _needed(others: NonActivationMemory, total: int) -> int:
         if others.peak_bytes is not None:
             # What has come since may be part of the peak already, as gradients are: too strict until the next trace.
-            return others.peak_bytes + others.grown_bytes
+            return others.peak_bytes + others.grown_bytes + others.unseen_bytes
         # Half of what is left is for gradients, temporaries and what we do not know.
         return (total + others.level_bytes) // 2
+
+    def exceeded(self, others: NonActivationMemory, *, highest_bytes: int, peak_bytes: int, largest_bytes: int) -> bool:
+        """A pass that followed a plan is over. Where it exceeded the budget of all memory, others get less from now on.
+
+        Args:
+            others: what such passes need besides saved activations.
+            highest_bytes: all memory in use at its worst moment.
+            peak_bytes: of these, saved activations at most.
+            largest_bytes: of these, the largest one.
+
+        Returns:
+            Whether it has, so that another plan is wanted.
+        """
+        total = self._constraints.memory_budget
+        if total is None or others.peak_bytes is None or highest_bytes <= total:
+            return False
+        unseen_bytes = highest_bytes + int(_SPARE * total) - peak_bytes - others.peak_bytes - others.grown_bytes
+        unseen_bytes = min(unseen_bytes, _MOST_UNSEEN * largest_bytes)
+        if unseen_bytes <= others.unseen_bytes:
+            return False
+        others.unseen_bytes = unseen_bytes
+        return True
+
+    def relent(self, others: NonActivationMemory, smallest_bytes: int) -> bool:
+        """No plan can do with what is left for saved activations; leave as much as one needs. Passes have gone on
+        although they exceeded the budget, and nothing is refused for that.
+
+        Args:
+            others: what such passes need besides saved activations.
+            smallest_bytes: of saved activations, for which a plan is known.
+
+        Returns:
+            Whether more is left now.
+        """
+        total = self._constraints.memory_budget
+        if total is None or others.peak_bytes is None:
+            return False
+        most_bytes = max(total - others.peak_bytes - others.grown_bytes - smallest_bytes, 0)
+        has_more = most_bytes < others.unseen_bytes
+        others.unseen_bytes = min(others.unseen_bytes, most_bytes)
+        return has_more
 
     @property
     def limits_total_memory(self) -> bool:

@@ -278,6 +278,7 @@ class Scheduler:
         self.comparison.add(known, measured, expected=expected, promised=model.promised(known.plan))
         if known.goal.budget_bytes is not None:
             self._compare_within_budget(kind, known, measured)
+            self._hold_to_memory_budget(kind, known, done)
         if search is not None and known.plan.moves:
             before = search.state
             stall_s = known.plan.prediction.stall_s
@@ -330,6 +331,22 @@ class Scheduler:
             _log.info("%s", told)
         if search.chosen is not None:
             kind.exchange(search.chosen)
+
+    def _hold_to_memory_budget(self, kind: PassKind, known: StoredPlan, done: FinishedPass) -> None:
+        """Plan with less where all memory in use was more than its budget, at a moment that no trace has shown."""
+        has_exceeded = self._limits.exceeded(
+            kind.others,
+            highest_bytes=done.highest_bytes,
+            peak_bytes=done.peak_bytes,
+            largest_bytes=max(known.sizes, default=0),
+        )
+        if not has_exceeded:
+            return
+        _log.info("planning again: %d bytes of memory were in use, more than memory_budget", done.highest_bytes)
+        if kind.has_trace:
+            self._traced.append((kind, TracedPass(known.sizes, known.trace, known.plan.prediction.peak_bytes)))
+        else:
+            kind.ask_for_trace()
 
     def _keep_learnt(self, search: MoveSearch, known: StoredPlan) -> None:
         """For the next run. Where blocks are recomputed, sizes do not tell what was learnt of."""
@@ -410,6 +427,9 @@ class Scheduler:
         try:
             choice = made.task.result()
         except BudgetTooSmall as error:
+            if self._limits.relent(kind.others, error.smallest_bytes):
+                self._traced.append((kind, traced))
+                return
             may_move = goal.written_bytes is None or trace.moved_bytes <= goal.written_bytes
             is_kept = goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes and may_move
             if is_kept or not self._constraints.has_budget:

@@ -16,6 +16,7 @@ from lightning_ssd.memory.readings import (
     cgroup_limit_bytes,
     host_available_bytes,
     level_bytes,
+    peak_bytes,
     read_memory,
     reset_device_peak,
     reset_host_peak,
@@ -71,6 +72,26 @@ def test_device_peak_and_its_reset():
     assert readings.device_bytes <= held - 64 * MIB
     assert reset_device_peak("cuda")
     assert read_memory("cuda").device_peak_bytes < readings.device_peak_bytes
+
+
+@linux_only
+def test_the_peak_outlives_what_was_in_use():
+    cpu = torch.device("cpu")
+    with mmap.mmap(-1, 64 * MIB) as block:
+        block.write(b"x" * (64 * MIB))
+        level = level_bytes(cpu)
+    assert level_bytes(cpu) < level
+    assert peak_bytes(cpu) >= level - MIB
+    assert peak_bytes(cpu) == read_memory().host_peak_bytes
+
+
+@pytest.mark.gpu
+def test_the_peak_of_a_device_is_its_allocator_s():
+    device = torch.device("cuda", torch.cuda.current_device())
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+    level = level_bytes(device)
+    del block
+    assert peak_bytes(device) >= level > level_bytes(device)
 
 
 @linux_only

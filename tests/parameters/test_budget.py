@@ -60,6 +60,14 @@ def test_each_step_stays_within_the_budget(share: float, kept: tuple[str, str], 
     assert told["waiting_mib"][-1] > 0
 
 
+@pytest.mark.slow
+def test_memory_that_no_trace_has_shown_exceeds_a_budget_once(spill_dir: Path) -> None:
+    told = trained(FROZEN | {"budget_mib": 196, "rows": 128, "num_copies": 8}, spill_dir)
+    assert told["error"] is None
+    assert told["peaks_mib"][1] > 196, "else there was nothing to learn"
+    assert max(told["peaks_mib"][2:]) <= 196
+
+
 class Stack(nn.Module):
     """Frozen units, with a little that is trained between them."""
 

@@ -13,7 +13,12 @@ from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
 from lightning_ssd.scheduling import plan_maker as module
 from lightning_ssd.scheduling.clock import Clock, HostClock
 from lightning_ssd.scheduling.finished_pass import FinishedPass
-from lightning_ssd.scheduling.memory_limits import MemoryConstraints, min_relief_if_mapped
+from lightning_ssd.scheduling.memory_limits import (
+    Limits,
+    MemoryConstraints,
+    NonActivationMemory,
+    min_relief_if_mapped,
+)
 from lightning_ssd.scheduling.move_search import NUM_KEPT
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.scheduler import Scheduler
@@ -361,6 +366,72 @@ def test_growth_that_the_trace_has_seen_already_refuses_nothing() -> None:
             cursor, _ = run_pass(made, make_trace(other=16 * mib), level_bytes=16 * mib, clock=LateClock)
             made.wait()
         assert cursor.limit_bytes == 4 * mib
+        assert cursor.completed() is not None
+
+
+def test_who_exceeds_a_memory_budget_gets_less() -> None:
+    """What no trace has shown, and a hundredth, is taken off what saved activations may have."""
+    with opened(memory_budget=100 * NBYTES) as made:
+        trace = make_trace(100, other=30 * NBYTES)
+        run_pass(made, trace)
+        made.wait()
+        for highest, limit in ((100, 70), (101, 70), (0, 68), (0, 68)):
+            cursor, _ = run_pass(made, trace, peak_bytes=70 * NBYTES, highest_bytes=highest * NBYTES)
+            assert cursor.limit_bytes == limit * NBYTES
+            made.wait()
+        known = cursor.completed()
+        assert known is not None
+        assert known.plan.prediction.peak_bytes <= 68 * NBYTES
+
+
+def test_two_passes_that_exceed_a_budget_together_are_counted_once() -> None:
+    with opened(memory_budget=100 * NBYTES) as made:
+        trace = make_trace(100, other=30 * NBYTES)
+        for highest in (0, 101, 101):
+            run_pass(made, trace, peak_bytes=70 * NBYTES, highest_bytes=highest * NBYTES)
+            if not highest:
+                made.wait()
+        made.wait()
+        assert made.cursor("a", level_bytes=0, available_bytes=None)[0].limit_bytes == 68 * NBYTES
+
+
+def test_what_a_trace_sees_later_is_not_taken_off_twice() -> None:
+    others = NonActivationMemory()
+    others.traced(600, 400)
+    limits = Limits(MemoryConstraints(max_slowdown=1.02, memory_budget=1000))
+    assert limits.exceeded(others, highest_bytes=1040, peak_bytes=400, largest_bytes=100)
+    assert (others.unseen_bytes, limits.of(others)) == (50, 350)
+    others.traced(630, 400)
+    assert (others.unseen_bytes, limits.of(others)) == (20, 350)
+    others.traced(730, 500)  # something else has come
+    assert (others.unseen_bytes, limits.of(others)) == (20, 250)
+    others.traced(700, 500)
+    assert others.unseen_bytes == 20
+    assert limits.own(others) == 300, "what nothing is refused for is not agreed on with other processes"
+
+
+def test_what_happens_once_is_not_taken_for_what_each_pass_needs() -> None:
+    others = NonActivationMemory()
+    others.traced(600, 400)
+    limits = Limits(MemoryConstraints(max_slowdown=1.02, memory_budget=1000))
+    assert limits.exceeded(others, highest_bytes=9000, peak_bytes=400, largest_bytes=50)
+    assert limits.of(others) == 1000 - 600 - 3 * 50
+    assert not limits.exceeded(others, highest_bytes=9001, peak_bytes=250, largest_bytes=50)
+
+
+@pytest.mark.parametrize("highest", [21, 40, 4000])
+def test_no_budget_is_refused_for_what_no_trace_has_shown(highest: int) -> None:
+    """Saved activations get as little as a plan can do with, and passes go on."""
+    with opened(memory_budget=9 * NBYTES) as made:
+        trace = make_trace(20, other=6 * NBYTES)
+        smallest = smallest_budget(trace, FAST, PlanObjective(budget_bytes=0))
+        assert 0 < smallest < 3 * NBYTES
+        for number in range(8):
+            cursor, _ = run_pass(
+                made, trace, peak_bytes=3 * NBYTES, highest_bytes=highest * NBYTES if number == 2 else 0
+            )
+            made.wait()
+        assert cursor.limit_bytes == smallest
         assert cursor.completed() is not None
 
 

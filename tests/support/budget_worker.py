@@ -1,7 +1,8 @@
 """Trains a stack of equal blocks within a memory budget: ``python -m tests.support.budget_worker SETTINGS DIR``.
 
 ``SETTINGS`` are JSON: those of the policy, and ``kind`` ("frozen" or "trained"), ``budget_mib`` above what the process
-holds without a model, ``steps``, ``rows`` of a batch. It prints one line of JSON.
+holds without a model, ``steps``, ``rows`` of a batch, ``num_copies`` of each row in the middle of a block. It prints
+one line of JSON.
 """
 
 from __future__ import annotations
@@ -24,22 +25,29 @@ MIB = 1 << 20
 
 
 class Block(nn.Module):
-    """16 MiB of weights, 10 MiB of activations with the rows of a batch, and a small adapter."""
+    """16 MiB of weights, 10 MiB of activations with the rows of a batch, and a small adapter.
 
-    def __init__(self) -> None:
+    Between copies and their mean backward has several temporaries as large as they, and saves or reads nothing.
+    """
+
+    def __init__(self, num_copies: int) -> None:
         super().__init__()
+        self.num_copies = num_copies
         self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(torch.relu(self.up(x))) * self.scale
+        inner = torch.relu(self.up(x))
+        if self.num_copies > 1:
+            inner = inner.repeat(self.num_copies, 1).square().view(self.num_copies, *inner.shape).mean(0)
+        y: torch.Tensor = x + self.down(inner) * self.scale
         return y
 
 
-def built(kind: str) -> nn.Module:
+def built(kind: str, num_copies: int) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+    model = nn.Sequential(*(Block(num_copies) for _ in range(NUM_BLOCKS)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(kind == "trained" or "scale" in name)
     return model
@@ -48,9 +56,9 @@ def built(kind: str) -> nn.Module:
 def main(settings: str, directory: str) -> None:
     options: dict[str, Any] = json.loads(settings)
     kind, budget, steps = options.pop("kind"), options.pop("budget_mib", None), options.pop("steps", 6)
-    rows = options.pop("rows", ROWS)
+    rows, num_copies = options.pop("rows", ROWS), options.pop("num_copies", 1)
     torch.set_num_threads(1)
-    model = built(kind)
+    model = built(kind, num_copies)
     trim()
     rest_bytes = (read_memory().host_bytes or 0) - sum(parameter.nbytes for parameter in model.parameters())
     if budget is not None:

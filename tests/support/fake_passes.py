@@ -83,6 +83,7 @@ def run_pass(
     available_bytes: int | None = None,
     level_bytes: int = 0,
     peak_bytes: int | None = None,
+    highest_bytes: int = 0,
 ) -> tuple[PlanCursor, bool]:
     """One pass that saves what the trace says."""
     cursor, wants_trace = made.cursor(signature, level_bytes=level_bytes, available_bytes=available_bytes)
@@ -105,6 +106,7 @@ def run_pass(
             peak_bytes=max(sizes, default=0) if peak_bytes is None else peak_bytes,
             written_bytes=NBYTES,
             read_bytes=NBYTES,
+            highest_bytes=highest_bytes,
         )
     )
     made.border()
