@@ -4,6 +4,7 @@ first one.
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -152,6 +153,8 @@ def test_a_budget_without_room_for_what_cannot_wait_is_refused_before_the_first_
     opened: Callable[..., Offloader],
 ) -> None:
     model = Stack()
+    gc.collect()
+    trim()  # or memory that earlier tests have left would leave in between
     rest = level_bytes(CPU) - sum(parameter.nbytes for parameter in model.parameters())
     budget = rest + UNIT_BYTES // 2
     offloader = opened(memory_budget=budget)
