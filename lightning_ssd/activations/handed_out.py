@@ -3,35 +3,68 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
+
+from lightning_ssd.common.tensors import storage_of, use_count
+
+if TYPE_CHECKING:
+    from lightning_ssd.activations.saved_storage import SavedStorage
 
 __all__ = ["HandedOut"]
 
 _Kind = tuple[torch.dtype, tuple[int, ...]]
 _MAX_NODES = 64
-_keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_NO_BACKWARD = -1
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
-class _Held(NamedTuple):
-    """Of one thread."""
+class _Given(NamedTuple):
+    """One saved tensor that a node was given."""
 
-    node: tuple[int, int]
-    """The node that was given the tensors: its address, which may be lent again, and its number."""
-    kinds: frozenset[_Kind] | None
-    """What of it may become a leaf's gradient; ``None``: anything."""
-    tensors: list[torch.Tensor]
+    record: SavedStorage
+    tensor: torch.Tensor
+    again: torch.Tensor
+    """The same: a single reference of Python's counts as the tensor's own."""
+
+    @property
+    def may_be_shared(self) -> bool:
+        """Whether anybody else has its memory, or may be given it once more. ``True`` where nobody can tell."""
+        return self.record.lease() is not None or use_count(storage_of(self.tensor)._cdata) != 1
+
+
+class _Held:
+    """Of one thread in one backward."""
+
+    __slots__ = ("given", "kinds", "node")
+
+    def __init__(self) -> None:
+        self.node: tuple[int, int] | None = None
+        """Whose saved tensors were asked for last: its address, which may be lent again, and its number."""
+        self.kinds: frozenset[_Kind] | None = None
+        """What of them may become a leaf's gradient; ``None``: anything."""
+        self.given: list[_Given] = []
+
+    def let_go(self) -> None:
+        """Another node asks: whatever nobody else can have is a leaf's gradient by now, or may become one."""
+        self.node, self.given = None, [one for one in self.given if one.may_be_shared]
 
 
 class HandedOut:
-    """Refers to what the ``Function`` that runs has been given, so that it does not become a gradient itself.
+    """Refers to what Functions have been given, so that it does not become a gradient itself.
 
     Autograd makes the tensor that it gets for a leaf the leaf's ``grad``, without a copy, if nobody else refers to it
     (``AccumulateGrad``). A saved tensor it refers to itself, but with hooks, each time that it is asked for, it gets an
     object of its own over memory that others may have, too: two leaves would have one gradient, or a batch would be
-    cleared by ``zero_grad``. The leaves of a ``Function`` have had their gradients when another one runs.
+    cleared by ``zero_grad``.
+
+    Other nodes may run before a leaf has its gradient, also Functions, and those of a backward within the ``Function``.
+    So a tensor is let go of when another node asks and nobody else has its memory, nor can be given it: the leaf may
+    have it then, and else it is free. As long as others have it, referring to it takes no memory. The rest goes at the
+    end of the backward.
 
     What has another shape or dtype than any leaf that the returned gradients can get to as they are is let go at once:
     a compiled block is a ``Function``, which frees each saved tensor behind its last use, and would hold all of them
@@ -39,29 +72,35 @@ class HandedOut:
     """
 
     def __init__(self) -> None:
-        self._by_thread: dict[int, _Held] = {}
+        self._held: dict[tuple[int, int], _Held] = {}
+        """By thread and backward."""
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor, record: SavedStorage) -> None:
         """The node that runs in this thread is given a tensor."""
         node: Any = torch._C._current_autograd_node()
-        thread = threading.get_ident()
-        held = self._by_thread.get(thread)
+        key = threading.get_ident(), torch._C._current_graph_task_id()
+        held = self._held.get(key)
         if not isinstance(node, BackwardCFunction):
             if held is not None:
-                self._by_thread.pop(thread, None)
+                held.let_go()
             return
+        if held is None:
+            held = self._held[key] = _Held()
+            if key[1] != _NO_BACKWARD:
+                _engine.queue_callback(partial(self._held.pop, key, None))
         name = id(node), node._sequence_nr()
-        if held is None or held.node != name:
-            held = self._by_thread[thread] = _Held(name, None if _keeps_graph() else _leaves_of(node), [])
+        if held.node != name:
+            held.let_go()
+            held.node, held.kinds = name, _leaves_of(node)
         if held.kinds is None or (tensor.dtype, tuple(tensor.shape)) in held.kinds:
-            held.tensors.extend((tensor, tensor))  # twice: a single reference of Python's counts as the tensor's own
+            held.given.append(_Given(record, tensor, tensor))
 
     def clear(self, *, everywhere: bool) -> None:
-        """A backward of this thread is over; ``everywhere``: and no other one is under way."""
-        if everywhere:
-            self._by_thread.clear()
-        else:
-            self._by_thread.pop(threading.get_ident(), None)
+        """A backward of this thread is over, if by an error; ``everywhere``: and no other one is under way."""
+        thread = threading.get_ident()
+        for key in list(self._held):
+            if everywhere or key[0] == thread:
+                self._held.pop(key, None)
 
 
 def _leaves_of(node: Any) -> frozenset[_Kind] | None:

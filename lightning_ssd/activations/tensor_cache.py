@@ -616,5 +616,5 @@ class TensorCache:
             )
         tensor: torch.Tensor = probe.rebuild(spec, storage)
         self._copies.protect(tensor)
-        self._handed_out.add(tensor)
+        self._handed_out.add(tensor, lease.record)
         return tensor

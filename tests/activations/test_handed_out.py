@@ -79,3 +79,26 @@ def _left(forward: Callable[[], AbstractContextManager[None]]) -> list[int]:
 def test_what_a_function_was_given_dies_as_without_hooks(offloader: Offloader) -> None:
     assert _left(nullcontext) == [2, 1, 0]
     assert _left(offloader.saved_tensors) == [2, 1, 0]
+
+
+class _GivesSaved(torch.autograd.Function):
+    """Its backward returns what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return (*ctx.saved_tensors, None)
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_nothing_is_held_when_the_backward_is_over(offloader: Offloader, retain_graph: bool) -> None:
+    """Also where nobody tells us, and the graph lives on."""
+    x = torch.rand(64, 32, requires_grad=True)
+    with offloader.saved_tensors():
+        loss = _GivesSaved.apply(x * 1, torch.rand(64, 32))
+    loss.backward(retain_graph=retain_graph)
+    assert not offloader._opened()._handed_out._held

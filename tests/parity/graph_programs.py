@@ -371,6 +371,85 @@ def batch_that_is_the_gradient(session: Session, between: Callable[[Tensor], Ten
     return batch
 
 
+class GivesNone(torch.autograd.Function):
+    """The first input gets no gradient, when the others get theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient.expand(60, 40)
+
+
+class SavesExp(torch.autograd.Function):
+    """Asks for what it has saved, as any Function does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * y
+
+
+class GivesSavedAfter(torch.autograd.Function):
+    """Has a graph of its own, whose backward runs before it returns what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *leaves: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.inner = leaves[0].detach().requires_grad_()
+            ctx.outer = SavesExp.apply(ctx.inner.sin()).sum()
+        ctx.save_for_backward(gradient)
+        return sum((leaf * gradient).sum() for leaf in leaves)  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        torch.autograd.grad(ctx.outer, ctx.inner)
+        return None, *[gradient] * (len(ctx.needs_input_grad) - 1)
+
+
+def _through_a_sum(batch: Tensor, leaves: list[Tensor]) -> Tensor:
+    between = leaves[0] + leaves[1]
+    loss: Tensor = GivesSaved.apply(batch, between, SavesExp.apply(leaves[2]))
+    return loss
+
+
+def _of_a_leaf_that_waits(batch: Tensor, leaves: list[Tensor]) -> Tensor:
+    late = GivesNone.apply(leaves[0], leaves[1].exp())
+    other = SavesExp.apply(leaves[2])
+    return GivesSaved.apply(batch, leaves[0], other) + late + other.sum()  # type: ignore[no-any-return]
+
+
+def _after_another_backward(batch: Tensor, leaves: list[Tensor]) -> Tensor:
+    loss: Tensor = GivesSavedAfter.apply(batch, *leaves)
+    return loss
+
+
+def batch_that_is_the_gradient_when_others_have_run(
+    session: Session, forward: Callable[[Tensor, list[Tensor]], Tensor]
+) -> Any:
+    """Between a Function and the leaves that get what it was given, other nodes ask for their saved tensors."""
+    leaves: list[Tensor] = [nn.Parameter(floats(number, 60, 40)) for number in range(3)]
+    batch = floats(3, 60, 40)
+    with session.saved():
+        loss = forward(batch, leaves)
+    session.drain()
+    loss.backward()
+    session.end()
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    for number, gradient in enumerate(gradients):
+        gradient.mul_(number + 2)
+    return batch, gradients
+
+
 def retained_gradient_that_is_edited(session: Session) -> Any:
     """What is done to the gradient leaves the graph alone, which has another backward to come."""
     leaf = nn.Parameter(floats(0, 60, 40))
@@ -412,6 +491,15 @@ PROGRAMS: dict[str, Program] = {
     )
 } | {
     "batch_that_is_the_gradient_behind_sums": partial(batch_that_is_the_gradient, between=lambda leaf: 1 + leaf + 1),
+    "batch_that_is_the_gradient_through_a_sum": partial(
+        batch_that_is_the_gradient_when_others_have_run, forward=_through_a_sum
+    ),
+    "batch_that_is_the_gradient_of_a_leaf_that_waits": partial(
+        batch_that_is_the_gradient_when_others_have_run, forward=_of_a_leaf_that_waits
+    ),
+    "batch_that_is_the_gradient_after_another_backward": partial(
+        batch_that_is_the_gradient_when_others_have_run, forward=_after_another_backward
+    ),
     "leaves_of_one_gradient": partial(leaves_of_one_gradient, at_once=True),
     "leaves_of_one_gradient_by_two_functions": partial(leaves_of_one_gradient, at_once=False),
     "two_forwards_in_order": two_forwards((0, 1)),
