@@ -33,9 +33,9 @@ class GraphMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # A weak reference: the node holds the memory of its graphs, also when these have been reset.
-        self._node: Callable[[], object] = _nobody
-        self._addresses: frozenset[int] = frozenset()
+        # A weak reference: the node holds the memory of its graphs, also when these have been reset. Together with its
+        # addresses, since each thread has nodes of its own.
+        self._known: tuple[Callable[[], object], frozenset[int]] = _nobody, frozenset()
 
     def holds(self, address: int) -> bool:
         """Whether the storage at this address was made by the graphs that have run in this step."""
@@ -44,19 +44,22 @@ class GraphMemory:
             node = None if manager is None else manager.current_node
             if node is None:
                 return False
-            if node is not self._node():
-                self._addresses = frozenset(output.data_ptr() for output in node.path_live_weakrefs())
-                self._node = weakref.ref(node)
+            known, addresses = self._known
+            if node is not known():
+                addresses = frozenset(output.data_ptr() for output in node.path_live_weakrefs())
+                self._known = weakref.ref(node), addresses
         except (AttributeError, TypeError):
             return True
-        return address in self._addresses
+        return address in addresses
 
     @property
     def wants_no_hooks(self) -> bool:
         """Whether there are graphs of a backward."""
         try:
             manager = self._manager()
-            return manager is not None and any(mode.name == "BACKWARD" for mode in manager.id_to_mode.values())
+            # Copied in C: another thread may add a graph meanwhile.
+            modes = () if manager is None else list(manager.id_to_mode.values())
+            return any(mode.name == "BACKWARD" for mode in modes)
         except (AttributeError, TypeError):
             return True
 

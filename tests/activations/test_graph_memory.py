@@ -103,6 +103,20 @@ def test_graphs_that_train_want_no_hooks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not GraphMemory(torch.device("cpu")).wants_no_hooks
 
 
+def test_a_graph_may_be_added_while_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread; here by whoever is asked for a name."""
+    manager = trees(monkeypatch, None)
+
+    class Adding:
+        @property
+        def name(self) -> str:
+            manager.id_to_mode[len(manager.id_to_mode)] = SimpleNamespace(name="FORWARD")
+            return "FORWARD"
+
+    manager.id_to_mode[0] = Adding()
+    assert not GraphMemory(CUDA).wants_no_hooks
+
+
 def test_another_word_of_the_compilers_wants_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=lambda *_, **__: object())
