@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
-from torch.multiprocessing import reductions
 
 __all__ = [
     "PLAIN_TYPES",
@@ -27,7 +26,6 @@ __all__ = [
     "can_count_holders",
     "class_of",
     "holders",
-    "is_in_other_processes",
     "is_released",
     "place_of",
     "storage_of",
@@ -162,17 +160,6 @@ def holders(storage: torch.UntypedStorage) -> int:
     The given object is one reference more, however many objects of Python there are for the same storage.
     """
     return 0 if _use_count is None else use_count(storage._cdata) - 1
-
-
-def is_in_other_processes(storage: torch.UntypedStorage) -> bool:
-    """Whether another process may have the memory, too.
-
-    PyTorch says so of all memory of a CUDA device, which could be sent. What was sent, or received, is in the cache of
-    the module that does it.
-    """
-    if storage.device.type == "cpu":
-        return storage.is_shared()
-    return any(sent.cdata == storage._cdata for sent in list(reductions.shared_cache.values()))
 
 
 class TensorSpec(NamedTuple):

@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.common.tensors import is_in_other_processes, storage_of
+from lightning_ssd.common.sent_storages import is_in_other_processes
+from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
 from lightning_ssd.parameters.device_weights import WeightTiers

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_ssd.common.tensors import StorageKey, TensorSpec, holders, is_in_other_processes, storage_of
+from lightning_ssd.common.sent_storages import is_in_other_processes
+from lightning_ssd.common.tensors import StorageKey, TensorSpec, holders, storage_of
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError, forget_frames
 from lightning_ssd.parameters.guard.guard import Door, forget_door, guard, own_class

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lightning_ssd.common.dtensor import ShardedGroup, ShardedParameter, local_of, sharded_of
-from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, is_in_other_processes, storage_of
+from lightning_ssd.common.sent_storages import is_in_other_processes
+from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, storage_of
 from lightning_ssd.parameters.files.file_slices import FileSlices, file_slices
 from lightning_ssd.parameters.files.weight_files import is_mapped
 from lightning_ssd.parameters.guard.guard import is_guarded

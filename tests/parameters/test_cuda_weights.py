@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.common.tensors import is_in_other_processes
+from lightning_ssd.common.sent_storages import is_in_other_processes
 from recipes.determinism import make_deterministic
 from tests.support.cuda_memory import allocated_bytes
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader
+from lightning_ssd.common import sent_storages
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.parameters import device_memory
 from tests.parameters.test_device_weights import NUM_WEIGHTS, Scale, away, eventually, opened  # noqa: F401  # a fixture
@@ -279,6 +280,23 @@ def test_a_weight_that_was_sent_to_another_process_stays(
         stays = [p for p in model.parameters() if p.untyped_storage()._cdata == sent]
         assert stays
         assert all(p.untyped_storage().nbytes() == p.nbytes for p in stays)
+
+
+def test_sending_a_weight_is_noted_while_others_wait(
+    opened: Opened,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what all memory of a card is sent with: PyTorch's cache has one storage of each allocation alone."""
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: None, raising=False)
+    model = built()
+    offloader = opened(model)
+    assert eventually(offloader, lambda: len(away(model)) == NUM_WEIGHTS)
+    monkeypatch.setattr(sent_storages, "_sent", sent := {})
+    weights = [model.blocks[number].up.weight for number in (1, 2)]
+    for weight in weights:
+        weight.untyped_storage()._share_cuda_()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert {weight.untyped_storage()._cdata for weight in weights} == set(sent)
 
 
 @pytest.mark.parametrize("does", ["double", "load_state_dict", "swap"])

@@ -17,6 +17,7 @@ for telling:
 * setting another current stream in the forward of a unit: it has to wait for the copies of the weights, too, and their
   memory for it;
 * entering hooks for saved tensors that may hold a weight itself, where nobody can count it;
+* sending the memory of a weight to another process, which would not see that the weight has got other memory;
 * transforms of ``torch.func``, which wrap a tensor without asking its class;
 * the list of classes for which optimizers take their ``foreach`` or ``fused`` implementation: an optimizer that is not
   offloaded may see weights that are away.
@@ -33,6 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_ssd.common.sent_storages import noting_sent, sending_is_noted
 from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.parameters.guard.guard import GUARDED, door_of, is_guarded, using
 
@@ -115,6 +117,9 @@ class _GuardPatches:
                 self._stand_in(owner, "set_stream", _then_follow(set_stream))
         self._stand_in(torch.overrides, "has_torch_function", _has_torch_function)
         self._stand_in(_Hooks, "__enter__", _enter_hooks)
+        storages: Any = torch.UntypedStorage
+        self._stand_in(storages, "_share_cuda_", noting_sent(storages._share_cuda_))
+        sending_is_noted()
         for module in _ENGINES:
             # Not what stands there now: torch.compiler stands in for both, too, for a while.
             self._put_back.append(partial(setattr, module, "_engine_run_backward", _plain_run_backward))

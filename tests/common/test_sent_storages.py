@@ -1,0 +1,100 @@
+"""Memory that other processes have, too: by the cache of PyTorch's module that sends it, and by what sends it."""
+
+from __future__ import annotations
+
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from lightning_ssd.common import sent_storages
+from lightning_ssd.common.sent_storages import is_in_other_processes, noting_sent, sending_is_noted
+
+ALLOCATION = b"the handle of an allocation"
+
+
+class Storage:
+    """Of a card, as far as it is asked."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self._memory = torch.zeros(1).untyped_storage()
+        self._cdata = self._memory._cdata
+
+    def is_shared(self) -> bool:
+        return True
+
+    def _weak_ref(self) -> Any:
+        return self._memory._weak_ref()
+
+
+def known(storage: Storage, *, expired: bool = False) -> Any:
+    return SimpleNamespace(cdata=storage._cdata, expired=lambda: expired)
+
+
+def is_sent(storage: Storage) -> bool:
+    return is_in_other_processes(storage)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch) -> dict[object, object]:
+    """PyTorch's, while nothing was sent."""
+    cache: dict[object, object] = {}
+    monkeypatch.setattr(reductions, "shared_cache", cache)
+    monkeypatch.setattr(sent_storages, "_sent", {})
+    monkeypatch.setattr(sent_storages._Noting, "has_missed", False)
+    monkeypatch.setattr(sent_storages, "_MIN_LIMIT", 4)
+    monkeypatch.setattr(sent_storages._Noting, "limit", 4)
+    return cache
+
+
+def test_memory_of_a_card_is_shared_only_if_it_was_sent(cache: dict[object, object]) -> None:
+    """PyTorch says of each storage of a CUDA device that it is shared: taken at its word, nothing would ever leave."""
+    storage = Storage()
+    assert not is_sent(storage)
+    cache[ALLOCATION, 512] = known(storage)  # received
+    assert is_sent(storage)
+
+
+def test_two_of_one_allocation_are_sent(cache: dict[object, object]) -> None:
+    """PyTorch's cache has the last one alone."""
+
+    def share(storage: Storage, *, answer: int) -> int:
+        cache[ALLOCATION] = known(storage)
+        return answer
+
+    first, second, own = Storage(), Storage(), Storage()
+    sending_is_noted()
+    sends = noting_sent(share)
+    assert [sends(storage, answer=3) for storage in (first, second)] == [3, 3]  # type: ignore[arg-type]
+    assert [is_sent(storage) for storage in (first, second, own)] == [True, True, False]
+
+
+@pytest.mark.parametrize("expired", [False, True])
+def test_of_what_was_sent_before_anybody_noted_the_rest_is_unknown(cache: dict[object, object], expired: bool) -> None:
+    sent, received = Storage(), Storage()
+    cache[ALLOCATION] = known(sent, expired=expired)
+    cache[ALLOCATION, 512] = known(received)  # each has an entry of its own
+    sending_is_noted()
+    assert is_sent(Storage()) is not expired
+
+
+def test_what_was_sent_and_is_gone_is_forgotten() -> None:
+    sends, alive = noting_sent(lambda storage: None), Storage()
+    sends(alive)  # type: ignore[arg-type]
+    for _ in range(20):
+        sends(Storage())  # type: ignore[arg-type]
+    assert len(sent_storages._sent) <= 5
+    assert is_sent(alive)
+
+
+def test_the_cache_names_a_storage_by_its_address() -> None:
+    tensor = torch.zeros(8)
+    ForkingPickler.dumps(tensor)
+    storage = tensor.untyped_storage()
+    assert any(sent.cdata == storage._cdata for sent in reductions.shared_cache.values())
+    assert is_in_other_processes(storage)
+    assert not is_in_other_processes(torch.zeros(8).untyped_storage())
