@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ __all__ = ["HandedOut"]
 
 _Kind = tuple[torch.dtype, tuple[int, ...]]
 _MAX_NODES = 64
-_NO_BACKWARD = -1
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -37,9 +36,9 @@ class _Given(NamedTuple):
 
 
 class _Held:
-    """Of one thread in one backward."""
+    """Of one thread in one backward, which has it, and calls it at the end; if it fails, it drops it."""
 
-    __slots__ = ("given", "kinds", "node")
+    __slots__ = ("__weakref__", "given", "kinds", "node")
 
     def __init__(self) -> None:
         self.node: tuple[int, int] | None = None
@@ -47,6 +46,9 @@ class _Held:
         self.kinds: frozenset[_Kind] | None = None
         """What of them may become a leaf's gradient; ``None``: anything."""
         self.given: list[_Given] = []
+
+    def __call__(self) -> None:
+        self.given.clear()
 
     def let_go(self) -> None:
         """Another node asks: whatever nobody else can have is a leaf's gradient by now, or may become one."""
@@ -72,22 +74,21 @@ class HandedOut:
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._held: dict[tuple[int, int], weakref.ref[_Held]] = {}
         """By thread and backward."""
 
     def add(self, tensor: torch.Tensor, record: SavedStorage) -> None:
         """The node that runs in this thread is given a tensor."""
         node: Any = torch._C._current_autograd_node()
         key = threading.get_ident(), torch._C._current_graph_task_id()
-        held = self._held.get(key)
+        known = self._held.get(key)
+        held = None if known is None else known()
         if not isinstance(node, BackwardCFunction):
             if held is not None:
                 held.let_go()
             return
         if held is None:
-            held = self._held[key] = _Held()
-            if key[1] != _NO_BACKWARD:
-                _engine.queue_callback(partial(self._held.pop, key, None))
+            held = self._begin(key)
         name = id(node), node._sequence_nr()
         if held.node != name:
             held.let_go()
@@ -95,12 +96,14 @@ class HandedOut:
         if held.kinds is None or (tensor.dtype, tuple(tensor.shape)) in held.kinds:
             held.given.append(_Given(record, tensor, tensor))
 
-    def clear(self, *, everywhere: bool) -> None:
-        """A backward of this thread is over, if by an error; ``everywhere``: and no other one is under way."""
-        thread = threading.get_ident()
-        for key in list(self._held):
-            if everywhere or key[0] == thread:
-                self._held.pop(key, None)
+    def _begin(self, key: tuple[int, int]) -> _Held:
+        for other, reference in list(self._held.items()):
+            if reference() is None:
+                self._held.pop(other, None)
+        held = _Held()
+        _engine.queue_callback(held)
+        self._held[key] = weakref.ref(held)
+        return held
 
 
 def _leaves_of(node: Any) -> frozenset[_Kind] | None:

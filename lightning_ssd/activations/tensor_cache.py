@@ -281,7 +281,6 @@ class TensorCache:
             self._passes.prune()
             if not are_plain:
                 self._prune()
-            self._handed_out.clear(everywhere=not self._passes.are_alive)
         self._warn_of_writes()
         return not are_plain
 

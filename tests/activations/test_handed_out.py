@@ -95,10 +95,41 @@ class _GivesSaved(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
-def test_nothing_is_held_when_the_backward_is_over(offloader: Offloader, retain_graph: bool) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_held_when_the_backward_is_over(offloader: Offloader, retain_graph: bool, fails: bool) -> None:
     """Also where nobody tells us, and the graph lives on."""
+    given = torch.rand(64, 32)
+    key = StorageKey(given.untyped_storage())
     x = torch.rand(64, 32, requires_grad=True)
     with offloader.saved_tensors():
-        loss = _GivesSaved.apply(x * 1, torch.rand(64, 32))
-    loss.backward(retain_graph=retain_graph)
-    assert not offloader._opened()._handed_out._held
+        before = x * 1
+        loss = _GivesSaved.apply(before, given)
+    del given
+    if fails:
+        before.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        loss.backward(retain_graph=retain_graph)
+    x.grad = None
+    assert all(held() is None or not held().given for held in offloader._opened()._handed_out._held.values())  # type: ignore[union-attr]
+    del loss, before
+    assert not key.alive()
+
+
+def test_the_end_of_one_backward_leaves_another_one_alone(offloader: Offloader) -> None:
+    """A thread ends its backward where one of another has got past all that it has saved, and not to its leaves."""
+    leaf, batch = torch.rand(64, 32, requires_grad=True), torch.rand(64, 32)
+    expected = batch.clone()
+    with offloader.saved_tensors():
+        between = leaf + 1
+        loss = _GivesSaved.apply(between, batch)
+
+    def other_ends(gradient: Tensor) -> None:
+        thread = threading.Thread(target=offloader.end_backward)
+        thread.start()
+        thread.join()
+
+    between.grad_fn.register_prehook(lambda gradients: other_ends(gradients[0]))  # type: ignore[union-attr]
+    loss.backward()
+    assert leaf.grad is not None
+    leaf.grad.zero_()
+    assert torch.equal(batch, expected)
