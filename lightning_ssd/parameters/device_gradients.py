@@ -22,7 +22,7 @@ from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.sent_storages import is_in_other_processes
 from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.parameters.device_memory import DeviceMemory
-from lightning_ssd.parameters.device_pager import DevicePager
+from lightning_ssd.parameters.device_pager import DevicePager, is_in_backward
 from lightning_ssd.parameters.device_weights import WeightTiers
 from lightning_ssd.parameters.guard.guard_patches import guard_patches
 from lightning_ssd.parameters.guard.swap_patch import ParameterHooks, swap_patch
@@ -306,6 +306,8 @@ class GradientPager(DevicePager):
         super()._hold(unit, weight)
 
     def border(self) -> None:
+        if is_in_backward():
+            return
         for number in [number for number, hooks in self._hooks.items() if hooks.parameter is None]:
             del self._hooks[number]
         self._coming.clear()

@@ -25,7 +25,12 @@ from lightning_ssd.parameters.guard.guard import door_of
 from lightning_ssd.parameters.guard.guard_patches import guard_patches, may_hold_weights
 from lightning_ssd.parameters.pager import Place, Unit, Weight
 
-__all__ = ["DevicePager", "SavedDeviceWeight"]
+__all__ = ["DevicePager", "SavedDeviceWeight", "is_in_backward"]
+
+
+def is_in_backward() -> bool:
+    """Whether a hook of a backward calls: what autograd is about to use must not leave."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class DevicePager(DeviceMoves):
@@ -208,7 +213,7 @@ class DevicePager(DeviceMoves):
     # -- the beginning and the end ---------------------------------------------------------------------------------
 
     def border(self) -> None:
-        if self.is_closed:
+        if self.is_closed or is_in_backward():
             return
         with self._lock:
             self._staying.clear()

@@ -8,6 +8,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -482,6 +483,39 @@ def test_an_optimizer_in_backward(opened: Opened) -> None:
             backward(loop, step=number)
         found.append(list(loop.model.state_dict().values()))
     assert same(*found)
+
+
+@pytest.mark.parametrize("does", ["forward", "end_backward"])
+def test_a_hook_that_uses_the_offloader_while_autograd_adds(does: str, opened: Opened) -> None:
+    """What autograd is about to add to has come, and is there until it has: it adds in C, and asks no class."""
+    torch.manual_seed(0)
+    model, other = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))), nn.Linear(16, 16)
+    plain, x = copy.deepcopy(model), torch.rand(8, 256)
+    offloader = opened()
+    offloader.register_module(model)
+    offloader.expect_no_optimizer()
+    found: list[list[str]] = []
+
+    def hook(name: str, _: torch.Tensor) -> None:
+        if does == "forward":
+            with offloader.saved_tensors():
+                other(torch.rand(4, 16))
+        else:
+            offloader.end_backward()
+        found.append(gone(model))
+        assert name not in found[-1]
+
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(partial(hook, name))
+    for _ in range(3):
+        with offloader.saved_tensors():
+            loss = model(x).square().sum()
+        loss.backward()
+        offloader.end_backward()
+        plain(x).square().sum().backward()
+        assert eventually(offloader, lambda: len(gone(model)) >= 2)  # one may be on its way again
+    assert any(found)
+    assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # of a cycle, which the test ends
