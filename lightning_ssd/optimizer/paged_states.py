@@ -100,8 +100,11 @@ class PagedStates:
         self._optimizer = optimizer
         self._events = events
         self._files = files
-        self._trials = UpdateProbe(inner_step, optimizer, master_weights=master_weights)
-        self._partition = Partition(self._subgroup_bytes(optimizer.param_groups))
+        self.lent: dict[Any, State] = {}
+        """States that are in memory as they are, by parameter; what is on a drive of them is of earlier."""
+        self._partition = Partition(0)
+        self._trials = UpdateProbe(inner_step, optimizer, master_weights=master_weights, state_of=self._known_state)
+        self._partition.max_bytes = self._subgroup_bytes(optimizer.param_groups)
         self._store = StateStore(
             files.tiers,
             device=files.device,
@@ -110,8 +113,6 @@ class PagedStates:
             block_bytes=files.block_bytes,
             host=files.host,
         )
-        self.lent: dict[Any, State] = {}
-        """States that are in memory as they are, by parameter; what is on a drive of them is of earlier."""
         self._update_s = 0.0
         self._has_updated = False
         self._rehearsal = DryRun(inner_step, optimizer)
@@ -335,6 +336,13 @@ class PagedStates:
             for parameter, number in _smallest_of_each(due):
                 state = {key: value for key, value in self._state_of(parameter).items() if key != MASTER}
                 self._rehearsal.play_missing(parameter, number, state=state if has_state else None)
+
+    def _known_state(self, parameter: torch.Tensor) -> State:
+        """For a trial, which may come when a step has been planned: then it must not lend what it looks at."""
+        if parameter not in self.lent and self.is_stored(parameter):
+            return self.read(parameter)
+        state: State = self._optimizer.state.get(parameter, {})  # of what is new in the groups, too
+        return state
 
     def _state_of(self, parameter: torch.Tensor) -> State:
         if parameter in self.lent:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper
-from tests.support.optimizer_pairs import assert_same_states, equal, offloaded, partition_of
+from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, equal, offloaded, partition_of
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -92,3 +92,16 @@ def test_fused_steps_that_begin_later_are_refused_where_parameters_are_cut(spill
         optimizer.param_groups[0]["fused"] = False
         optimizer.step()
         assert not torch.equal(mine, before)
+
+
+def test_parameters_that_get_another_group_are_updated_once(spill_dir: Path) -> None:
+    """In a group whose slices were not tried yet, or that has another number, since one before it has gone."""
+    pair = Pair(lambda p: adamw([{"params": p[:1]}, {"params": p[1:]}]), shapes=((5,), (2049, 70), (2049, 70)))
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        pair.step(optimizer)  # the next one visits the last slices first
+        for each in (optimizer, pair.twin):
+            first = each.param_groups.pop(0)
+            each.param_groups[0]["params"].extend(first["params"])
+        for _ in range(2):
+            pair.step(optimizer)
+        pair.check()

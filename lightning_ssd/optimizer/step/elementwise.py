@@ -7,7 +7,7 @@ their last elements otherwise, and a slice has other last elements. And how larg
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,12 +57,21 @@ class UpdateProbe:
         inner: calls the optimizer.
         optimizer: the user's; its groups and states stay as they are.
         master_weights: half-precision parameters have float32 copies, which are what the optimizer updates.
+        state_of: what the optimizer remembers of a parameter; ``None``: it is in the optimizer's ``state``.
     """
 
-    def __init__(self, inner: SubgroupStepper, optimizer: Optimizer, *, master_weights: bool) -> None:
+    def __init__(
+        self,
+        inner: SubgroupStepper,
+        optimizer: Optimizer,
+        *,
+        master_weights: bool,
+        state_of: Callable[[torch.Tensor], State] | None = None,
+    ) -> None:
         self._inner = inner
         self._optimizer = optimizer
         self._master_weights = master_weights
+        self._state_of = (lambda parameter: optimizer.state.get(parameter, {})) if state_of is None else state_of
         self._sliceable: dict[_Kind, bool] = {}
         self._sizes: dict[_Kind, int] = {}
 
@@ -156,8 +165,7 @@ class UpdateProbe:
 
     def _example(self, parameter: torch.Tensor, num_elements: int) -> State:
         """What the optimizer already knows of the parameter (Adagrad begins with some), for one of another size."""
-        state: State = self._optimizer.state.get(parameter, {})
-        dtype = self._dtype(parameter)
+        dtype, state = self._dtype(parameter), self._state_of(parameter)
         return {key: _resized(value, parameter, num_elements, dtype) for key, value in state.items()}
 
 
