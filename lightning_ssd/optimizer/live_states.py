@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.common.dtensor import has_shape, is_shard, local_of
+from lightning_ssd.common.dtensor import has_shape, local_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
 from lightning_ssd.optimizer.paged_states import PagedStates
 from lightning_ssd.optimizer.step.aliases import are_apart, is_held, num_looking, spans_of
 from lightning_ssd.optimizer.step.layout import moves
+from lightning_ssd.optimizer.step.partition import may_cut
 from lightning_ssd.optimizer.step.types import State
 
 __all__ = ["LiveStates"]
@@ -176,7 +177,7 @@ class LiveStates(MutableMapping[Any, Any]):
             return False
         is_cut = num_parts > 1
         state, device = lent[parameter], self._states.device
-        if is_cut and not all(_is_like(value, parameter) for value in state.values()):
+        if is_cut and not may_cut(state, parameter):
             return False
         # What does not move stays the same object, whoever holds it.
         tensors = [key for key in state if isinstance(state[key], torch.Tensor)]
@@ -187,6 +188,11 @@ class LiveStates(MutableMapping[Any, Any]):
         self.clear()
         self._states.lent.update(states)
         self.note_order(states)
+
+    def put_in_order(self, keys: Iterable[Any]) -> None:
+        """These come first, as in what was loaded."""
+        self._order.clear()
+        self.note_order(keys)
 
     def keep(self, snapshot: Snapshot) -> None:
         """The files are closed: from now on all is in memory, or in what the snapshot maps."""
@@ -231,11 +237,3 @@ def _nbytes(state: Any) -> int:
 
 def _local(value: Any) -> torch.Tensor | None:
     return local_of(value) if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
-
-
-def _is_like(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether slices of it are good for slices of its parameter."""
-    if isinstance(value, torch.Tensor):
-        is_same_kind = is_shard(value) == is_shard(parameter) and value.is_floating_point()
-        return value.dim() == 0 or (value.shape == parameter.shape and is_same_kind)
-    return isinstance(value, bool | int | float | str | type(None))

@@ -365,16 +365,13 @@ class OffloadedOptimizer(Optimizer):
         before, groups = self._broken, self.param_groups
         self._broken = "load_state_dict has not ended"
         try:
-            self._states.load(state_dict, self._replace, self._live.__setitem__)
+            loaded = self._states.load(state_dict, self._replace, self._live.__setitem__)
         except BaseException as error:
             # Other groups come first of all.
             self._broken = before if self.inner.param_groups is groups else f"{type(error).__name__}: {error}"
             raise
         self._broken = None
-        saved = (number for group in state_dict["param_groups"] for number in group["params"])
-        mine = (parameter for group in self.param_groups for parameter in group["params"])
-        by_number = dict(zip(saved, mine, strict=True))
-        self._live.note_order(by_number[number] for number in state_dict["state"] if number in by_number)
+        self._live.put_in_order(loaded)
 
     @property
     def _loads_by_itself(self) -> bool:

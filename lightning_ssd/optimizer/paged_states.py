@@ -573,9 +573,9 @@ class PagedStates:
         state_dict: Mapping[str, Any],
         put: Callable[[int, Sequence[State]], None],
         keep: Callable[[torch.Tensor, State], None],
-    ) -> None:
-        """Load what an optimizer has saved; the arguments are those of :func:`load_states`."""
-        load_states(self._optimizer, state_dict, self._partition, put, keep, has_master=self._trials.has_master)
+    ) -> list[torch.Tensor]:
+        """Load what an optimizer has saved; arguments and result are those of :func:`load_states`."""
+        return load_states(self._optimizer, state_dict, self._partition, put, keep, has_master=self._trials.has_master)
 
     # -- numbers, and the end ------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.optimizer.step.aliases import are_apart, spans_of, tensors_in
 from lightning_ssd.optimizer.step.master_weights import MASTER
-from lightning_ssd.optimizer.step.partition import Partition
+from lightning_ssd.optimizer.step.partition import Partition, may_cut
+from lightning_ssd.optimizer.step.subgroups import Part
 from lightning_ssd.optimizer.step.types import State
 
 __all__ = ["load_states"]
@@ -31,7 +32,7 @@ def load_states(
     keep: Callable[[torch.Tensor, State], None],
     *,
     has_master: Callable[[torch.Tensor], bool],
-) -> None:
+) -> list[torch.Tensor]:
     """Let the optimizer's own ``load_state_dict`` cast and convert what was saved, a subgroup at a time.
 
     A ``__setstate__`` of the class' own is called once, at the end, as by a plain load: it finds the true states.
@@ -41,8 +42,12 @@ def load_states(
         state_dict: what ``state_dict`` of its class gave. Nothing of it is kept.
         partition: the optimizer's parameters.
         put: takes the states of a subgroup's parts; what it keeps it copies.
-        keep: takes the state of a parameter whose tensors share memory, which no layout gives back as they are.
+        keep: takes the state of a parameter that no layout gives back as it is: its tensors share memory, slices
+            cannot have their share of it, or it is empty.
         has_master: whether the states of a parameter are float32, whatever the parameter itself is.
+
+    Returns:
+        The parameters that have a state now, in the order of these.
 
     Raises:
         ValueError: the groups do not match; nothing has changed.
@@ -63,7 +68,7 @@ def load_states(
         optimizer.state = mine
         optimizer._optimizer_load_state_dict_pre_hooks = nothing
         optimizer._optimizer_load_state_dict_post_hooks = nothing
-        _load(optimizer, saved, partition, put, keep, has_master)
+        loaded = _Loading(optimizer, saved, partition, has_master).run(put, keep)
     finally:
         optimizer.state = state
         optimizer._optimizer_load_state_dict_pre_hooks = pre_hooks
@@ -74,6 +79,7 @@ def load_states(
         own(optimizer, {"state": state, "param_groups": optimizer.param_groups})
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+    return loaded
 
 
 def _own_setstate(optimizer: Optimizer) -> Callable[[Optimizer, dict[str, Any]], None] | None:
@@ -85,53 +91,78 @@ def _own_setstate(optimizer: Optimizer) -> Callable[[Optimizer, dict[str, Any]],
     return None if f"{kind.__module__}.".startswith("torch.optim.") else own
 
 
-def _load(
-    optimizer: Optimizer,
-    saved: Mapping[str, Any],
-    partition: Partition,
-    put: Callable[[int, Sequence[State]], None],
-    keep: Callable[[torch.Tensor, State], None],
-    has_master: Callable[[torch.Tensor], bool],
-) -> None:
-    states = saved["state"]
-    optimizer.load_state_dict({**saved, "state": {}})
-    groups = optimizer.param_groups
-    ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
-    parameters = list(chain.from_iterable(group["params"] for group in groups))
-    id_of = {id(parameter): number for number, parameter in zip(ids, parameters, strict=True)}
-    # By its parameter's type load_state_dict decides to which type it casts a state.
-    cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in parameters if has_master(p)}
-    optimizer.param_groups = [{**group, "params": [cast_to.get(id(p), p) for p in group["params"]]} for group in groups]
-    line = StatusLine("Loading optimizer states")
-    try:
-        for index, subgroup in enumerate(line.over(partition.subgroups, lambda subgroup: subgroup.expected_bytes)):
-            loaded: list[State] = []
-            shared: list[tuple[torch.Tensor, State]] = []
-            for part in subgroup.parts:
-                parameter = partition.parameters[part.parameter]
-                number = id_of.get(id(parameter))
-                state = dict(states.get(number, {}))
-                if id(parameter) not in cast_to:
-                    state.pop(MASTER, None)  # saved by a run that had copies; this one has none
-                if not are_apart([spans_of(tensor) for tensor in tensors_in(state)]):
-                    if part.start == 0:
-                        optimizer.load_state_dict({**saved, "state": {number: copy.deepcopy(state)}})
-                        shared.append((parameter, optimizer.state[cast_to.get(id(parameter), parameter)]))
-                    state = {}
-                if state:
-                    # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
-                    cut = partition.cut(part, state)
-                    optimizer.load_state_dict({**saved, "state": {number: cut}})
-                    state = dict(optimizer.state[cast_to.get(id(parameter), parameter)])
-                loaded.append(state)
-            put(index, loaded)
-            for parameter, state in shared:
-                keep(parameter, state)
-        for parameter in parameters:
-            number = id_of[id(parameter)]
-            if partition.number_of(parameter) is None and number in states:  # a lazy module's, without a shape yet
-                optimizer.load_state_dict({**saved, "state": {number: copy.deepcopy(states[number])}})
-                keep(parameter, optimizer.state[parameter])
-    finally:
-        optimizer.param_groups = groups
-        line.clear()
+class _Loading:
+    """One load, by calls of the optimizer's own ``load_state_dict``: for the groups, then for one state at a time.
+
+    Args:
+        optimizer: the user's. Its groups are the loaded ones from now on.
+        saved: what is loaded.
+        partition: the optimizer's parameters.
+        has_master: whether the states of a parameter are float32, whatever the parameter itself is.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        saved: Mapping[str, Any],
+        partition: Partition,
+        has_master: Callable[[torch.Tensor], bool],
+    ) -> None:
+        self._optimizer, self._saved, self._partition = optimizer, saved, partition
+        self._states: Mapping[Any, Any] = saved["state"]
+        optimizer.load_state_dict({**saved, "state": {}})
+        ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
+        self._parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        self._number_of = {id(p): number for number, p in zip(ids, self._parameters, strict=True)}
+        # By its parameter's type load_state_dict decides to which type it casts a state.
+        with_masters = filter(has_master, self._parameters)
+        self._cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in with_masters}
+
+    def run(
+        self, put: Callable[[int, Sequence[State]], None], keep: Callable[[torch.Tensor, State], None]
+    ) -> list[torch.Tensor]:
+        """Load the states; return the parameters that have one, in the order of what was saved."""
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [{**g, "params": list(map(self._stand_in, g["params"]))} for g in groups]
+        line = StatusLine("Loading optimizer states")
+        try:
+            for index, subgroup in enumerate(line.over(self._partition.subgroups, lambda one: one.expected_bytes)):
+                kept: list[tuple[torch.Tensor, State]] = []
+                put(index, [self._of_part(part, kept) for part in subgroup.parts])
+                for parameter, state in kept:
+                    keep(parameter, state)
+            for parameter in self._parameters:
+                number = self._number_of[id(parameter)]
+                # A lazy module's, without a shape yet.
+                if self._partition.number_of(parameter) is None and number in self._states:
+                    keep(parameter, self._load_one(parameter, copy.deepcopy(self._states[number])))
+        finally:
+            self._optimizer.param_groups = groups
+            line.clear()
+        by_number = {self._number_of[id(parameter)]: parameter for parameter in self._parameters}
+        return [by_number[number] for number in self._states if number in by_number]
+
+    def _of_part(self, part: Part, kept: list[tuple[torch.Tensor, State]]) -> State:
+        """What a subgroup gets of its part's state; one that no layout gives back as it is goes to ``kept`` instead."""
+        parameter = self._partition.parameters[part.parameter]
+        number = self._number_of.get(id(parameter))
+        if number not in self._states:
+            return {}
+        state = dict(self._states[number])
+        if id(parameter) not in self._cast_to:
+            state.pop(MASTER, None)  # saved by a run that had copies; this one has none
+        is_apart = are_apart([spans_of(tensor) for tensor in tensors_in(state)])
+        if state and is_apart and (self._partition.is_whole(part) or may_cut(state, parameter)):
+            # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
+            return dict(self._load_one(parameter, self._partition.cut(part, state)))
+        if part.start == 0:
+            kept.append((parameter, self._load_one(parameter, copy.deepcopy(state))))
+        return {}
+
+    def _load_one(self, parameter: torch.Tensor, state: State) -> State:
+        self._optimizer.load_state_dict({**self._saved, "state": {self._number_of[id(parameter)]: state}})
+        loaded: State = self._optimizer.state[self._stand_in(parameter)]
+        return loaded
+
+    def _stand_in(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._cast_to.get(id(parameter), parameter)

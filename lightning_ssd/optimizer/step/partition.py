@@ -14,7 +14,7 @@ from lightning_ssd.optimizer.step.layout import Field, Layout
 from lightning_ssd.optimizer.step.subgroups import ParameterSize, Part, make_subgroups
 from lightning_ssd.optimizer.step.types import State
 
-__all__ = ["Contents", "Partition", "Subgroup", "shared"]
+__all__ = ["Contents", "Partition", "Subgroup", "may_cut", "shared"]
 
 
 class Contents(NamedTuple):
@@ -220,6 +220,18 @@ class Partition:
             return dict(state)
         shape = self.shapes[part.parameter][0]
         return {key: _cut(value, shape, part) for key, value in state.items()}
+
+
+def may_cut(state: State, parameter: torch.Tensor) -> bool:
+    """Whether slices of a state are good for slices of its parameter, and can be joined again."""
+    return all(_is_like(value, parameter) for value in state.values())
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    if isinstance(value, torch.Tensor):
+        is_same_kind = is_shard(value) == is_shard(parameter) and value.is_floating_point()
+        return value.dim() == 0 or (value.shape == parameter.shape and is_same_kind)
+    return isinstance(value, bool | int | float | type(None))
 
 
 def _is_slice(value: Any, part: Part) -> bool:
