@@ -104,7 +104,7 @@ def wrap(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def as_piece(flat: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """One-dimensional ``flat``, a slice of this process' part of ``whole``, as a tensor of the same kind.
+    """Contiguous ``flat``, a slice of this process' part of ``whole``, as a tensor of the same kind.
 
     Optimizers choose their implementation by the type of their parameters, so that slices of a DTensor have to be
     DTensors. Each process has its own; as "replicated" ones no elementwise operation talks to the others.
@@ -112,7 +112,7 @@ def as_piece(flat: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     if not is_shard(whole):
         return flat
     spec = spec_of(whole)
-    meta = spec.tensor_meta._replace(shape=flat.shape, stride=(1,), dtype=flat.dtype)
+    meta = spec.tensor_meta._replace(shape=flat.shape, stride=flat.stride(), dtype=flat.dtype)
     replicated = (_module().Replicate(),) * spec.mesh.ndim
     return wrap(flat, type(spec)(spec.mesh, replicated, tensor_meta=meta))
 

@@ -136,6 +136,16 @@ def test_sparse_gradients(kind: str, spill_dir: Path) -> None:
         pair.check(optimizer)
 
 
+@pytest.mark.parametrize("first", [(), (0,), (0, 4)])
+def test_parameters_of_one_number_or_none_that_have_states_at_once(first: tuple[int, ...], spill_dir: Path) -> None:
+    """How large the states of others will be is tried with the first one of a kind."""
+    pair = Pair(lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5), shapes=(first, (300, 200)))
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for _ in range(3):
+            pair.step(optimizer)
+        pair.check(optimizer)
+
+
 def test_data_that_is_replaced_is_what_is_updated(spill_dir: Path) -> None:
     pair = Pair(adamw, shapes=((300, 200), (128, 150), (7,), *[(128, 150)] * 6))
     with offloaded(pair.inner, spill_dir) as (optimizer, _):

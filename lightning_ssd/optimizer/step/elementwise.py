@@ -73,7 +73,7 @@ class UpdateProbe:
         self._master_weights = master_weights
         self._state_of = (lambda parameter: optimizer.state.get(parameter, {})) if state_of is None else state_of
         self._sliceable: dict[_Kind, bool] = {}
-        self._sizes: dict[_Kind, int] = {}
+        self._sizes: dict[tuple[_Kind, bool], int] = {}
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter gets a float32 copy."""
@@ -106,7 +106,7 @@ class UpdateProbe:
 
     def element_bytes(self, parameter: torch.Tensor, group: int) -> int:
         """Bytes of states per element of the parameter, the copy included."""
-        key = self._kind(parameter, group)
+        key = self._kind(parameter, group), parameter.dim() == 0
         if key not in self._sizes:
             self._sizes[key] = self._try_size(parameter, group)
         return self._sizes[key]
@@ -131,7 +131,9 @@ class UpdateProbe:
         copy_bytes = dtype.itemsize if self.has_master(parameter) else 0
         if not self._is_known(parameter) or parameter.layout != torch.strided:
             return _NUM_STATES * dtype.itemsize + copy_bytes
-        number = as_piece(torch.zeros(_TINY, dtype=dtype, device=parameter.device), parameter)
+        # One number's states cannot be told from step counts, to be made longer: it is tried as it is.
+        shape = (_TINY,) if parameter.dim() > 0 else ()
+        number = as_piece(torch.zeros(shape, dtype=dtype, device=parameter.device), parameter)
         number.grad = torch.zeros_like(number)
         state = self._inner.run([number], [group], [self._example(parameter, _TINY)])[0] or {}
         sizes: list[int] = [value.dtype.itemsize for value in state.values() if _is_like(value, number)]
@@ -196,7 +198,7 @@ def _cut(whole: torch.Tensor) -> Sequence[torch.Tensor]:
 def _resized(value: object, parameter: torch.Tensor, num_elements: int, dtype: torch.dtype) -> object:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.shape == parameter.shape and value.numel() > 0 and value.dim() > 0:
+    if value.shape == parameter.shape and value.dim() > 0:
         local = local_of(value)
         first = local.flatten()[:1] if local.numel() > 0 else local.new_zeros(1)
         resized = first.expand(num_elements).clone()
