@@ -64,6 +64,37 @@ def test_attributes_reach_the_step(spill_dir: Path) -> None:
             del optimizer.extra
 
 
+class Counter:
+    num_steps = 0
+
+
+class Decaying(Optimizer):
+    """Counts its steps in an object."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.counter = Counter()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.counter.num_steps += 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1 / self.counter.num_steps)
+
+
+@pytest.mark.parametrize("shapes", [((7,), (5,)), ((128, 150),) * 6])
+def test_a_counter_of_the_optimizer_counts_steps_and_no_calls(
+    shapes: tuple[tuple[int, ...], ...], spill_dir: Path
+) -> None:
+    pair = Pair(Decaying, shapes)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for active in (None, [0], [1], None):
+            pair.step(optimizer, active)
+            pair.check()
+        assert optimizer.counter.num_steps == 4
+
+
 def test_methods_that_somebody_replaces_are_those_that_are_called(spill_dir: Path) -> None:
     pair = Pair(Scaled)
     with offloaded(pair.inner, spill_dir) as (optimizer, _):

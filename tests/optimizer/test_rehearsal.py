@@ -260,6 +260,20 @@ class Clips(Momentum):
         super().update(p, group, scale if self.is_meant(p, group) else 1.0)
 
 
+class ClipsLargeOnes(Clips):
+    """Not those of the first steps, nor of the smallest parameter."""
+
+    def scale(self) -> Any:
+        return (torch.as_tensor(super().scale()) / 1000).clamp(min=1)
+
+
+class LeavesOut(Clips):
+    """A whole step, for one gradient that is not finite."""
+
+    def scale(self) -> Any:
+        return 1.0 if torch.as_tensor(super().scale()).isfinite() else torch.inf
+
+
 class ClipsMatrices(Clips):
     """The smallest parameter is none."""
 
@@ -311,7 +325,17 @@ def _in_groups(kind: type[Momentum]) -> Callable[[Any], Optimizer]:
 
 
 @pytest.mark.parametrize(
-    "make", [Clips, ClipsMatrices, _in_groups(ClipsOneGroup), ClipsWithStates, ClipsNamed, _in_groups(ClipsMatrices)]
+    "make",
+    [
+        Clips,
+        ClipsLargeOnes,
+        LeavesOut,
+        ClipsMatrices,
+        _in_groups(ClipsOneGroup),
+        ClipsWithStates,
+        ClipsNamed,
+        _in_groups(ClipsMatrices),
+    ],
 )
 def test_norms_of_some_gradients_are_refused(make: Callable[[Any], Optimizer], spill_dir: Path) -> None:
     pair = optimizer_pairs.Pair(make, MANY)
@@ -320,6 +344,23 @@ def test_norms_of_some_gradients_are_refused(make: Callable[[Any], Optimizer], s
         with pytest.raises(ConfigError, match="couples"):
             optimizer.step()
         pair.check()
+
+
+class Raises(Momentum):
+    """At a gradient that is not finite."""
+
+    def update(self, p: torch.Tensor, group: dict[str, Any], scale: Any) -> None:
+        if p.grad is not None and not bool(p.grad.isfinite().all()):
+            raise ValueError("not finite")
+        super().update(p, group, scale)
+
+
+def test_who_raises_at_what_is_not_finite_is_not_refused(spill_dir: Path) -> None:
+    pair = optimizer_pairs.Pair(Raises, MANY)
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(3):
+            pair.step(optimizer)
+        pair.check(optimizer)
 
 
 def test_a_kind_that_gets_gradients_later_is_tried_then(spill_dir: Path) -> None:

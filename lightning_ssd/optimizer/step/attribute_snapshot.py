@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.common.dtensor import address_of
@@ -44,8 +46,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 class AttributeSnapshot:
     """The values of an optimizer's own attributes at one moment.
 
-    Numbers, strings, tensors and containers of these. What cannot be compared is left alone, and so is what the
-    optimizer remembers by parameter in a dictionary: that is a state like others.
+    Numbers, strings, tensors, containers of these, and the numbers of a plain object. What cannot be compared is left
+    alone, and so is what the optimizer remembers by parameter in a dictionary: that is a state like others.
 
     Args:
         optimizer: the user's.
@@ -83,7 +85,9 @@ class AttributeSnapshot:
             return _Kept(value)
         if isinstance(value, torch.Tensor):
             return self._kept_tensor(value)
-        if depth > 8 or not isinstance(value, list | tuple | deque | set | dict) or len(value) > _MAX_ITEMS:
+        if not isinstance(value, list | tuple | deque | set | dict):
+            return _KeptObject(value) if _is_plain_object(value) else _Opaque(value)
+        if depth > 8 or len(value) > _MAX_ITEMS:
             return _Opaque(value)
         if isinstance(value, dict):
             if any(isinstance(key, torch.Tensor) for key in value):
@@ -203,6 +207,34 @@ class _KeptSet(_Kept):
 
     def is_like(self, other: Any) -> bool:
         return bool(self.content == other.content)
+
+
+class _KeptObject(_Kept):
+    """Numbers and strings in the attributes of an object, as a counter has them. What else it has is left alone."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.numbers = _numbers_of(value)
+
+    def put_back(self) -> Any:
+        own = vars(self.value)
+        for name in _numbers_of(self.value).keys() - self.numbers.keys():
+            del own[name]
+        own.update(self.numbers)
+        return self.value
+
+    def is_like(self, other: Any) -> bool:
+        return self.numbers.keys() == other.numbers.keys() and all(
+            same(number, other.numbers[name]) for name, number in self.numbers.items()
+        )
+
+
+def _is_plain_object(value: Any) -> bool:
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type | ModuleType | nn.Module)
+
+
+def _numbers_of(value: Any) -> dict[str, Any]:
+    return {name: item for name, item in vars(value).items() if isinstance(item, _PLAIN)}
 
 
 def _alike(one: _Kept | None, other: _Kept | None) -> bool:

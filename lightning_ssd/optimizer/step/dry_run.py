@@ -1,8 +1,10 @@
 """A step on copies, before an optimizer that is not known is first called several times in a step on the model's own.
 
 Note: what a rehearsal shows
-    Two copies of a parameter, with other gradients, are updated one by one and then together, twice. If bits, states,
-    options, attributes or what ``step`` returns differ, the optimizer couples its parameters. While it is called, every
+    Two copies of a parameter, with other gradients, are updated one by one and then together: once as they are, once
+    with large gradients, which a limit for all of them may cut, and once with one that is not a number, for which a
+    step may be left out. If bits, states, options, attributes or what ``step`` returns differ, the optimizer couples
+    its parameters. While it is called, every
     operation is looked at: one that touches the model's own parameters or gradients, which no call was given, ends the
     rehearsal before it is executed. With a closure, a step must find the parameter where the model was evaluated, and
     must not care which gradient was there before. Without a gradient, it must leave parameter and state alone. One
@@ -12,6 +14,7 @@ Note: what a rehearsal shows
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +37,8 @@ __all__ = ["DryRun", "Watch"]
 
 Closure = Callable[[], Any]
 _NUM_STEPS = 2
+_FACTORS = ((1.0, 1.0), (1024.0, 1024.0), (1.0, math.nan))
+"""Of the gradients of two copies, in each step."""
 _KEEP = "Nothing was updated: use OffloadPolicy.optimizer_states='keep'"
 
 
@@ -132,25 +137,49 @@ class DryRun:
         *,
         is_several: bool,
     ) -> None:
-        """Two copies one by one, and together."""
+        """Two copies one by one, and together; of a plain step one copy alone."""
         ones, twos = ([sample.twin(is_other=other) for other in (False, is_several)] for _ in range(2))
-        one_states, two_states = (list(map(sample.state_for, twins)) for twins in (ones, twos))
+        states = [sample.state_for(twin) for twin in (*ones, *twos)]
+        gradients = [twin.grad for twin in ones]
         with self._trial(sample, [*ones, *twos], touched):
-            for _ in range(_NUM_STEPS if is_several else 1):
+            if not is_several:
                 changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True), closure)
-                for number in range(2 if is_several else 1):
-                    call = [ones[number]], [group], [one_states[number]]
-                    one_states[number] = self._inner_step.run(*call, changes, owners=[sample.owner])[0]
-                if not is_several:
-                    return
-                two_states = self._inner_step.run(twos, [group] * 2, two_states, changes, owners=[sample.owner] * 2)
-                if not are_apart([spans_of([p, s]) for p, s in zip(twos, two_states, strict=True)]):
-                    raise ConfigError(f"this optimizer's states of several parameters share memory. {_KEEP}")
-                if any(map(differ, [ones, one_states], [twos, two_states])):
+                self._inner_step.run(ones[:1], [group], states[:1], changes, owners=[sample.owner])
+                return
+            for factors in _FACTORS:
+                for twin, gradient, factor in zip(ones + twos, gradients * 2, factors * 2, strict=True):
+                    twin.grad = _times(gradient, factor)
+                try:
+                    states = self._step_both(sample, group, closure, (ones, twos), states)
+                except Exception:
+                    if math.nan in factors:  # such a gradient may be refused
+                        return
+                    raise
+                if any(map(differ, [ones, states[:2]], [twos, states[2:]])):
                     raise ConfigError(
                         "this optimizer updates two parameters together otherwise than one after the other: it "
                         f"couples them, so that it cannot run on some of them at a time. {_KEEP}"
                     )
+
+    def _step_both(
+        self,
+        sample: Sample,
+        group: int,
+        closure: Closure | None,
+        pairs: tuple[list[torch.Tensor], list[torch.Tensor]],
+        states: list[State | None],
+    ) -> list[State | None]:
+        """One step of a pair of copies one by one, and of another pair together; return the states of all."""
+        ones, twos = pairs
+        changes = GroupChanges(StepEffects(self._optimizer, is_rehearsal=True), closure)
+        after = [
+            self._inner_step.run([twin], [group], [state], changes, owners=[sample.owner])[0]
+            for twin, state in zip(ones, states[:2], strict=True)
+        ]
+        together = self._inner_step.run(twos, [group] * 2, states[2:], changes, owners=[sample.owner] * 2)
+        if not are_apart([spans_of([p, s]) for p, s in zip(twos, together, strict=True)]):
+            raise ConfigError(f"this optimizer's states of several parameters share memory. {_KEEP}")
+        return [*after, *together]
 
     def is_missing_due(self, tensor: torch.Tensor, group: int, *, has_state: bool) -> bool:
         """Whether it was not tried yet what a step does with such a parameter without a gradient."""
@@ -216,6 +245,13 @@ class DryRun:
                 "OffloadPolicy.optimizer_states='offload' expects an optimizer that looks at gradients after its "
                 f"closure; got {type(self._optimizer).__name__}, which uses those from before. {_KEEP}"
             )
+
+
+def _times(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+    """A copy, times a factor where there are fractions."""
+    if gradient is None or not gradient.is_floating_point():
+        return None if gradient is None else gradient.clone()
+    return gradient.clone() if factor == 1 else gradient.mul(factor)
 
 
 class _Evaluation:
