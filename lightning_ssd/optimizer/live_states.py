@@ -23,7 +23,7 @@ from lightning_ssd.optimizer.paged_states import PagedStates
 from lightning_ssd.optimizer.step.aliases import are_apart, is_held, num_looking, spans_of
 from lightning_ssd.optimizer.step.layout import moves
 from lightning_ssd.optimizer.step.partition import may_cut
-from lightning_ssd.optimizer.step.types import State
+from lightning_ssd.optimizer.step.types import WITHIN_STEP, State
 
 __all__ = ["LiveStates"]
 
@@ -42,6 +42,7 @@ class LiveStates(MutableMapping[Any, Any]):
         self._snapshot: Snapshot | None = None
         self._order: dict[Any, None] = {}
         self._num_lent_bytes = 0
+        self._is_in_step = False
 
     # -- a mapping -----------------------------------------------------------------------------------------------
 
@@ -59,11 +60,13 @@ class LiveStates(MutableMapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         lent = self._states.lent
         if key not in lent:
+            self._check_between_steps()
             lent[key] = self._lend(key) if self._is_stored(key) else {}
             self.note_order([key])
         return lent[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self._check_between_steps()
         self._states.lent[key] = value  # from now on it counts: what is stored may go in parts
         self._forget(key)
         self.note_order([key])
@@ -71,6 +74,7 @@ class LiveStates(MutableMapping[Any, Any]):
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
+        self._check_between_steps()
         self._states.lent[key] = {}  # from now on it counts: what is stored may go in parts
         self._forget(key)
         self._order.pop(key, None)
@@ -116,6 +120,11 @@ class LiveStates(MutableMapping[Any, Any]):
 
     # -- up and down ---------------------------------------------------------------------------------------------
 
+    def _check_between_steps(self) -> None:
+        """What is lent in the middle of a step would be updated as a whole, and in slices as was planned."""
+        if self._is_in_step:
+            raise RuntimeError(f"state {WITHIN_STEP}")
+
     def _is_stored(self, key: object) -> bool:
         return self._states.is_stored(key) if self._snapshot is None else bool(self._snapshot.state_of(key))
 
@@ -153,8 +162,11 @@ class LiveStates(MutableMapping[Any, Any]):
         self._num_lent_bytes = 0
 
     @contextmanager
-    def empty_ones_away(self) -> Iterator[None]:
-        """For a step: states that were read before there were any are made on their way down, if nobody holds them."""
+    def in_step(self) -> Iterator[None]:
+        """Around a step: nobody gets a state who has none yet, or changes what there is.
+
+        States that were read before there were any are made on their way down, if nobody holds them.
+        """
         lent = self._states.lent
         # Another optimizer may see a difference between an empty state and none.
         may_leave = self._states.is_elementwise
@@ -162,8 +174,10 @@ class LiveStates(MutableMapping[Any, Any]):
         for parameter in empty:
             del lent[parameter]
         try:
+            self._is_in_step = True
             yield
         finally:
+            self._is_in_step = False
             lent.update((parameter, {}) for parameter in empty if parameter not in self)
 
     def _is_empty(self, parameter: Any) -> bool:

@@ -33,7 +33,7 @@ from lightning_ssd.optimizer.step.coupling import (
 )
 from lightning_ssd.optimizer.step.step_effects import StepEffects
 from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
-from lightning_ssd.optimizer.step.types import State
+from lightning_ssd.optimizer.step.types import WITHIN_STEP, State
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OptimizerStats
@@ -111,6 +111,8 @@ class OffloadedOptimizer(Optimizer):
             if vars(self.inner)["state"] is self._live:  # else they have not been taken over
                 self.inner.state = self._live.copy()
             raise
+        # Whoever asks the inner one gets no states of some parameters for those of all.
+        self._refusal = optimizer.register_state_dict_pre_hook(lambda _: self._check_between_steps("state_dict()"))
 
     # -- the user's optimizer ------------------------------------------------------------------------------------
 
@@ -230,7 +232,7 @@ class OffloadedOptimizer(Optimizer):
         self._prepare()
         byproducts = None if self._states.is_elementwise else StepEffects(self.inner)
         changes = GroupChanges(byproducts, None if closure is None else lambda: loss)
-        with self._live.empty_ones_away():
+        with self._live.in_step():
             visits = self._states.plan_visits(self.param_groups, self._num_steps)
             begin_s = time.perf_counter()
             try:
@@ -294,10 +296,7 @@ class OffloadedOptimizer(Optimizer):
     def _check_between_steps(self, name: str) -> None:
         """Some states are of this step and some of the last one, and some are lent to the user's optimizer."""
         if self._stepping_thread is not None:
-            raise RuntimeError(
-                f"{name} in the middle of a step of this optimizer, as by a signal handler: the states are those of no "
-                "step. Nothing was changed; call it after step(), by a flag that the handler sets"
-            )
+            raise RuntimeError(f"{name} {WITHIN_STEP}")
 
     def _check_whole(self, name: str) -> None:
         self._check_between_steps(name)
@@ -423,6 +422,7 @@ class OffloadedOptimizer(Optimizer):
         finally:
             self._is_closed = True
             self._last_stats = self.stats
+            self._refusal.remove()
             self._states.close()
 
 

@@ -339,8 +339,8 @@ class PagedStates:
 
     def _known_state(self, parameter: torch.Tensor) -> State:
         """For a trial, which may come when a step has been planned: then it must not lend what it looks at."""
-        if parameter not in self.lent and self.is_stored(parameter):
-            return self.read(parameter)
+        if parameter in self.lent or self.is_stored(parameter):
+            return self._state_of(parameter)
         state: State = self._optimizer.state.get(parameter, {})  # of what is new in the groups, too
         return state
 

@@ -40,12 +40,14 @@ CALLS: dict[str, Callable[[OffloadedOptimizer], object]] = {
     "state": lambda optimizer: optimizer.state,
     "add_param_group": lambda optimizer: optimizer.add_param_group({"params": [torch.zeros(3)]}),
     "step": lambda optimizer: optimizer.step(),
+    "state_dict of the inner": lambda optimizer: optimizer.inner.state_dict(),
+    "state of the inner": lambda optimizer: optimizer.inner.state[optimizer.param_groups[0]["params"][-1]],
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_signal_handler_in_the_middle_of_a_step(name: str, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, told = Pair(adamw), list[str]()
+    pair, told = Pair(adamw, shapes=((128, 150),) * 9 + ((300, 200),)), list[str]()
     with wrapped(pair.inner, spill_dir) as optimizer:
         pair.step(optimizer)
 
@@ -65,7 +67,7 @@ def test_a_signal_handler_in_the_middle_of_a_step(name: str, spill_dir: Path, mo
             signal.signal(signal.SIGUSR1, before)
         monkeypatch.undo()
         assert told
-        assert told[0].startswith(name.removeprefix("full_"))
+        assert told[0].startswith(name.removeprefix("full_").removesuffix(" of the inner"))
         pair.check(optimizer)
         pair.step(optimizer)
         pair.check(optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-__all__ = ["INCOMPLETE", "State"]
+__all__ = ["INCOMPLETE", "WITHIN_STEP", "State"]
 
 State = dict[Hashable, Any]
 """What an optimizer remembers of one parameter."""
@@ -15,3 +15,9 @@ INCOMPLETE = (
     "OffloadPolicy.optimizer_states='keep'"
 )
 """What to do after a refusal within a step."""
+
+WITHIN_STEP = (
+    "in the middle of a step of this optimizer, as by a signal handler: the states are those of no step. Nothing was "
+    "changed; call it after step(), by a flag that the handler sets"
+)
+"""To whoever asks for what a step has not ended with yet."""
