@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from lightning_ssd.common.held_locks import may_hold_lock
@@ -214,21 +215,29 @@ class OffloadedOptimizer(Optimizer):
                 checkpoint. States that cannot be *written* stay in memory, with one warning.
             ConfigError: the optimizer turns out to couple its parameters, or two of them share memory.
         """
-        self._check_open()
-        self._check_whole("step()")
+        self._check_steps()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        return self._step(closure, loss)
+
+    @_disable_dynamo
+    def _check_steps(self) -> None:
+        self._check_open()
+        self._check_whole("step()")
+
+    @_disable_dynamo
+    def _step(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
+        """Once the closure has been called. The compiler does not look into it: traced calls would not be alike."""
         own, thread = vars(self), threading.get_ident()
         try:
             own["_stepping_thread"] = thread
-            return self._step(closure, loss)
+            return self._visit_all(closure, loss)
         finally:
             own["_stepping_thread"] = None  # without a call, at which an interrupt could come
 
-    def _step(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
-        """Once the closure has been called."""
+    def _visit_all(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
         self._prepare()
         byproducts = None if self._states.is_elementwise else StepEffects(self.inner)
         changes = GroupChanges(byproducts, None if closure is None else lambda: loss)
@@ -248,7 +257,7 @@ class OffloadedOptimizer(Optimizer):
         self._step_s += time.perf_counter() - begin_s
         self._states.rebalance()
         for warning in self._states.take_warnings():
-            warnings.warn(warning, stacklevel=3)
+            warnings.warn(warning, stacklevel=7)  # who calls step(), behind its hooks and the compiler's
         self._count()  # for whoever asks where a lock may be held
         return changes.result(loss)
 
