@@ -25,6 +25,7 @@ __all__ = [
     "TensorSpec",
     "can_count_holders",
     "class_of",
+    "give_gradient",
     "holders",
     "is_released",
     "place_of",
@@ -74,6 +75,13 @@ def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     """Its class; of a weight that waits away from its device, the class that it has wherever it is used."""
     kind = type(tensor)
     return getattr(kind, "own_class_when_used", kind)
+
+
+def give_gradient(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Set the gradient of a slice or a copy of a parameter: of another type where the parameter may have such a one."""
+    if gradient.dtype != tensor.dtype:
+        tensor.grad_dtype = gradient.dtype
+    tensor.grad = gradient
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -136,6 +136,26 @@ def test_sparse_gradients(kind: str, spill_dir: Path) -> None:
         pair.check(optimizer)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has gradients of one type alone")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
+def test_gradients_of_another_type_than_their_parameters(
+    kind: Callable[..., Optimizer], dtype: torch.dtype | None, spill_dir: Path
+) -> None:
+    """Of parameters that are cut, and of copies that are tried. ``None`` allows any type."""
+    pair = Pair(lambda p: kind(p, lr=0.1), shapes=((300, 200), (7,), (128, 150)))
+    for p in (*pair.mine, *pair.plain):
+        p.grad_dtype = dtype
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for _ in range(3):
+            for mine, plain in zip(pair.mine, pair.plain, strict=True):
+                mine.grad = torch.randn(mine.shape, generator=pair._generator).bfloat16()
+                plain.grad = mine.grad.clone()
+            optimizer.step()
+            pair.twin.step()
+        pair.check(optimizer)
+
+
 @pytest.mark.parametrize("first", [(), (0,), (0, 4)])
 def test_parameters_of_one_number_or_none_that_have_states_at_once(first: tuple[int, ...], spill_dir: Path) -> None:
     """How large the states of others will be is tried with the first one of a kind."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_ssd.common.dtensor import as_piece, even_numel, is_shard, local_of, spec_of, wrap
+from lightning_ssd.common.tensors import give_gradient
 from lightning_ssd.optimizer.step.layout import Field, Layout
 from lightning_ssd.optimizer.step.subgroups import ParameterSize, Part, make_subgroups
 from lightning_ssd.optimizer.step.types import State
@@ -160,7 +161,7 @@ class Partition:
         gradient = parameter.grad
         piece = as_piece(local_of(parameter).detach().view(-1)[part.start : part.stop], parameter)
         if gradient is not None:
-            piece.grad = as_piece(local_of(gradient).detach().reshape(-1)[part.start : part.stop], parameter)
+            give_gradient(piece, as_piece(local_of(gradient).detach().reshape(-1)[part.start : part.stop], parameter))
         return piece
 
     def align_gradients(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.common.dtensor import is_shard, local_of
-from lightning_ssd.common.tensors import PLAIN_TYPES
+from lightning_ssd.common.tensors import PLAIN_TYPES, give_gradient
 from lightning_ssd.optimizer.step.aliases import tensors_in
 from lightning_ssd.optimizer.step.stepper import own_copy
 from lightning_ssd.optimizer.step.types import State
@@ -75,7 +75,9 @@ class Sample:
         twin = torch.nn.Parameter(data, requires_grad=self._tensor.requires_grad)
         # Optimizers may be told by marks on a parameter what to do with it, or keep a gradient there.
         vars(twin).update({name: self._own(value) for name, value in vars(self._tensor).items()})
-        twin.grad = self.gradient(is_other=is_other)
+        gradient = self.gradient(is_other=is_other)
+        if gradient is not None:
+            give_gradient(twin, gradient)
         return twin
 
     def state_for(self, twin: torch.Tensor) -> State | None:
