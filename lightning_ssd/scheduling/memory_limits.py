@@ -72,6 +72,8 @@ class NonActivationMemory:
     num_traces: int = 0
     unseen_bytes: int = 0
     """Beyond that peak, by which passes have exceeded the budget of all memory: a trace looks only now and then."""
+    most_unseen_bytes: float = math.inf
+    """More than this no plan can leave free, as far as is known since the latest trace."""
 
     def traced(self, peak_bytes: int, level_bytes: int) -> None:
         """A pass that began at this level has been traced."""
@@ -79,6 +81,7 @@ class NonActivationMemory:
             rise = peak_bytes - level_bytes - (self.peak_bytes - self.traced_level_bytes)
             self.unseen_bytes = max(self.unseen_bytes - max(rise, 0), 0)
         self.peak_bytes, self.traced_level_bytes = peak_bytes, level_bytes
+        self.most_unseen_bytes = math.inf
         self.num_traces += 1
 
     @property
@@ -185,15 +188,15 @@ class Limits:
         if total is None or others.peak_bytes is None or highest_bytes <= total:
             return False
         unseen_bytes = highest_bytes + int(_SPARE * total) - peak_bytes - others.peak_bytes - others.grown_bytes
-        unseen_bytes = min(unseen_bytes, _MOST_UNSEEN * largest_bytes)
+        unseen_bytes = int(min(unseen_bytes, _MOST_UNSEEN * largest_bytes, others.most_unseen_bytes))
         if unseen_bytes <= others.unseen_bytes:
             return False
         others.unseen_bytes = unseen_bytes
         return True
 
     def relent(self, others: NonActivationMemory, smallest_bytes: int) -> bool:
-        """No plan can do with what is left for saved activations; leave as much as one needs. Passes have gone on
-        although they exceeded the budget, and nothing is refused for that.
+        """No plan can do with what is left for saved activations; leave as much as one needs, also when passes go on to
+        exceed the budget. They have gone on although they did, and nothing is refused for that.
 
         Args:
             others: what such passes need besides saved activations.
@@ -206,6 +209,7 @@ class Limits:
         if total is None or others.peak_bytes is None:
             return False
         most_bytes = max(total - others.peak_bytes - others.grown_bytes - smallest_bytes, 0)
+        others.most_unseen_bytes = most_bytes
         has_more = most_bytes < others.unseen_bytes
         others.unseen_bytes = min(others.unseen_bytes, most_bytes)
         return has_more

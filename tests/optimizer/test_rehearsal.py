@@ -3,6 +3,7 @@ parameters of each kind."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -349,15 +350,34 @@ def test_norms_of_some_gradients_are_refused(make: Callable[[Any], Optimizer], s
 class Raises(Momentum):
     """At a gradient that is not finite."""
 
+    limit = torch.inf
+
     def update(self, p: torch.Tensor, group: dict[str, Any], scale: Any) -> None:
-        if p.grad is not None and not bool(p.grad.isfinite().all()):
-            raise ValueError("not finite")
+        if p.grad is not None and not bool((p.grad.abs() < self.limit).all()):
+            raise ValueError("too large")
         super().update(p, group, scale)
 
 
-def test_who_raises_at_what_is_not_finite_is_not_refused(spill_dir: Path) -> None:
-    pair = optimizer_pairs.Pair(Raises, MANY)
-    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
+class RaisesEarlier(Raises):
+    """At a large gradient."""
+
+    limit = 100.0
+
+
+class Warns(Momentum):
+    """Of a large gradient."""
+
+    def update(self, p: torch.Tensor, group: dict[str, Any], scale: Any) -> None:
+        if p.grad is not None and not bool((p.grad.abs() < 100).all()):
+            warnings.warn("a large gradient", stacklevel=2)
+        super().update(p, group, scale)
+
+
+@pytest.mark.parametrize("make", [Raises, RaisesEarlier, Warns])
+def test_what_is_said_of_other_gradients_than_there_are_is_not_heard(make: type[Momentum], spill_dir: Path) -> None:
+    pair = optimizer_pairs.Pair(make, MANY)
+    with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer, warnings.catch_warnings():
+        warnings.simplefilter("error")
         for _ in range(3):
             pair.step(optimizer)
         pair.check(optimizer)

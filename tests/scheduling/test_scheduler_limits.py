@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -433,6 +434,20 @@ def test_no_budget_is_refused_for_what_no_trace_has_shown(highest: int) -> None:
             made.wait()
         assert cursor.limit_bytes == smallest
         assert cursor.completed() is not None
+
+
+def test_no_plan_is_made_again_for_what_none_can_leave_free() -> None:
+    """Passes go on to exceed the budget, where somebody has the device's peak begin anew in each step."""
+    others = NonActivationMemory()
+    others.traced(600, 400)
+    limits = Limits(MemoryConstraints(max_slowdown=1.02, memory_budget=1000))
+    exceeded = partial(limits.exceeded, others, highest_bytes=1040, peak_bytes=400, largest_bytes=100)
+    assert exceeded()
+    assert limits.relent(others, 380)
+    assert limits.of(others) == 380
+    assert not exceeded()
+    others.traced(590, 400)
+    assert exceeded(), "the new trace leaves more"
 
 
 def test_saved_tensors_of_living_passes_are_not_taken_for_something_else() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from types import ModuleType
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -41,13 +42,14 @@ _MAX_NUMEL = 4_096
 """Larger tensors are not copied: an edit is seen by their version, and cannot be taken back."""
 _MAX_ITEMS = 4_096
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONSTANT = (type, FunctionType, BuiltinFunctionType, Enum)
 
 
 class AttributeSnapshot:
     """The values of an optimizer's own attributes at one moment.
 
-    Numbers, strings, tensors, containers of these, and the numbers of a plain object. What cannot be compared is left
-    alone, and so is what the optimizer remembers by parameter in a dictionary: that is a state like others.
+    Numbers, strings, tensors, containers of these, and an object of numbers. What cannot be compared is left alone,
+    and so is what the optimizer remembers by parameter in a dictionary: that is a state like others.
 
     Args:
         optimizer: the user's.
@@ -86,7 +88,7 @@ class AttributeSnapshot:
         if isinstance(value, torch.Tensor):
             return self._kept_tensor(value)
         if not isinstance(value, list | tuple | deque | set | dict):
-            return _KeptObject(value) if _is_plain_object(value) else _Opaque(value)
+            return _KeptObject(value) if _is_counter(value) else _Opaque(value)
         if depth > 8 or len(value) > _MAX_ITEMS:
             return _Opaque(value)
         if isinstance(value, dict):
@@ -210,31 +212,38 @@ class _KeptSet(_Kept):
 
 
 class _KeptObject(_Kept):
-    """Numbers and strings in the attributes of an object, as a counter has them. What else it has is left alone."""
+    """An object of numbers and strings, as a counter is one."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
-        self.numbers = _numbers_of(value)
+        self.items = dict(vars(value))
 
     def put_back(self) -> Any:
         own = vars(self.value)
-        for name in _numbers_of(self.value).keys() - self.numbers.keys():
+        for name in own.keys() - self.items.keys():
             del own[name]
-        own.update(self.numbers)
+        own.update(self.items)
         return self.value
 
     def is_like(self, other: Any) -> bool:
-        return self.numbers.keys() == other.numbers.keys() and all(
-            same(number, other.numbers[name]) for name, number in self.numbers.items()
+        return self.items.keys() == other.items.keys() and all(
+            same(item, other.items[name]) for name, item in self.items.items()
         )
 
 
-def _is_plain_object(value: Any) -> bool:
-    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type | ModuleType | nn.Module)
+def _is_counter(value: Any) -> bool:
+    """Whether an object has nothing but what cannot change itself.
+
+    Of one with a list, a lock or a dictionary by parameter (a queue, a meter, an event that a thread waits for) the
+    numbers alone must not be put back, and what it keeps must not be lost with it.
+    """
+    if isinstance(value, (*_CONSTANT, ModuleType, nn.Module)) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    return all(map(_is_constant, vars(value).values()))
 
 
-def _numbers_of(value: Any) -> dict[str, Any]:
-    return {name: item for name, item in vars(value).items() if isinstance(item, _PLAIN)}
+def _is_constant(value: Any) -> bool:
+    return all(map(_is_constant, value)) if type(value) is tuple else isinstance(value, (*_PLAIN, *_CONSTANT))
 
 
 def _alike(one: _Kept | None, other: _Kept | None) -> bool:

@@ -3,8 +3,8 @@
 Note: what a rehearsal shows
     Two copies of a parameter, with other gradients, are updated one by one and then together: once as they are, once
     with large gradients, which a limit for all of them may cut, and once with one that is not a number, for which a
-    step may be left out. If bits, states, options, attributes or what ``step`` returns differ, the optimizer couples
-    its parameters. While it is called, every
+    step may be left out. Such gradients may be refused, and of them nobody is warned. If bits, states, options,
+    attributes or what ``step`` returns differ, the optimizer couples its parameters. While it is called, every
     operation is looked at: one that touches the model's own parameters or gradients, which no call was given, ends the
     rehearsal before it is executed. With a closure, a step must find the parameter where the model was evaluated, and
     must not care which gradient was there before. Without a gradient, it must leave parameter and state alone. One
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ __all__ = ["DryRun", "Watch"]
 
 Closure = Callable[[], Any]
 _NUM_STEPS = 2
-_FACTORS = ((1.0, 1.0), (1024.0, 1024.0), (1.0, math.nan))
+_USUAL = (1.0, 1.0)
+_FACTORS = (_USUAL, (1024.0, 1024.0), (1.0, math.nan))
 """Of the gradients of two copies, in each step."""
 _KEEP = "Nothing was updated: use OffloadPolicy.optimizer_states='keep'"
 
@@ -150,11 +152,12 @@ class DryRun:
                 for twin, gradient, factor in zip(ones + twos, gradients * 2, factors * 2, strict=True):
                     twin.grad = _times(gradient, factor)
                 try:
-                    states = self._step_both(sample, group, closure, (ones, twos), states)
-                except Exception:
-                    if math.nan in factors:  # such a gradient may be refused
-                        return
-                    raise
+                    with contextlib.nullcontext() if factors == _USUAL else _unheard():
+                        states = self._step_both(sample, group, closure, (ones, twos), states)
+                except Exception as error:
+                    if factors == _USUAL or (isinstance(error, ConfigError) and math.nan not in factors):
+                        raise
+                    return
                 if any(map(differ, [ones, states[:2]], [twos, states[2:]])):
                     raise ConfigError(
                         "this optimizer updates two parameters together otherwise than one after the other: it "
@@ -252,6 +255,14 @@ def _times(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
     if gradient is None or not gradient.is_floating_point():
         return None if gradient is None else gradient.clone()
     return gradient.clone() if factor == 1 else gradient.mul(factor)
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Nobody is warned of what is not so, nor goes without the same warning when it is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class _Evaluation:
