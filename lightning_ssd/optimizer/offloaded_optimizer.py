@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.held_locks import may_hold_lock
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
@@ -112,8 +113,13 @@ class OffloadedOptimizer(Optimizer):
             if vars(self.inner)["state"] is self._live:  # else they have not been taken over
                 self.inner.state = self._live.copy()
             raise
-        # Whoever asks the inner one gets no states of some parameters for those of all.
-        self._refusal = optimizer.register_state_dict_pre_hook(lambda _: self._check_between_steps("state_dict()"))
+        self._refusal = self._refuse_asking_inner()
+
+    def _refuse_asking_inner(self) -> RemovableHandle | None:
+        """In the middle of a step, who asks the inner optimizer gets no states of some parameters for those of all."""
+        if "_optimizer_state_dict_pre_hooks" not in vars(self.inner):
+            return None  # made without Optimizer.__init__, it cannot save itself either
+        return self.inner.register_state_dict_pre_hook(lambda _: self._check_between_steps("state_dict()"))
 
     # -- the user's optimizer ------------------------------------------------------------------------------------
 
@@ -431,7 +437,8 @@ class OffloadedOptimizer(Optimizer):
         finally:
             self._is_closed = True
             self._last_stats = self.stats
-            self._refusal.remove()
+            if self._refusal is not None:
+                self._refusal.remove()
             self._states.close()
 
 

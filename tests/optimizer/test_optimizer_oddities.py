@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,29 @@ def test_steps_that_gradients_go_through_are_refused(spill_dir: Path) -> None:
         optimizer.param_groups[0]["differentiable"] = False
         pair.step(optimizer)
         pair.check()
+
+
+class WithoutInit(Optimizer):
+    """Makes by hand what its step needs, and no places for hooks of its ``state_dict``."""
+
+    def __init__(self, params: Any) -> None:
+        self.defaults, self.state = {"lr": 0.1}, defaultdict(dict)
+        self.param_groups = [{"params": list(params), "lr": 0.1}]
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+def test_an_optimizer_may_have_no_hooks_of_its_state_dict(spill_dir: Path) -> None:
+    pair = Pair(WithoutInit, ((128, 150),) * 6)
+    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+        for _ in range(2):
+            pair.step(optimizer)
+            pair.check()
 
 
 def _lazy() -> tuple[nn.Module, torch.Tensor]:

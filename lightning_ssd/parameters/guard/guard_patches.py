@@ -137,7 +137,8 @@ class _GuardPatches:
 
     def _stand_in(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         before = getattr(owner, name)
-        self._put_back.append(lambda: setattr(owner, name, before))
+        is_own = name in vars(owner)  # else it is a base class' and is found there again
+        self._put_back.append((lambda: setattr(owner, name, before)) if is_own else (lambda: delattr(owner, name)))
         setattr(owner, name, function)
 
 
