@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ __all__ = ["HandedOut"]
 
 _Kind = tuple[torch.dtype, tuple[int, ...]]
 _MAX_NODES = 64
+_MAX_LOOKED = 16
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -38,21 +40,36 @@ class _Given(NamedTuple):
 class _Held:
     """Of one thread in one backward, which has it, and calls it at the end; if it fails, it drops it."""
 
-    __slots__ = ("__weakref__", "given", "kinds", "node")
+    __slots__ = ("__weakref__", "given", "kinds", "node", "num_new")
 
     def __init__(self) -> None:
         self.node: tuple[int, int] | None = None
         """Whose saved tensors were asked for last: its address, which may be lent again, and its number."""
         self.kinds: frozenset[_Kind] | None = None
         """What of them may become a leaf's gradient; ``None``: anything."""
-        self.given: list[_Given] = []
+        self.given: deque[_Given] = deque()
+        self.num_new = 0
+        """The last ones of these, which the node was given."""
 
     def __call__(self) -> None:
         self.given.clear()
 
+    def add(self, one: _Given) -> None:
+        """The node is given a tensor."""
+        self.given.append(one)
+        self.num_new += 1
+
     def let_go(self) -> None:
-        """Another node asks: whatever nobody else can have is a leaf's gradient by now, or may become one."""
-        self.node, self.given = None, [one for one in self.given if one.may_be_shared]
+        """Another node asks: whatever nobody else can have is a leaf's gradient by now, or may become one.
+
+        Of what others had the last time, such as a table that all layers use, a few are looked at, in turn.
+        """
+        num_looked = min(self.num_new + _MAX_LOOKED, len(self.given))
+        self.node, self.num_new = None, 0
+        for _ in range(num_looked):
+            one = self.given.pop()
+            if one.may_be_shared:
+                self.given.appendleft(one)
 
 
 class HandedOut:
@@ -94,7 +111,7 @@ class HandedOut:
             held.let_go()
             held.node, held.kinds = name, _leaves_of(node)
         if held.kinds is None or (tensor.dtype, tuple(tensor.shape)) in held.kinds:
-            held.given.append(_Given(record, tensor, tensor))
+            held.add(_Given(record, tensor, tensor))
 
     def _begin(self, key: tuple[int, int]) -> _Held:
         for other, reference in list(self._held.items()):
