@@ -20,6 +20,8 @@ __all__ = ["is_in_other_processes", "noting_sent", "sending_is_noted"]
 _sent: dict[int, StorageKey] = {}
 """By their addresses, which are not lent again as long as the keys live."""
 _MIN_LIMIT = 128
+_FILE = b"/torch_"
+"""As all names of PyTorch's files in shared memory begin."""
 
 
 class _Noting:
@@ -42,7 +44,12 @@ def is_in_other_processes(storage: torch.UntypedStorage) -> bool:
 def sending_is_noted() -> None:
     """From now on, by :func:`noting_sent`. Beside what PyTorch's cache has and is alive there may be more."""
     cache = list(reductions.shared_cache.items())
-    _Noting.has_missed = any(isinstance(key, bytes) and not known.expired() for key, known in cache)
+    _Noting.has_missed = any(_is_of_allocation(key) and not known.expired() for key, known in cache)
+
+
+def _is_of_allocation(key: object) -> bool:
+    """Not the name of a file, by which memory of a CPU is shared (torch.multiprocessing's "file_system")."""
+    return isinstance(key, bytes) and not key.startswith(_FILE)
 
 
 def noting_sent(share: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import multiprocessing
 from torch.multiprocessing import reductions
 
 from lightning_ssd.common import sent_storages
@@ -80,6 +81,17 @@ def test_of_what_was_sent_before_anybody_noted_the_rest_is_unknown(cache: dict[o
     cache[ALLOCATION, 512] = known(received)  # each has an entry of its own
     sending_is_noted()
     assert is_sent(Storage()) is not expired
+
+
+@pytest.mark.parametrize("strategy", multiprocessing.get_all_sharing_strategies())
+def test_memory_of_a_cpu_that_was_sent_tells_nothing_of_a_card(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As batches of a loader's workers are; by files it has names."""
+    monkeypatch.setattr(multiprocessing, "_sharing_strategy", strategy)
+    tensor = torch.zeros(8)
+    ForkingPickler.dumps(tensor)
+    assert reductions.shared_cache
+    sending_is_noted()
+    assert not is_sent(Storage())
 
 
 def test_what_was_sent_and_is_gone_is_forgotten() -> None:
