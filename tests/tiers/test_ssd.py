@@ -213,6 +213,7 @@ class TestWritesGiveWay:
             drive.wait_calls(2)
             closing = threading.Thread(target=tier.close)
             closing.start()
+            wait_until(lambda: tier._writes._closed)  # or a chunk that ends before waits for its turn, as it may
             start = time.perf_counter()
             drive.may_write.set()
             late.wait()
