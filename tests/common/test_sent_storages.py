@@ -83,7 +83,7 @@ def test_of_what_was_sent_before_anybody_noted_the_rest_is_unknown(cache: dict[o
     assert is_sent(Storage()) is not expired
 
 
-@pytest.mark.parametrize("strategy", multiprocessing.get_all_sharing_strategies())
+@pytest.mark.parametrize("strategy", sorted(multiprocessing.get_all_sharing_strategies()))
 def test_memory_of_a_cpu_that_was_sent_tells_nothing_of_a_card(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As batches of a loader's workers are; by files it has names."""
     monkeypatch.setattr(multiprocessing, "_sharing_strategy", strategy)
