@@ -85,6 +85,14 @@ class NonActivationMemory:
         self.num_traces += 1
 
     @property
+    def seen_bytes(self) -> int | None:
+        """At the worst moment, as the trace and what has come since show; ``None``: not traced yet.
+
+        What has come since may be part of the peak already, as gradients are: too strict until the next trace.
+        """
+        return None if self.peak_bytes is None else self.peak_bytes + self.grown_bytes
+
+    @property
     def grown_bytes(self) -> int:
         """What has been added since the traced pass: optimizer states come with the first step, after the first pass.
 
@@ -166,9 +174,8 @@ class Limits:
 
     @staticmethod
     def _needed(others: NonActivationMemory, total: int) -> int:
-        if others.peak_bytes is not None:
-            # What has come since may be part of the peak already, as gradients are: too strict until the next trace.
-            return others.peak_bytes + others.grown_bytes + others.unseen_bytes
+        if others.seen_bytes is not None:
+            return others.seen_bytes + others.unseen_bytes
         # Half of what is left is for gradients, temporaries and what we do not know.
         return (total + others.level_bytes) // 2
 
@@ -184,10 +191,10 @@ class Limits:
         Returns:
             Whether it has, so that another plan is wanted.
         """
-        total = self._constraints.memory_budget
-        if total is None or others.peak_bytes is None or highest_bytes <= total:
+        total, seen_bytes = self._constraints.memory_budget, others.seen_bytes
+        if total is None or seen_bytes is None or highest_bytes <= total:
             return False
-        unseen_bytes = highest_bytes + int(_SPARE * total) - peak_bytes - others.peak_bytes - others.grown_bytes
+        unseen_bytes = highest_bytes + int(_SPARE * total) - peak_bytes - seen_bytes
         unseen_bytes = int(min(unseen_bytes, _MOST_UNSEEN * largest_bytes, others.most_unseen_bytes))
         if unseen_bytes <= others.unseen_bytes:
             return False
@@ -205,10 +212,10 @@ class Limits:
         Returns:
             Whether more is left now.
         """
-        total = self._constraints.memory_budget
-        if total is None or others.peak_bytes is None:
+        total, seen_bytes = self._constraints.memory_budget, others.seen_bytes
+        if total is None or seen_bytes is None:
             return False
-        most_bytes = max(total - others.peak_bytes - others.grown_bytes - smallest_bytes, 0)
+        most_bytes = max(total - seen_bytes - smallest_bytes, 0)
         others.most_unseen_bytes = most_bytes
         has_more = most_bytes < others.unseen_bytes
         others.unseen_bytes = min(others.unseen_bytes, most_bytes)

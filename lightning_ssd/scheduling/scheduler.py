@@ -320,7 +320,10 @@ class Scheduler:
     def _plan_from(self, kind: PassKind, known: StoredPlan, search: MoveSearch) -> None:
         """Make the next plan from the trace of this one, if that is wanted; else a pass is traced anew."""
         if search.wants_plan:
-            self._traced.append((kind, TracedPass(known.sizes, known.trace, known.plan.prediction.peak_bytes)))
+            self._plan_anew(kind, known)
+
+    def _plan_anew(self, kind: PassKind, known: StoredPlan) -> None:
+        self._traced.append((kind, TracedPass(known.sizes, known.trace, known.plan.prediction.peak_bytes)))
 
     @staticmethod
     def _compare_within_budget(kind: PassKind, known: StoredPlan, measured: Measured) -> None:
@@ -344,7 +347,7 @@ class Scheduler:
             return
         _log.info("planning again: %d bytes of memory were in use, more than memory_budget", done.highest_bytes)
         if kind.has_trace:
-            self._traced.append((kind, TracedPass(known.sizes, known.trace, known.plan.prediction.peak_bytes)))
+            self._plan_anew(kind, known)
         else:
             kind.ask_for_trace()
 
