@@ -129,7 +129,7 @@ class OwnList(Momentum):
 
 
 class DecaysAll(OwnList):
-    """Uses it in the fourth step only."""
+    """Uses it in the fifth step only."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -138,7 +138,7 @@ class DecaysAll(OwnList):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         self.t += 1
-        if self.t % 4 == 0:
+        if self.t % 5 == 0:
             for p in self.mine:
                 p.mul_(0.5)
         return Momentum.step(self, closure)

@@ -1,7 +1,7 @@
 """A step on copies, before an optimizer that is not known is first called several times in a step on the model's own.
 
 Note: what a rehearsal shows
-    Two copies of a parameter, with other gradients, are updated one by one and then together: once as they are, once
+    Two copies of a parameter, with other gradients, are updated one by one and then together: twice as they are, once
     with large gradients, which a limit for all of them may cut, and once with one that is not a number, for which a
     step may be left out. Such gradients may be refused, and of them nobody is warned. If bits, states, options,
     attributes or what ``step`` returns differ, the optimizer couples its parameters. While it is called, every
@@ -39,7 +39,7 @@ __all__ = ["DryRun", "Watch"]
 Closure = Callable[[], Any]
 _NUM_STEPS = 2
 _USUAL = (1.0, 1.0)
-_FACTORS = (_USUAL, (1024.0, 1024.0), (1.0, math.nan))
+_FACTORS = (_USUAL, _USUAL, (1024.0, 1024.0), (1.0, math.nan))
 """Of the gradients of two copies, in each step."""
 _KEEP = "Nothing was updated: use OffloadPolicy.optimizer_states='keep'"
 
