@@ -188,18 +188,23 @@ class LivePasses:
             self._last_plain = current.signature
         self._set_heap_mode(current.cursor, available_bytes)
         if current.begin is None:
-            current.begin = PassBegin(
-                self._clock.stamp(),
-                level_bytes,
-                counters.bytes_written,
-                counters.bytes_read,
-                counters.num_packed,
-                self._highest() if current.cursor is not None and current.cursor.limits_total_memory else 0,
-            )
+            current.begin = self._begin_of(current, level_bytes)
             if not current.is_plain:
                 self._accounting.window_peak_bytes = counters.resident_bytes
         if current not in self._passes:
             self._passes.append(current)
+
+    def _begin_of(self, current: SavedPass, level_bytes: int) -> PassBegin:
+        counters = self._accounting.counters
+        is_limited = current.cursor is not None and current.cursor.limits_total_memory
+        return PassBegin(
+            stamp=self._clock.stamp(),
+            level_bytes=level_bytes,
+            written_bytes=counters.bytes_written,
+            read_bytes=counters.bytes_read,
+            num_packed=counters.num_packed,
+            highest_bytes=self._highest() if is_limited else 0,
+        )
 
     def _memory_of(self, signature: Hashable) -> int | None:
         """What is available now; a moment ago, where likely no hooks are needed: asking takes longer than the rest.
