@@ -77,16 +77,17 @@ def page_numbers(view: FileView) -> list[int]:
 def test_what_has_left_often_does_not_count_as_used(shared: bool, fd: int) -> None:
     """Or the system keeps it in its page cache, and drops what was just read ahead."""
     view, _ = shown(fd, shared=shared)
-    active = []
-    for _ in range(10):  # the system passes over a page that it is just moving itself
+    used, active = [], []
+    for _ in range(10):  # the system passes over a page that it is just moving itself, and may be late on a busy machine
         view.bring_in(0, NBYTES)
         pages = page_numbers(view)
-        assert num_active(pages)
+        used.append(num_active(pages))
         if shared:
             view.send_out(0, NBYTES)
         else:
             assert view.send_out_unwritten(0, NBYTES)
         active.append(num_active(pages))
+    assert max(used) > 0
     assert min(active) == 0
     view.bring_in(0, NBYTES)
     assert page_numbers(view) == pages, "they have stayed in the page cache"
