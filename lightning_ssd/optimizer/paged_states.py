@@ -30,7 +30,7 @@ from lightning_ssd.optimizer.step.partition import Contents, Partition, Subgroup
 from lightning_ssd.optimizer.step.path_assignment import assign_paths, half_duplex_rate, rebalance_paths
 from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
 from lightning_ssd.optimizer.step.subgroups import Part, visit_order
-from lightning_ssd.optimizer.step.types import INCOMPLETE, State
+from lightning_ssd.optimizer.step.types import CoupledError, State
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.planning import update_memory
@@ -459,7 +459,7 @@ class PagedStates:
 
     def _check_apart(self, parameters: Sequence[torch.Tensor], states: Sequence[State | None]) -> None:
         if not are_apart([spans_of([p, state]) for p, state in zip(parameters, states, strict=True)]):
-            raise ConfigError(f"this optimizer's states of several parameters share memory. {INCOMPLETE}")
+            raise CoupledError("this optimizer's states of several parameters share memory")
 
     @spanned("lightning_ssd::flush")
     def _settle(self, index: int, states: Sequence[State], storage: torch.UntypedStorage | None, *, keep: bool) -> None:

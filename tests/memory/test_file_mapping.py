@@ -78,7 +78,7 @@ def test_what_has_left_often_does_not_count_as_used(shared: bool, fd: int) -> No
     """Or the system keeps it in its page cache, and drops what was just read ahead."""
     view, _ = shown(fd, shared=shared)
     used, active = [], []
-    for _ in range(10):  # the system passes over a page that it is just moving itself, and may be late on a busy machine
+    for _ in range(10):  # the system passes over a page that it is just moving, and may be late where it is busy
         view.bring_in(0, NBYTES)
         pages = page_numbers(view)
         used.append(num_active(pages))

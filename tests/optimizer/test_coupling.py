@@ -238,7 +238,7 @@ def test_what_differs_between_parameters_is_refused_before_they_are_touched(
     pair.set_gradients()
     with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
         before = random_states(pair.inner, [])
-        with pytest.raises(ConfigError, match=COUPLED[kind]):
+        with pytest.raises(ConfigError, match=rf"{COUPLED[kind]}.*Nothing was updated"):
             optimizer.step()
         assert pair.are_untouched()
         assert not before.are_used()
@@ -291,24 +291,24 @@ def test_pytorchs_own_are_trusted(spill_dir: Path, monkeypatch: pytest.MonkeyPat
 
 
 class DrawsLater(Custom):
-    """After a warm-up."""
+    """After a warm-up that is longer than a rehearsal."""
 
     def begin(self) -> None:
         self.t += 1
 
     def change(self, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        return update if self.t < 3 else update + torch.randn_like(p)
+        return update if self.t < 6 else update + torch.randn_like(p)
 
 
 def test_noise_that_comes_later_ends_training_there(spill_dir: Path) -> None:
     pair = Pair(DrawsLater)
     pair.set_gradients()
     with optimizer_pairs.wrapped(pair.inner, spill_dir) as optimizer:
-        for _ in range(2):
+        for _ in range(5):
             optimizer.step()
             pair.twin.step()
         pair.check()
-        with pytest.raises(ConfigError, match="random numbers"):
+        with pytest.raises(ConfigError, match=r"random numbers.* this step is incomplete"):
             optimizer.step()
         with pytest.raises(RuntimeError, match="incomplete"):
             optimizer.step()

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.common.dtensor import address_of
 from lightning_ssd.common.tensors import PLAIN_TYPES
-from lightning_ssd.errors import ConfigError
-from lightning_ssd.optimizer.step.types import INCOMPLETE
+from lightning_ssd.optimizer.step.types import CoupledError
 
 __all__ = ["AttributeSnapshot", "same"]
 
@@ -150,9 +149,9 @@ class _LargeTensor(_Kept):
 
     def put_back(self) -> Any:
         if not self.is_like(_LargeTensor(self.value)):
-            raise ConfigError(
+            raise CoupledError(
                 f"this optimizer edits a tensor of shape {tuple(self.value.shape)} in an attribute of its own: it may "
-                f"couple its parameters. {INCOMPLETE}"
+                f"couple its parameters"
             )
         return self.value
 

@@ -32,7 +32,7 @@ from lightning_ssd.optimizer.step.coupling import refuse_own_parameters, refuse_
 from lightning_ssd.optimizer.step.step_effects import StepEffects, preserving_effects
 from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
 from lightning_ssd.optimizer.step.twins import Sample, differ, has_twins, introduced
-from lightning_ssd.optimizer.step.types import INCOMPLETE, State
+from lightning_ssd.optimizer.step.types import CoupledError, State
 
 __all__ = ["DryRun", "Watch"]
 
@@ -122,6 +122,8 @@ class DryRun:
                 f"OffloadPolicy.optimizer_states='offload' got {name}, which touches parameters or gradients that its "
                 f"step was not given ({touched.place}). {_KEEP}"
             ) from error
+        if isinstance(error, CoupledError):
+            raise ConfigError(f"{error.finding}. {_KEEP}") from error
         if isinstance(error, ConfigError):
             raise error
         if error is not None:
@@ -358,5 +360,5 @@ class Watch:
         for number, (parameter, version) in enumerate(zip(self._parameters, self._versions, strict=True)):
             if parameter._version != version:
                 if id(parameter) not in mine:
-                    raise ConfigError(f"this optimizer changes parameters that its step was not given. {INCOMPLETE}")
+                    raise CoupledError("this optimizer changes parameters that its step was not given")
                 self._versions[number] = parameter._version

@@ -14,9 +14,8 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.common.rng import RandomStates, Source, default_sources, shared_sources, source_of
-from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.attribute_snapshot import AttributeSnapshot
-from lightning_ssd.optimizer.step.types import INCOMPLETE
+from lightning_ssd.optimizer.step.types import CoupledError
 
 __all__ = ["StepEffects", "preserving_effects", "random_states"]
 
@@ -85,18 +84,17 @@ class StepEffects:
 
     def _check_numbers(self, has_drawn: bool) -> None:
         if has_drawn and self._has_drawn:
-            raise ConfigError(
+            raise CoupledError(
                 "this optimizer draws random numbers in its step, and would draw others for each parameter than in a "
-                f"plain step, because parameters are updated in another order. {INCOMPLETE}"
+                "plain step, because parameters are updated in another order"
             )
         self._has_drawn = self._has_drawn or has_drawn
 
     def _check_attributes(self, after: AttributeSnapshot) -> None:
         self._after = self._after or after
         if names := self._after.changed(after):
-            raise ConfigError(
-                f"this optimizer changed its attributes {names} differently for different parameters: it couples them. "
-                f"{INCOMPLETE}"
+            raise CoupledError(
+                f"this optimizer changed its attributes {names} differently for different parameters: it couples them"
             )
 
 

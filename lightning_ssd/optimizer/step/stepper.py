@@ -18,10 +18,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.attribute_snapshot import same
 from lightning_ssd.optimizer.step.step_effects import StepEffects, preserving_effects
-from lightning_ssd.optimizer.step.types import INCOMPLETE, State
+from lightning_ssd.optimizer.step.types import CoupledError, State
 
 __all__ = ["GroupChanges", "SubgroupStepper", "own_copy"]
 
@@ -63,14 +62,14 @@ class GroupChanges:
 
         value = step(optimizer) if self.closure is None else step(optimizer, closure)
         if self.closure is not None and num_evaluated != 1:
-            raise ConfigError(
+            raise CoupledError(
                 f"this optimizer's step evaluates its closure {num_evaluated} times; expected once, since it is called "
-                f"for some of its parameters at a time. {INCOMPLETE}"
+                f"for some of its parameters at a time"
             )
         if self._returned and not _is_same(self._returned[0], value):
-            raise ConfigError(
+            raise CoupledError(
                 f"this optimizer's step returns {value!r} for some parameters and {self._returned[0]!r} for others, "
-                f"which a plain step would not. {INCOMPLETE}"
+                f"which a plain step would not"
             )
         self._returned.append(value)
 
@@ -93,16 +92,16 @@ class GroupChanges:
         """
         changed = {k: v for k, v in after.items() if k != "params" and not (k in before and same(before[k], v))}
         if names := sorted(changed.keys() & set(cut)):
-            raise ConfigError(
+            raise CoupledError(
                 f"this optimizer edits the options {names} of parameter group {index}, which have an entry for each "
-                f"parameter, and it is called for some of these at a time. {INCOMPLETE}"
+                f"parameter, and it is called for some of these at a time"
             )
         known = self._changes.setdefault(index, changed)
         if known.keys() != changed.keys() or not all(same(known[k], v) for k, v in changed.items()):
             names = sorted(map(str, known.keys() | changed.keys()))
-            raise ConfigError(
+            raise CoupledError(
                 f"this optimizer changed the options {names} of parameter group {index} differently for different "
-                f"parameters: it couples them. {INCOMPLETE}"
+                f"parameters: it couples them"
             )
 
     def apply(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -199,9 +198,7 @@ class SubgroupStepper:
         others = state.keys() - set(tensors)
         if others:
             found = sorted(map(repr, others))[:3]
-            raise ConfigError(
-                f"this optimizer keeps states for more than its parameters ({found}): it couples them. {INCOMPLETE}"
-            )
+            raise CoupledError(f"this optimizer keeps states for more than its parameters ({found}): it couples them")
         return [state.get(tensor) for tensor in tensors]
 
     def _options(self, group: dict[str, Any], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
@@ -274,9 +271,9 @@ class _NestedHooks(OrderedDict[int, Any]):
 
     def values(self) -> Any:
         """Asked for by the step of a base class."""
-        raise ConfigError(
+        raise CoupledError(
             "this optimizer calls the step of a base class, which would run its step hooks again, in each call for "
-            f"some of its parameters. {INCOMPLETE}"
+            "some of its parameters"
         )
 
 
