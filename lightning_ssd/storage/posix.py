@@ -146,9 +146,11 @@ class PosixBackend:
         if has >= PAGE_BYTES:
             return False
         with self._lock:
-            if self.memory_alignment <= has:
+            is_news = self.memory_alignment <= has
+            if is_news:
                 self.memory_alignment = 2 * has
-                _log.warning("the drive refuses memory aligned to %d bytes; using %d from now on", has, 2 * has)
+        if is_news:
+            _log.warning("the drive refuses memory aligned to %d bytes; using %d from now on", has, 2 * has)
         return True
 
     # -- moving ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -58,6 +59,8 @@ class HostArena:
         self._num_pinned = 0
         self._pinned_starts: list[int] = []
         self._device: torch.device | None = None
+        # Said once no lock is held: a handler of the log may wait for a thread that asks for numbers.
+        self._unsaid: deque[str] = deque()
         self._block: MappedBlock | None = MappedBlock(max(host_budget.total_bytes, PAGE_BYTES), usable=False)
 
     @property
@@ -99,7 +102,8 @@ class HostArena:
             except BaseException:
                 self._extents.recover()
                 raise
-            return extent
+        self._say()
+        return extent
 
     def free(self, extent: Extent) -> None:
         """Take an extent back. Harmless after close and in a forked child.
@@ -125,8 +129,9 @@ class HostArena:
             while self._pin and self._num_pinned < len(ends):
                 start = ends[self._num_pinned - 1] if self._num_pinned else 0
                 if start >= extent.offset + extent.nbytes:
-                    return  # extents fill the lowest places first: slabs above will be wanted later
+                    break  # extents fill the lowest places first: slabs above will be wanted later
                 self._lock_slab(start, ends[self._num_pinned] - start, device)
+        self._say()
 
     def pieces(self, extent: Extent, nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Cut the first ``nbytes`` bytes of an extent into (start within it, address, length).
@@ -177,7 +182,7 @@ class HostArena:
         if not self._opened().make_usable(size, slab):
             self._share.give_back(slab)
             self._limit_bytes = size
-            _log.warning("the system gives no more than %s bytes to the host tier; it stays at that", f"{size:,}")
+            self._unsaid.append(f"the system gives no more than {size:,} bytes to the host tier; it stays at that")
             return False
         self._extents.grow(slab)
         self._slab_ends.append(size + slab)
@@ -188,7 +193,17 @@ class HostArena:
         code = lock_memory(self._opened().address + start, nbytes, device)
         if code:
             self._pin = False
-            _log.warning("CUDA could not lock more memory of the host tier (error %s); copies there are slower", code)
+            self._unsaid.append(
+                f"CUDA could not lock more memory of the host tier (error {code}); copies there are slower"
+            )
             return
         self._pinned_starts.append(start)
         self._num_pinned += 1
+
+    def _say(self) -> None:
+        while True:
+            try:
+                text = self._unsaid.popleft()
+            except IndexError:
+                return
+            _log.warning("%s", text)

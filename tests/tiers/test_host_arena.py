@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +18,7 @@ from lightning_ssd.memory import mmap
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.memory.mmap import MappedBlock
 from lightning_ssd.storage.extents import Extent
+from lightning_ssd.tiers import host_arena
 from lightning_ssd.tiers.host_arena import HostArena
 from tests.support.process_memory import resident_bytes
 
@@ -36,6 +40,26 @@ def address(arena: HostArena, extent: Extent) -> int:
 def must(extent: Extent | None) -> Extent:
     assert extent is not None
     return extent
+
+
+@contextlib.contextmanager
+def waiting_for(other: Callable[[], object]) -> Iterator[list[bool]]:
+    """For each message of the arena, whether what another thread does meanwhile has ended."""
+    ends: list[bool] = []
+
+    class Waits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            thread = threading.Thread(target=other, daemon=True)
+            thread.start()
+            thread.join(2)
+            ends.append(not thread.is_alive())
+
+    handler, logger = Waits(), logging.getLogger(host_arena.__name__)
+    logger.addHandler(handler)
+    try:
+        yield ends
+    finally:
+        logger.removeHandler(handler)
 
 
 class TestRoom:
@@ -106,6 +130,15 @@ class TestRoom:
             "the system gives no more than 2,097,152 bytes to the host tier; it stays at that"
         ]
         arena.free(first)
+
+    def test_a_handler_of_the_log_may_wait_for_who_asks(
+        self, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        must(arena.allocate(MIB))
+        monkeypatch.setattr(MappedBlock, "make_usable", lambda *_: False)
+        with waiting_for(lambda: arena.allocate(0)) as ends:
+            assert arena.allocate(4 * MIB) is None
+        assert ends == [True]
 
     def test_refused_for_real(self) -> None:
         block = MappedBlock(4 * MIB, usable=False)
@@ -211,6 +244,15 @@ class TestLocking:
         assert [record.message for record in caplog.records] == [
             "CUDA could not lock more memory of the host tier (error 2); copies there are slower"
         ]
+
+    def test_a_handler_of_the_log_may_wait_for_who_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pinning(monkeypatch, 2)
+        arena = HostArena(64 * MIB, pin=True)
+        extent = must(arena.allocate(MIB))
+        with waiting_for(lambda: arena.prepare(extent, CPU)) as ends:
+            arena.prepare(extent, CPU)
+        assert ends == [True]
+        arena.close()
 
     def test_plain_memory_is_never_locked(self, monkeypatch: pytest.MonkeyPatch, arena: HostArena) -> None:
         calls = self.pinning(monkeypatch)
