@@ -283,7 +283,8 @@ def test_a_toy_run_of_the_real_thing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = {point["mode"]: point for point in content["points"]}
     assert list(found) == modes.split(",")
     assert all(point["equal"] for point in found.values())
-    assert found["ssd"]["peak_bytes"] < found["budget=70%"]["peak_bytes"] <= 0.7 * found["keep"]["peak_bytes"] + 1
+    assert found["budget=70%"]["peak_bytes"] <= 0.7 * found["keep"]["peak_bytes"] + 1
+    assert found["ssd"]["peak_bytes"] <= found["keep"]["peak_bytes"], "how much less is how soon the drive takes it"
     assert {line["throttle"] for line in content["curves"]} == {None, "200MB/s"}
     assert all(line["points"] for line in content["curves"])
     assert content["refused"] == []
