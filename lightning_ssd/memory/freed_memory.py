@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from lightning_ssd.memory.host_room import AMPLE, HostRoom
-from lightning_ssd.memory.malloc import MallocThreshold, trim
+from lightning_ssd.memory.malloc import MallocThreshold, has_whole_pages, trim
 
 __all__ = ["FreedMemory"]
 
@@ -18,9 +18,10 @@ class FreedMemory:
     """Has glibc give back what is freed, where memory is short.
 
     Its heap keeps what activations and gradients have left, all through the update, so that the page cache has less
-    room for weights and gradients that wait. But what leaves is mapped anew in each forward, which costs page faults:
-    where there is room for both, glibc is left as it is without us. Once memory was short, freed memory leaves to the
-    end.
+    room for weights and gradients that wait. But what leaves is mapped anew in each forward, which costs page faults.
+    Where there is room for both, freed memory stays: of itself glibc would give back the end of its heap after each
+    backward, which gradients hold otherwise. Only where tensors have whole pages: else the heap seldom reuses what it
+    has, and glibc is left as it is without us. Once memory was short, freed memory leaves to the end.
 
     Args:
         is_limited: whether somebody has asked for less memory: then freed memory always leaves.
@@ -46,9 +47,12 @@ class FreedMemory:
             self._was_short = True
         if self._was_short:
             self.leaves()
-        elif self._leaves and not self._is_limited:
+        elif not self._is_limited:
             self._leaves = False
-            self._threshold.restore()
+            if waiting_bytes and has_whole_pages():
+                self._threshold.reuse()
+            else:
+                self._threshold.restore()
 
     def look(self) -> None:
         """A backward is over."""
@@ -63,3 +67,4 @@ class FreedMemory:
     def close(self) -> None:
         """Leave glibc as it is without us."""
         self._threshold.restore()
+        trim()

@@ -40,17 +40,33 @@ def made(machine: Machine) -> Iterator[Made]:
     for one in all_made:
         one.close()
         assert not is_fixed(one)
+        assert not stays(one)
 
 
 def is_fixed(freed: FreedMemory) -> bool:
     return freed._threshold in MallocThreshold._users
 
 
-def test_with_room_for_all_malloc_is_left_alone(made: Made) -> None:
+def stays(freed: FreedMemory) -> bool:
+    return freed._threshold in MallocThreshold._reusers
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_with_room_for_all_freed_memory_stays_where_it_is_reused(
+    has_pages: bool, made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(freed_memory, "has_whole_pages", lambda: has_pages)
     freed = made()
+    freed.leaves()
     freed.expect(WAITING)
     freed.look()
-    assert not is_fixed(freed)
+    assert (is_fixed(freed), stays(freed)) == (False, has_pages), "else malloc is left alone"
+    freed.expect(0)
+    assert not stays(freed)
+    freed.expect(WAITING)
+    machine.available_bytes = 0
+    freed.look()
+    assert (is_fixed(freed), stays(freed)) == (True, False)
 
 
 def test_while_a_model_is_built_freed_memory_leaves(made: Made) -> None:
