@@ -157,6 +157,17 @@ class FileView:
         libc.madvise(self.address + start, nbytes, _COLD)
         libc.madvise(self.address + start, nbytes, _DONTNEED)
 
+    def bring_in_again(self, start: int, nbytes: int) -> None:
+        """Map a shared part anew that has just been brought in, as :meth:`bring_in` does.
+
+        That counts as another use. What was used once the system takes back as soon as somebody else needs room.
+
+        Raises:
+            OSError: the drive refuses.
+        """
+        libc.madvise(self.address + start, nbytes, _DONTNEED)
+        self.bring_in(start, nbytes)
+
     def send_out_unwritten(self, start: int, nbytes: int) -> bool:
         """Take a private part out of this process, in which nothing was written; the next touch brings it back.
 

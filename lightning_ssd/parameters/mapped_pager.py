@@ -80,18 +80,28 @@ class MappedPager(Pager[MappedStorage]):
         unit.resident_bytes = unit.coming = None
 
     def _bring_in(self, unit: Unit[MappedStorage]) -> None:
+        """Where memory may be short, trained weights come to stay: else gradients that wait to be written drive them
+        out before they are used.
+        """
         for weight in list(unit.weights):
-            bring_in(weight)
+            bring_in(weight, to_stay=not (self._has_room or weight.is_frozen))
 
 
-def bring_in(weight: Weight[MappedStorage]) -> None:
+def bring_in(weight: Weight[MappedStorage], *, to_stay: bool = False) -> None:
     """Block until a weight is in memory.
+
+    Args:
+        weight: that is wanted.
+        to_stay: the system is to take it back late.
 
     Raises:
         StorageError: the drive refuses.
     """
     try:
-        weight.memory.bring_in()
+        if to_stay:
+            weight.memory.bring_in_to_stay()
+        else:
+            weight.memory.bring_in()
     except StorageError:  # it says all
         raise
     except OSError as refusal:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ssd.common.waiting import Latch
 from lightning_ssd.memory import host_room
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.memory.host_room import HostRoom
@@ -185,6 +186,32 @@ def test_what_comes_next_is_mapped_where_memory_is_ample(
         assert pager.num_late == 4, "those before the order was known"
         use(pager, pager.units[1])
         assert pager.num_late == 4, "it was expected, wherever it waited"
+
+
+@pytest.mark.parametrize(
+    ("is_frozen", "room", "stays"),
+    [(False, AMPLE - 1, True), (False, AMPLE, False), (True, AMPLE - 1, False)],
+)
+def test_trained_weights_come_to_stay_where_memory_may_be_short(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch, is_frozen: bool, room: int, stays: bool
+) -> None:
+    """Else the system takes them back for gradients before they are used."""
+    Room(monkeypatch).nbytes = room
+    again: list[int] = []
+    real = FileView.bring_in_again
+    monkeypatch.setattr(FileView, "bring_in_again", lambda view, *part: (again.append(part[1]), real(view, *part)))
+    with opened_pager(spill_dir, MappedPager(HostRoom())) as pager:
+        for weight in pager.weights:
+            weight.is_frozen = is_frozen
+        pager._look_for_room()
+        unit = pager._ahead = pager.units[1]
+        pager._read(unit, Latch())
+        assert again == ([UNIT] if stays else [])
+        assert unit.resident_bytes == UNIT
+        assert shown_bytes(spill_dir) == UNIT
+        unit.weights[0].memory.make_private()
+        pager._read(unit, Latch())
+        assert len(again) == stays, "what was written to it would be lost"
 
 
 @pytest.mark.parametrize("has_come", [False, True])

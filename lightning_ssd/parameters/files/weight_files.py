@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -97,6 +98,14 @@ class MappedStorage(ABC):
         if view is not None:
             view.bring_in(0, self._shown_bytes)
 
+    def bring_in_to_stay(self) -> None:
+        """As :meth:`bring_in`, and so that the system takes it back late, although it was not used yet.
+
+        Raises:
+            OSError: the drive refuses.
+        """
+        self.bring_in()
+
     @abstractmethod
     def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         """Have the bytes come to the system's page cache. Blocks.
@@ -145,6 +154,8 @@ class FiledStorage(MappedStorage):
         self._extent = extent
         self._shown_bytes = extent.nbytes
         self._is_private = False
+        self._sharing = threading.RLock()
+        """Held while it becomes private, and while a reader takes pages out."""
 
     def lies_in(self, arenas: Sequence[Arena]) -> bool:
         """Whether one of these has its file."""
@@ -156,6 +167,13 @@ class FiledStorage(MappedStorage):
     def send_out(self) -> None:
         if self._view is not None and not self._is_private:  # else what was written would be lost
             self._view.send_out(0, self._extent.nbytes)
+
+    def bring_in_to_stay(self) -> None:
+        self.bring_in()
+        with self._sharing:
+            view = self._view  # once, as in bring_in
+            if view is not None and not self._is_private:
+                view.bring_in_again(0, self._shown_bytes)
 
     def read_part(self, start: int, nbytes: int, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         """As :meth:`read`, of some bytes and the rest of their pages."""
@@ -197,7 +215,11 @@ class FiledStorage(MappedStorage):
 
     def make_private(self) -> None:
         """Where the system allows no more private memory, it stays as it is, which is as good, but for a fork."""
-        if self._view is not None and not self._is_private:
+        if self._is_private:  # as in a fork, in which nobody gives the lock back
+            return
+        with self._sharing:
+            if self._view is None or self._is_private:
+                return
             try:
                 self._view.show(0, self._fd, self._extent.offset, self._extent.nbytes)
             except MemoryError:
