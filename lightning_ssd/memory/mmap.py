@@ -18,6 +18,7 @@ __all__ = [
     "NO_ACCESS",
     "PAGE_BYTES",
     "READ_WRITE",
+    "VECTOR_BYTES",
     "MappedBlock",
     "address_of",
     "array_type",
@@ -29,6 +30,9 @@ __all__ = [
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
+VECTOR_BYTES = 64
+"""Memory that comes back, or takes the place of other, has an address that is the same modulo this: what a kernel
+computes with vector instructions may depend on it in its last bits, such as MKL's products of a matrix and a vector."""
 
 NO_ACCESS = 0  # PROT_NONE, which Python does not name everywhere
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE

@@ -31,9 +31,10 @@ from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import BudgetError, forget_frames
-from lightning_ssd.memory.file_mapping import drop_pages
+from lightning_ssd.memory.file_mapping import FileView, drop_pages
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
+from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.source_files import SourceFiles, SourceStorage
 from lightning_ssd.parameters.files.weight_files import MappedStorage, WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
@@ -443,7 +444,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
     def _check_room(self, new: Sequence[SharedWeights]) -> None:
         for changes in (False, True):
             written = [one for one in new if one.is_frozen is not changes and not self._is_in_place(one)]
-            self._files.check_room([weights.storage.nbytes() for weights in written], changes=changes)
+            self._files.check_room([self._files.size_of(weights.storage) for weights in written], changes=changes)
 
     def _is_in_place(self, weights: SharedWeights) -> bool:
         return weights.is_frozen and self._sources.has(weights.storage, weights.slices)
@@ -524,7 +525,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         weight = self.pager.find(weights.storage)
         if weight is not None:
             bring_in(weight)  # else a drive that fails would end the process
-        ordinary = torch.empty(0, dtype=torch.uint8).set_(weights.storage).clone().untyped_storage()
+        ordinary = _copied(weights.storage)
         with self._exchange:
             if not stop.has_come() and why_it_stays(weights) is None:
                 _show(weights, ordinary)
@@ -553,6 +554,15 @@ class MappedWeights(PagedWeights[MappedStorage]):
             weight.memory.make_private()
         for unit in self.pager.units:
             unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
+
+
+def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The same bytes in memory that is aligned as it was; PyTorch's own begins with a whole vector."""
+    tensor, start = torch.empty(0, dtype=torch.uint8).set_(storage), storage.data_ptr() % VECTOR_BYTES
+    if not start:
+        return tensor.clone().untyped_storage()
+    copy = FileView(start + tensor.nbytes).tensor(start, torch.uint8, tensor.shape, (1,))
+    return copy.copy_(tensor).untyped_storage()
 
 
 def _show(weights: SharedWeights, storage: torch.UntypedStorage) -> None:

@@ -18,6 +18,7 @@ import torch
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import StorageError
+from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.spill_file import Arena
@@ -103,11 +104,6 @@ class Mover(Protocol):
         """
 
 
-_VECTOR_BYTES = 64
-"""Memory that comes back has the address that it had, modulo this at least: what a kernel computes with vector
-instructions may depend on it in its last bits, such as MKL's products of a matrix and a vector."""
-
-
 class _Here:
     """It was read to where it belongs."""
 
@@ -137,7 +133,7 @@ class HostMover:
 
     @property
     def _alignment(self) -> int:
-        return max(self._backend.memory_alignment, _VECTOR_BYTES)  # asked anew each time: the former may rise
+        return max(self._backend.memory_alignment, VECTOR_BYTES)  # asked anew each time: the former may rise
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         if self._reload is None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,72 @@ def test_a_whole_model_that_is_trained_is_copied(opened: Make, folder: Path) -> 
     assert same(train(model, offloader, optimizer=offloaded(offloader)), train(plain))
     assert equal_weights(model, plain)
     assert contents(folder) == before
+
+
+def unaligned(path: Path) -> nn.Sequential:
+    """A model over a file in which no weight begins where vector units like it to."""
+    torch.manual_seed(1)
+    made = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+    for padding in range(8):
+        save_file(made.state_dict(), path, metadata={"padding": " " * 8 * padding})
+        model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+        model.load_state_dict(load_file(path), assign=True)
+        if all(weight.data_ptr() % 16 for weight in model.parameters()):
+            return model
+    raise AssertionError("all are aligned")
+
+
+def _trained(model: nn.Module, offloader: Offloader | None) -> None:
+    if offloader is not None:
+        offloader.register_module(model)
+
+
+def _edited(model: nn.Module, offloader: Offloader | None) -> None:
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter[:1] *= 0.5
+    _trained(model, offloader)
+
+
+def _come_back(model: nn.Module, offloader: Offloader | None) -> None:
+    """To memory, since they are trained after they have waited in the file."""
+    model.requires_grad_(False)
+    _trained(model, offloader)
+    model.requires_grad_(True)
+    _trained(model, offloader)
+
+
+@pytest.mark.filterwarnings("ignore:OffloadPolicy.parameters='offload' moves nothing")
+@pytest.mark.parametrize("optimizer_states", ["keep", "offload"])
+@pytest.mark.parametrize("prepare", [_trained, _edited, _come_back])
+def test_what_has_to_leave_the_file_is_aligned_as_it_was_there(
+    prepare: Callable[..., None], optimizer_states: str, opened: Make, folder: Path
+) -> None:
+    """Kernels of MKL compute other bits with memory that is aligned otherwise."""
+
+    def result(offloader: Offloader | None) -> list[torch.Tensor]:
+        model = unaligned(folder / "model.safetensors")
+        places = [parameter.data_ptr() % 64 for parameter in model.parameters()]
+        prepare(model, offloader)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        update = torch.optim.AdamW(weights or [torch.zeros(1, requires_grad=True)], lr=1e-2)
+        if offloader is not None:
+            update = offloader.offload_optimizer(update)
+        found = []
+        for batch in torch.randn(4, 1, 512, generator=torch.Generator().manual_seed(2)):
+            with nullcontext() if offloader is None else offloader.saved_tensors():
+                output = model(batch.requires_grad_())
+            output.square().mean().backward()
+            if offloader is not None:
+                offloader.end_backward()
+            update.step()
+            found += [output.detach(), batch.grad, *(weight.detach().clone() for weight in model.parameters())]
+        assert [parameter.data_ptr() % 64 for parameter in model.parameters()] == places
+        return found
+
+    expected = result(None)
+    found = result(opened(optimizer_states=optimizer_states, min_tensor_bytes="1KiB"))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_copies_and_checkpoints(opened: Make, folder: Path) -> None:

@@ -24,7 +24,7 @@ from lightning_ssd.common.tensors import Region, StorageKey, storage_of
 from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.memory.mmap import PAGE_BYTES, libc
+from lightning_ssd.memory.mmap import PAGE_BYTES, VECTOR_BYTES, libc
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 
@@ -145,10 +145,11 @@ class FiledStorage(MappedStorage):
         arena: has the file.
         extent: where in the file.
         nbytes: of the storage.
+        start: where in the extent it begins.
     """
 
-    def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int) -> None:
-        super().__init__(view, 0, nbytes)
+    def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int, *, start: int = 0) -> None:
+        super().__init__(view, start, nbytes)
         self._arena = arena
         self._fd = arena.fd  # a forked child has it too, and may not ask the arena
         self._extent = extent
@@ -177,10 +178,16 @@ class FiledStorage(MappedStorage):
 
     def read_part(self, start: int, nbytes: int, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         """As :meth:`read`, of some bytes and the rest of their pages."""
-        first = start // PAGE_BYTES * PAGE_BYTES
+        first, length = self._pages(start, nbytes)
         if not self._is_private:
             with self._arena.use() as fd:
-                scratch.read(fd, self._extent.offset + first, round_up(start + nbytes, PAGE_BYTES) - first, is_wanted)
+                scratch.read(fd, self._extent.offset + first, length, is_wanted)
+
+    def _pages(self, start: int, nbytes: int) -> tuple[int, int]:
+        """Where in the extent the pages of some bytes begin, and how long they are together."""
+        start += self._start
+        first = start // PAGE_BYTES * PAGE_BYTES
+        return first, round_up(start + nbytes, PAGE_BYTES) - first
 
     def bring_in_part(self, start: int, nbytes: int, *, changes: bool) -> None:
         """Read and map some bytes, and the rest of their pages. Blocks.
@@ -193,25 +200,25 @@ class FiledStorage(MappedStorage):
         Raises:
             OSError: the drive refuses.
         """
-        view, first = self._view, start // PAGE_BYTES * PAGE_BYTES
+        view = self._view
         if view is not None and not self._is_private:
-            view.bring_in(first, round_up(start + nbytes, PAGE_BYTES) - first, changes=changes)
+            view.bring_in(*self._pages(start, nbytes), changes=changes)
 
     def send_out_part(self, start: int, nbytes: int) -> None:
         """As :meth:`send_out`, of some bytes and the rest of their pages."""
-        view, first = self._view, start // PAGE_BYTES * PAGE_BYTES
+        view = self._view
         if view is not None and not self._is_private:
-            view.send_out(first, round_up(start + nbytes, PAGE_BYTES) - first)
+            view.send_out(*self._pages(start, nbytes))
 
     def begin_writing_part(self, start: int, nbytes: int) -> None:
         """Have the system begin to write some bytes, and the rest of their pages, to the drive.
 
         Seldom waits: where the drive has as much to do as it takes.
         """
-        first = start // PAGE_BYTES * PAGE_BYTES
+        first, length = self._pages(start, nbytes)
         if not self._is_private:
             with self._arena.use() as fd:
-                _begin_writing(fd, self._extent.offset + first, round_up(start + nbytes, PAGE_BYTES) - first)
+                _begin_writing(fd, self._extent.offset + first, length)
 
     def make_private(self) -> None:
         """Where the system allows no more private memory, it stays as it is, which is as good, but for a fork."""
@@ -249,12 +256,12 @@ class FiledStorage(MappedStorage):
                     self._copy_in(region)
                 else:
                     try:
-                        _write_all(fd, region, self._extent.offset)
+                        _write_all(fd, region, self._extent.offset + self._start)
                     finally:
                         os.close(fd)
                 _begin_writing(direct, self._extent.offset, self._extent.nbytes)
             except OSError as error:
-                what = f"a gradient could not be written to {self._arena.path}"
+                what = f"a weight or gradient could not be written to {self._arena.path}"
                 raise as_storage_error(error, what) from error
 
     def _copy_in(self, region: Region) -> None:
@@ -263,8 +270,8 @@ class FiledStorage(MappedStorage):
         assert view is not None
         for start in range(0, region.nbytes, DEFAULT_CHUNK_BYTES):
             nbytes = min(DEFAULT_CHUNK_BYTES, region.nbytes - start)
-            view.bring_in(start, round_up(nbytes, PAGE_BYTES), changes=True)
-            ctypes.memmove(view.address + start, region.address + start, nbytes)
+            view.bring_in(*self._pages(start, nbytes), changes=True)
+            ctypes.memmove(view.address + self._start + start, region.address + start, nbytes)
 
     def forget(self) -> None:
         if self._view is not None:  # else it was, and somebody else may have the place by now
@@ -357,7 +364,7 @@ class WeightFiles:
         """Take the space for storages of these sizes before the first one is written.
 
         Args:
-            sizes: of all.
+            sizes: of all; see :meth:`size_of`.
             changes: whether they are trained weights or gradients.
 
         Raises:
@@ -387,7 +394,9 @@ class WeightFiles:
             StorageError: the drive refuses.
             MemoryError: the system cannot map so much.
         """
-        nbytes = storage.nbytes()
+        nbytes, place = storage.nbytes(), storage.data_ptr() % VECTOR_BYTES
+        if place:
+            return self._write_unaligned(storage, place, changes=changes)
         arena, extent = self._allocate(self._changing if changes else self._still, nbytes)
         try:
             body = nbytes // self._backend.block_bytes * self._backend.block_bytes
@@ -401,6 +410,23 @@ class WeightFiles:
             raise
         self.written_bytes += extent.nbytes
         return FiledStorage(view, arena, extent, nbytes)
+
+    def _write_unaligned(self, storage: torch.UntypedStorage, place: int, *, changes: bool) -> FiledStorage:
+        """Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is."""
+        arena, extent = self._allocate(self._changing if changes else self._still, place + storage.nbytes())
+        try:
+            mapped = FiledStorage(_shown(arena, extent), arena, extent, storage.nbytes(), start=place)
+            mapped.fill(Region.of(storage))
+        except BaseException:
+            arena.free(extent)
+            raise
+        self.written_bytes += extent.nbytes
+        return mapped
+
+    @staticmethod
+    def size_of(storage: torch.UntypedStorage) -> int:
+        """What a storage takes in a file, but for the rest of the last block."""
+        return storage.nbytes() + storage.data_ptr() % VECTOR_BYTES
 
     def _write_tail(self, arena: Arena, tail: Region, offset: int) -> None:
         """Less than a block, with zeros behind it."""
