@@ -28,6 +28,9 @@ class MethodPatch:
         label: what to call the module in an error.
     """
 
+    # No ``__dict__``: ``functools.update_wrapper`` would put what is in it into that of what wraps us.
+    __slots__ = ("__weakref__", "_earlier", "_is_removed", "_label", "_module", "_name")
+
     def __init__(self, module: Any, name: str = "forward", *, label: str = "the module") -> None:
         self._module = weakref.ref(module)
         self._name = name
@@ -89,6 +92,8 @@ class _StateWithoutUs(MethodPatch):
     the copy of a stand-in itself were, it would have to hold the copy of the module.
     """
 
+    __slots__ = ()
+
     def __call__(self) -> Any:
         state = self.__wrapped__()
         if not isinstance(state, dict):
@@ -96,7 +101,9 @@ class _StateWithoutUs(MethodPatch):
         state = copy(state)  # it may be the module's own
         for name, value in list(state.items()):
             while isinstance(value, MethodPatch):
-                value = value._earlier
+                # Elsewhere, somebody keeps it to call it.
+                is_at_its_place = value._name == name and value._module() is self._module()
+                value = value._earlier if is_at_its_place else value.__wrapped__
                 _put(state, name, value)
         return state
 

@@ -36,6 +36,8 @@ class Reduction(MethodPatch):
         reduced: called with it.
     """
 
+    __slots__ = ("_reduced",)
+
     def __init__(self, group: Any, reduced: Callable[[Any], None]) -> None:
         self._reduced = reduced
         super().__init__(group, "post_backward", label="the group of shards")

@@ -17,6 +17,8 @@ __all__ = ["Gathering", "Window"]
 class _UnitPatch(MethodPatch):
     """In the place of a method that uses the weights of a unit."""
 
+    __slots__ = ("_pager", "unit")
+
     def __init__(self, module: Any, name: str, unit: Unit[Any], pager: Pager[Any], *, label: str) -> None:
         self.unit = unit
         self._pager = pager
@@ -34,6 +36,8 @@ class _UnitPatch(MethodPatch):
 
 class Window(_UnitPatch):
     """Tells when the forward of a unit's module runs."""
+
+    __slots__ = ()
 
     def __init__(self, module: Any, unit: Unit[Any], pager: Pager[Any]) -> None:
         # In front of compiled code, not within.
@@ -57,6 +61,8 @@ class Gathering(_UnitPatch):
     reads them after that until they are updated. In one process ``unshard`` does nothing, and ``wait_for_unshard``
     copies.
     """
+
+    __slots__ = ("_is_alone",)
 
     def __init__(self, group: Any, unit: Unit[Any], pager: Pager[Any]) -> None:
         self._is_alone = ShardedGroup(unit.name, group).is_alone

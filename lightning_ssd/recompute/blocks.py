@@ -159,6 +159,8 @@ class Blocks:
 class _Wrapper(MethodPatch):
     """The ``forward`` of one block."""
 
+    __slots__ = ("_active", "_block", "_edits", "_is_allowed", "_refusal", "_warned", "_watched", "name")
+
     def __init__(
         self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
     ) -> None:

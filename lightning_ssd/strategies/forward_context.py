@@ -42,6 +42,8 @@ class ForwardContextPatch(MethodPatch):
         around: a bound method. Its object is held weakly; when it is gone, the module has its own forward again.
     """
 
+    __slots__ = ("_function", "_owner")
+
     def __init__(self, module: nn.Module, around: Around) -> None:
         # Not a WeakMethod, which runs Python code when the object dies: a KeyboardInterrupt in there would be lost.
         method = cast(types.MethodType, around)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -221,6 +222,43 @@ def test_a_copy_keeps_a_forward_that_was_set_before_us() -> None:
             assert "__getstate__" not in vars(copied)
     assert vars(block)["forward"] is torch.sin
     assert "__getstate__" not in vars(block)
+
+
+def _doubled(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 2 * block.own(x)
+
+
+def _wrapped_as_accelerate_does(block: Half, child: nn.Module) -> None:
+    block.own = block.forward
+    block.forward = functools.update_wrapper(functools.partial(_doubled, block), block.own)  # type: ignore[method-assign]
+
+
+def _kept(block: Half, child: nn.Module) -> None:
+    block.own = block.forward
+
+
+def _called_instead(block: Half, child: nn.Module) -> None:
+    block.forward = child.forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torch])
+@pytest.mark.parametrize("keep", [_wrapped_as_accelerate_does, _kept, _called_instead])
+def test_what_somebody_keeps_of_ours_calls_the_copy(
+    keep: Callable[[Half, nn.Module], None], duplicate: Callable[[nn.Module], nn.Module]
+) -> None:
+    def results(blocks: Callable[[dict[str, nn.Module]], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(4)
+        block, x = Half(), torch.ones(2, 6)
+        with blocks({"block": block, "linear": block.linear}):
+            keep(block, block.linear)
+            copied = duplicate(block)
+            assert not any(isinstance(value, MethodPatch) for value in vars(copied).values())
+            with torch.no_grad():
+                block.linear.weight.zero_()
+            return [getattr(copied, name)(x) for name in ("forward", "own") if hasattr(copied, name)]
+
+    ours, plain = results(Blocks), results(lambda _: contextlib.nullcontext())
+    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
 
 
 def test_a_saved_model_loads_where_we_are_not_installed(tmp_path: Path) -> None:
