@@ -57,7 +57,7 @@ def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> l
     """
     found: dict[int, SharedWeights] = {}
     sharded = sharded_by_name(module)
-    for name, tensor in module.named_parameters(remove_duplicate=True):
+    for name, tensor in module.named_parameters():
         shard = sharded.get(name)
         tensors = [tensor] if shard is None else shard.holders()
         if not is_plain(tensors[0], device) or storage_of(tensors[0]).nbytes() < max(min_nbytes, 1):
@@ -168,7 +168,7 @@ def owners(module: nn.Module, found: Iterable[SharedWeights], *, watches_compile
     """For weights, by their first names, the unit that they are brought in with: their block, else their own module; of
     a shard, what FSDP2 gathers with it.
 
-    The module is ``None`` where its forward belongs to the compiler: nobody tells then when it runs.
+    The module is ``None`` where its forward belongs to the compiler, or is not known: nobody tells then when it runs.
     """
     blocks, modules = find_blocks(module), dict(module.named_modules(remove_duplicate=False))
     return {
@@ -182,6 +182,8 @@ def owners(module: nn.Module, found: Iterable[SharedWeights], *, watches_compile
 def _owner_of(name: str, modules: dict[str, nn.Module], blocks: dict[str, nn.Module], watches_compiled: bool) -> Place:
     """See :func:`owners`."""
     own = name.rpartition(".")[0]
+    if own not in modules:  # a class that names its parameters in a way of its own
+        return own, None
     for path in _paths(own):
         if path in blocks:
             return path, blocks[path]

@@ -427,6 +427,26 @@ def test_a_buffer_in_the_same_memory_keeps_it_there(opened: Callable[..., Offloa
         opened(model)
 
 
+class Renamed(Net):
+    """Names its parameters in a way of its own, and has PyTorch's arguments of long ago."""
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(prefix, recurse):
+            yield f"wrapped.{name}", parameter
+
+
+def test_names_that_are_not_those_of_the_modules(opened: Callable[..., Offloader]) -> None:
+    plain = built()
+    torch.manual_seed(0)
+    model = frozen(Renamed())
+    offloader = opened(model)
+    assert same(train(model, offloader), train(plain))
+    assert equal_weights(model, plain)
+    assert offloader.stats.weights_bytes == 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+
+
 def test_identity_shape_and_version_stay(opened: Callable[..., Offloader]) -> None:
     model = built()
     weights = dict(model.named_parameters())
