@@ -25,6 +25,7 @@ from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.freed_memory import FreedMemory
+from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.weight_files import FiledStorage, WeightFiles, is_mapped
 from lightning_ssd.parameters.guard.swap_patch import ParameterHooks, swap_patch
 from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
@@ -95,7 +96,8 @@ class PagedGradients:
         if self._freed is not None:
             self._freed.expect(self._files.used_bytes + nbytes + self._to_come_bytes(waiting))
         new, new_shards = [p for p in whole if not self._has_hook(p)], [s for s in shards if not self._is_told(s)]
-        self._files.check_room([local_of(p).nbytes for p in (*new, *(s.parameter for s in new_shards))], changes=True)
+        sizes = [p.nbytes for p in new] + [local_of(s.parameter).nbytes + VECTOR_BYTES for s in new_shards]
+        self._files.check_room(sizes, changes=True)
         for parameter in new:
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
             self._hooks[id(parameter)] = ParameterHooks(parameter, [register(self._accumulated)])
@@ -185,7 +187,7 @@ class PagedGradients:
         moved = [
             self._moved(parameter, gradient._local_tensor)
             if id(parameter) not in self._staying and self._takes(gradient._local_tensor)
-            else gradient._local_tensor.clone()
+            else _copied(gradient._local_tensor)
             for parameter, gradient in members
         ]
         if any(local is None for local in moved):
@@ -197,13 +199,13 @@ class PagedGradients:
 
     def _moved(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """The same values in memory that shows a file; ``None``: there is no room."""
-        mapped = self._memory.get(id(parameter))
+        mapped, start = self._memory.get(id(parameter)), gradient.data_ptr() % VECTOR_BYTES
         try:
-            if mapped is None or mapped.nbytes != gradient.nbytes or mapped.key.alive():
+            if mapped is None or (mapped.nbytes, mapped.start) != (gradient.nbytes, start) or mapped.key.alive():
                 if mapped is not None:
                     self._retired.append(mapped)
                     del self._memory[id(parameter)]
-                mapped = self._files.map_new(gradient.nbytes)
+                mapped = self._files.map_new(gradient.nbytes, start)
             waiting = TensorSpec.of(gradient)._replace(offset=0).view(mapped.show())
             self._memory[id(parameter)] = mapped
             if not _is_dense(gradient):
@@ -263,6 +265,14 @@ class PagedGradients:
             mapped.make_private()
         self._memory.clear()
         self._retired.clear()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is aligned to vectors as it is."""
+    start = tensor.data_ptr() % VECTOR_BYTES // tensor.itemsize
+    if not start or not tensor.is_contiguous():
+        return tensor.clone()
+    return tensor.new_empty(start + tensor.numel())[start:].view(tensor.shape).copy_(tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

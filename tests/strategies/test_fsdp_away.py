@@ -235,6 +235,30 @@ def test_a_gradient_that_waits_is_added_to_where_it_is(mesh: Any, opened: Callab
     assert places[0] == places[1] == places[2]
 
 
+def test_gradients_lie_as_fsdp2_has_laid_them(mesh: Any, opened: Callable[..., Offloader]) -> None:
+    """Aligned to vectors or not: else MKL's products of a gradient with itself would have other bits."""
+
+    def results(offloader: Offloader | None) -> tuple[list[int], list[torch.Tensor]]:
+        torch.manual_seed(2)
+        model = fully_shard(nn.Sequential(nn.Linear(WIDTH, 37), nn.Linear(37, 111), nn.Linear(111, 1)), mesh=mesh)
+        places, products = [], []
+
+        def between(model: nn.Module, step: int) -> None:
+            found = [local_of(parameter.grad).flatten() for parameter in model.parameters()]  # type: ignore[arg-type]
+            places.extend(gradient.data_ptr() % 64 for gradient in found)
+            products.extend(gradient.dot(gradient) for gradient in found)
+            if offloader is not None:
+                assert sum(is_mapped(gradient.untyped_storage()) for gradient in found) == 2
+
+        run(model, offloader, between=between)
+        return places, products
+
+    (places, expected), (ours, found) = results(None), results(opened())
+    assert ours == places
+    assert any(places)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("what", ["gradient", "local", "view"])
 def test_a_gradient_that_a_hook_keeps_is_not_parted_from_it(
     what: str, mesh: Any, opened: Callable[..., Offloader]
@@ -311,11 +335,11 @@ def test_a_full_drive_keeps_gradients_in_memory(
     offloader = opened()
     place, num = WeightFiles.map_new, [0]
 
-    def full(self: WeightFiles, nbytes: int) -> MappedStorage:
+    def full(self: WeightFiles, nbytes: int, start: int = 0) -> MappedStorage:
         num[0] += 1
         if num[0] > 3:
             raise OutOfSpaceError(28, "no room")
-        return place(self, nbytes)
+        return place(self, nbytes, start)
 
     monkeypatch.setattr(WeightFiles, "map_new", full)
     with pytest.warns(UserWarning, match=r"a gradient has no place to wait in .*no room"):

@@ -145,7 +145,7 @@ class SourceStorage(MappedStorage):
             raise self._source.error
 
     def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
-        scratch.read(self._source.fd, self._offset - self._start, self._shown_bytes, is_wanted)
+        scratch.read(self._source.fd, self._offset - self.start, self._shown_bytes, is_wanted)
 
     def send_out(self) -> None:
         view = self._view

@@ -66,11 +66,13 @@ class MappedStorage(ABC):
     """
 
     key: StorageKey
+    start: int
+    """Where in its pages it begins."""
 
     def __init__(self, view: FileView, start: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self._view: FileView | None = view
-        self._start = start
+        self.start = start
         self._shown_bytes = round_up(start + nbytes, PAGE_BYTES)
 
     def show(self) -> torch.UntypedStorage:
@@ -80,7 +82,7 @@ class MappedStorage(ABC):
         """
         if self._view is None:
             raise RuntimeError("its place in the file was given back")
-        storage = self._view.tensor(self._start, torch.uint8, (self.nbytes,), (1,)).untyped_storage()
+        storage = self._view.tensor(self.start, torch.uint8, (self.nbytes,), (1,)).untyped_storage()
         self.key = StorageKey(storage)
         for cdata, (key, _) in list(_mapped.items()):
             if not key.alive():
@@ -185,7 +187,7 @@ class FiledStorage(MappedStorage):
 
     def _pages(self, start: int, nbytes: int) -> tuple[int, int]:
         """Where in the extent the pages of some bytes begin, and how long they are together."""
-        start += self._start
+        start += self.start
         first = start // PAGE_BYTES * PAGE_BYTES
         return first, round_up(start + nbytes, PAGE_BYTES) - first
 
@@ -256,7 +258,7 @@ class FiledStorage(MappedStorage):
                     self._copy_in(region)
                 else:
                     try:
-                        _write_all(fd, region, self._extent.offset + self._start)
+                        _write_all(fd, region, self._extent.offset + self.start)
                     finally:
                         os.close(fd)
                 _begin_writing(direct, self._extent.offset, self._extent.nbytes)
@@ -271,7 +273,7 @@ class FiledStorage(MappedStorage):
         for start in range(0, region.nbytes, DEFAULT_CHUNK_BYTES):
             nbytes = min(DEFAULT_CHUNK_BYTES, region.nbytes - start)
             view.bring_in(*self._pages(start, nbytes), changes=True)
-            ctypes.memmove(view.address + self._start + start, region.address + start, nbytes)
+            ctypes.memmove(view.address + self.start + start, region.address + start, nbytes)
 
     def forget(self) -> None:
         if self._view is not None:  # else it was, and somebody else may have the place by now
@@ -394,9 +396,9 @@ class WeightFiles:
             StorageError: the drive refuses.
             MemoryError: the system cannot map so much.
         """
-        nbytes, place = storage.nbytes(), storage.data_ptr() % VECTOR_BYTES
-        if place:
-            return self._write_unaligned(storage, place, changes=changes)
+        nbytes, start = storage.nbytes(), storage.data_ptr() % VECTOR_BYTES
+        if start:
+            return self._write_unaligned(storage, start, changes=changes)
         arena, extent = self._allocate(self._changing if changes else self._still, nbytes)
         try:
             body = nbytes // self._backend.block_bytes * self._backend.block_bytes
@@ -411,16 +413,15 @@ class WeightFiles:
         self.written_bytes += extent.nbytes
         return FiledStorage(view, arena, extent, nbytes)
 
-    def _write_unaligned(self, storage: torch.UntypedStorage, place: int, *, changes: bool) -> FiledStorage:
+    def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> FiledStorage:
         """Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is."""
-        arena, extent = self._allocate(self._changing if changes else self._still, place + storage.nbytes())
+        mapped = self.map_new(storage.nbytes(), start, changes=changes)
         try:
-            mapped = FiledStorage(_shown(arena, extent), arena, extent, storage.nbytes(), start=place)
             mapped.fill(Region.of(storage))
         except BaseException:
-            arena.free(extent)
+            mapped.forget()
             raise
-        self.written_bytes += extent.nbytes
+        self.written_bytes += mapped.nbytes
         return mapped
 
     @staticmethod
@@ -435,16 +436,21 @@ class WeightFiles:
             ctypes.memmove(block.data_ptr(), tail.address, tail.nbytes)
             self._backend.write(arena, Region(block.data_ptr(), block.nbytes), offset)
 
-    def map_new(self, nbytes: int) -> FiledStorage:
-        """Memory that shows a part of a file with arbitrary bytes, for what changes.
+    def map_new(self, nbytes: int, start: int = 0, *, changes: bool = True) -> FiledStorage:
+        """Memory that shows a part of a file with arbitrary bytes.
+
+        Args:
+            nbytes: of the memory.
+            start: where in its pages it begins.
+            changes: whether it is for weights that are trained, or gradients.
 
         Raises:
             OutOfSpaceError: there is no room.
             MemoryError: the system cannot map so much.
         """
-        arena, extent = self._allocate(self._changing, nbytes)
+        arena, extent = self._allocate(self._changing if changes else self._still, start + nbytes)
         try:
-            return FiledStorage(_shown(arena, extent), arena, extent, nbytes)
+            return FiledStorage(_shown(arena, extent), arena, extent, nbytes, start=start)
         except BaseException:
             arena.free(extent)
             raise
