@@ -51,8 +51,7 @@ class CallState:
         """After the call: keep what is needed to repeat it. Returns what was edited in place and cannot be put back."""
         edited = self._reach.settle()
         for part, name, buffer, version, copy in self._buffers:
-            # Batch norms update their statistics without raising a version.
-            if isinstance(part, _NormBase) or buffer._version != version:
+            if _is_edited(part, buffer, version):
                 self._copies.append((part._buffers, name, copy))
             else:
                 self._reach.watch_over(f"{type(part).__name__}.{name}", buffer)
@@ -80,7 +79,18 @@ class CallState:
 
         Gives what runs a function among the context variables of the call.
         """
-        return _Before(self._modes, self._reach, self._copies, self._context)
+        # A call that asks for gradients in its own forward is repeated before it has ended.
+        edited = [
+            (part._buffers, name, copy)
+            for part, name, buffer, version, copy in self._buffers
+            if _is_edited(part, buffer, version)
+        ]
+        return _Before(self._modes, self._reach, self._copies + edited, self._context)
+
+
+def _is_edited(part: nn.Module, buffer: torch.Tensor, version: int) -> bool:
+    # Batch norms update their statistics without raising a version.
+    return isinstance(part, _NormBase) or buffer._version != version
 
 
 class _Before(AbstractContextManager[Callable[..., Any]]):

@@ -70,6 +70,30 @@ def test_state_is_changed_once(times: int) -> None:
     assert_recompute_parity(program)
 
 
+class AskingForGradients(nn.Module):
+    """Its forward asks for gradients of what it has computed so far, so that it runs again before it has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(40, 40))
+        self.norm = nn.BatchNorm1d(17)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        y = self.norm(self.linear(x)) * float(self.count)
+        (gradient,) = torch.autograd.grad(y.tanh().square().sum(), x, create_graph=True)
+        self.count += 1
+        return x + gradient * float(self.count)
+
+
+def test_buffers_of_a_block_that_runs_again_within_its_own_forward() -> None:
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(40, 40), *(AskingForGradients() for _ in range(3)))
+
+    assert_recompute_parity(Training(make_model, inputs, mean_square), classes=("AskingForGradients",))
+
+
 def test_a_training_mode_that_changes_before_backward() -> None:
     def program(session: Session) -> Any:
         model = Perceptrons(dropout=0.3)
