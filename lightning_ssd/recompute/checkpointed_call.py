@@ -230,6 +230,7 @@ class _Call:
         self._saved = Fingerprint(full=block.full, weights=self._state.addresses)
         self._output: Fingerprint | None = None
         self._told: Callable[[Iterable[int]], None] | None = told
+        self._asks_for_gradients = False
 
     @contextmanager
     def inputs_watched(self, inputs: CallInputs) -> Iterator[None]:
@@ -273,6 +274,8 @@ class _Call:
 
     def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
         number = num_noted()
+        # The first run needs what it has saved so far, and has not ended.
+        self._asks_for_gradients = self._asks_for_gradients or not self._saved.is_closed
         try:
             with self._state.claim():
                 reason = self._state.why_not()
@@ -281,9 +284,12 @@ class _Call:
                 self._repeat(tensors)
         finally:
             put_back_the_rest(number)
+            for hooks in [tensor._backward_hooks for tensor in tensors]:
+                if hooks:  # of inputs that were not apart
+                    hooks.clear()
 
     def _repeat(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        args, kwargs = fill(self._pattern, tensors)
+        args, kwargs = self._arguments(tensors)
         numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
         again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
         stops: list[BaseException] = []
@@ -310,6 +316,13 @@ class _Call:
         again.close()
         self._compare(again, tensors, numbers)
         self._tell(sizes, tensors)
+
+    def _arguments(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Of a repetition, as tensors with hooks of their own: one that it registers would be there a second time.
+
+        Not where forward asks for gradients: maybe of what its inputs were computed from.
+        """
+        return fill(self._pattern, tensors if self._asks_for_gradients else [_apart(tensor) for tensor in tensors])
 
     def _tell(self, sizes: dict[int, int], inputs: tuple[torch.Tensor, ...]) -> None:
         """Say once how much was saved again: inputs were never gone, and weights are nobody's activations."""
@@ -339,7 +352,7 @@ class _Call:
     def _has_same_output(self, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> bool:
         """Run once more, to the end."""
         numbers.restore()
-        args, kwargs = fill(self._pattern, tensors)
+        args, kwargs = self._arguments(tensors)
         with self._state.as_before() as run_in_context, saved_tensors_hooks(_nothing, _nothing):
             output = _fingerprint_of(run_in_context(self._run, *args, **kwargs))
         return self._output is not None and self._output.difference(output) is None
@@ -406,6 +419,14 @@ def _seen_by(
 
     with saved_tensors_hooks(tell, unpack if wrap is None else lambda saved: saved.unpack(unpack)):
         yield
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes, with a node of its own."""
+    if tensor.grad_fn is None or not is_plain(tensor):
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    return leaf.view_as(leaf)
 
 
 def _fingerprint_of(result: Any) -> Fingerprint:

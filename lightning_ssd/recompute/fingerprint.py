@@ -58,7 +58,8 @@ class Fingerprint:
         self._prints: list[list[torch.Tensor]] = []
         self._integers: dict[int, torch.Tensor] = {}
         self._joined: dict[torch.device, torch.Tensor] = {}
-        self._is_closed = False
+        self.is_closed = False
+        """Whether the call is over."""
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -106,7 +107,7 @@ class Fingerprint:
                 self.frontier = index
                 self._prints[index].append(_sums(raw))
         self._join()
-        self._is_closed = True
+        self.is_closed = True
         if self._wanted is None:
             self._prints.clear()
 
@@ -135,7 +136,7 @@ class Fingerprint:
                 return f"saved tensor {index} is {_described(two)} instead of {_described(one)}"
         if len(self) != len(other):
             return f"{len(other)} tensors are saved instead of {len(self)}"
-        if not self._is_closed:  # a call that asks for gradients in its own forward is repeated before it has ended
+        if not self.is_closed:  # a call that asks for gradients in its own forward is repeated before it has ended
             self._read_all()
             self._join()
         for device, joined in self._joined.items():

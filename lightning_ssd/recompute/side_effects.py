@@ -281,6 +281,7 @@ class SideEffectSnapshot:
         places = [(place, contents_of(place)) for place, _ in self._places]
         numbers = self._numbers.now()
         frozen = [(seen.tensor, seen.requires_grad) for seen in self._tensors if _is_unlike(seen)]
+        hooks = [(seen.tensor, [contents_of(known) for known in _hooks_of(seen.tensor)]) for seen in self._tensors]
 
         def enter() -> None:
             _restore(self._places, self._numbers)
@@ -290,6 +291,8 @@ class SideEffectSnapshot:
         def leave() -> None:
             for tensor, flag in frozen:
                 tensor.requires_grad_(not flag)
+            for tensor, contents in hooks:
+                _restore_hooks(tensor, contents)
             _restore(places, numbers)
 
         return Meanwhile(enter, leave)
@@ -304,6 +307,18 @@ def _restore(places: list[tuple[Any, list[Any]]], numbers: RandomStates) -> None
         if not is_same(contents_of(place), contents):
             put(place, contents)
     numbers.restore()
+
+
+def _hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:
+    found = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return [{} if hooks is None else hooks for hooks in found]
+
+
+def _restore_hooks(tensor: torch.Tensor, contents: list[list[Any]]) -> None:
+    """Take away those that have come meanwhile: a forward that registers some runs a second time."""
+    for hooks, before in zip(_hooks_of(tensor), contents, strict=True):
+        if not is_same(contents_of(hooks), before):
+            put(hooks, before)
 
 
 def _attributes(value: object) -> Any:

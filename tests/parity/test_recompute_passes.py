@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,6 +81,7 @@ class AskingForGradients(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda gradient: gradient / 3)
         self.count += 1
         y = self.norm(self.linear(x)) * float(self.count)
         (gradient,) = torch.autograd.grad(y.tanh().square().sum(), x, create_graph=True)
@@ -87,11 +89,54 @@ class AskingForGradients(nn.Module):
         return x + gradient * float(self.count)
 
 
-def test_buffers_of_a_block_that_runs_again_within_its_own_forward() -> None:
+def test_a_block_that_runs_again_within_its_own_forward() -> None:
     def make_model() -> nn.Module:
         return nn.Sequential(nn.Linear(40, 40), *(AskingForGradients() for _ in range(3)))
 
     assert_recompute_parity(Training(make_model, inputs, mean_square), classes=("AskingForGradients",))
+
+
+class Hooking(nn.Module):
+    """Its forward registers something that takes part in backward: on its input each time, on its weight once."""
+
+    def __init__(self, register: Callable[[torch.Tensor, nn.Parameter], object], *, on_weight: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(40, 40)
+        self.register, self.on_weight, self.has_registered = register, on_weight, False
+        self.seen: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (self.on_weight and self.has_registered):
+            self.register(x, self.linear.weight)
+            self.has_registered = True
+        self.seen = x
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize(
+    ("register", "on_weight"),
+    [
+        (lambda x, weight: x.register_hook(lambda gradient: gradient / 3), False),
+        (lambda x, weight: x.grad_fn.register_prehook(lambda gradients: (gradients[0] / 3,)), False),
+        (lambda x, weight: x.retain_grad(), False),
+        (lambda x, weight: weight.register_hook(lambda gradient: gradient / 3), True),
+        (lambda x, weight: weight.register_post_accumulate_grad_hook(lambda weight: _divide(weight.grad)), True),
+    ],
+    ids=["hook of an input", "hook of its node", "retained gradient", "hook of a weight", "hook after accumulation"],
+)
+def test_what_a_forward_registers_is_there_once(
+    register: Callable[[torch.Tensor, nn.Parameter], object], on_weight: bool
+) -> None:
+    def program(session: Session) -> Any:
+        blocks = [Hooking(register, on_weight=on_weight) for _ in range(3)]
+        result = Training(lambda: nn.Sequential(nn.Linear(40, 40), *blocks), inputs, mean_square)(session)
+        return result, [block.seen.grad for block in blocks if block.seen is not None and block.seen.retains_grad]
+
+    assert_recompute_parity(program, classes=("Hooking",))
+
+
+def _divide(gradient: torch.Tensor) -> None:
+    gradient /= 3
 
 
 def test_a_training_mode_that_changes_before_backward() -> None:
