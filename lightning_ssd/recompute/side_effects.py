@@ -3,8 +3,9 @@
 The attributes, parameters, buffers, parts and hooks of the module; lists, dicts, sets, small arrays, what functions
 close over and have for defaults, the attributes and slots of objects and classes, and generators of random numbers, as
 far as attributes of the module and functions among the arguments lead to them. Contents are compared item by item by
-identity; of tensors also the version, the storage, the view of it, the gradient and whether they need one. A module
-that leads to what can be changed and not put back (iterators, large arrays, too much) is said to be ``opaque``.
+identity; of tensors also the version, the storage, the view of it, the gradient and whether they need one, and their
+hooks are put back. A module that leads to what can be changed and not put back (iterators, large arrays, too much) is
+said to be ``opaque``.
 """
 
 from __future__ import annotations
