@@ -71,7 +71,10 @@ class Fingerprint:
 
     def add(self, tensor: torch.Tensor) -> None:
         """One more."""
-        self._kinds.append((type(tensor), tensor.dtype, tuple(tensor.shape), tensor.device))
+        kind = type(tensor)
+        # A parameter that is an input is no parameter any more where it comes back from autograd.
+        kind = torch.Tensor if kind is torch.nn.Parameter else kind
+        self._kinds.append((kind, tensor.dtype, tuple(tensor.shape), tensor.device))
         is_weight = type(tensor) is torch.nn.Parameter and tensor.layout is torch.strided
         self._unread.append((tensor, storage_of(tensor) if is_weight else None))
         if len(self._unread) > _NUM_UNREAD:

@@ -71,6 +71,30 @@ def test_state_is_changed_once(times: int) -> None:
     assert_recompute_parity(program)
 
 
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
+
+def test_an_input_may_be_a_parameter() -> None:
+    """As learnt queries are. Autograd gives it back as a tensor."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(17, 40))
+            self.blocks = nn.Sequential(Plain(), Plain())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.blocks(self.queries)
+
+    assert_recompute_parity(Training(Net, inputs, mean_square), classes=("Plain",))
+
+
 class AskingForGradients(nn.Module):
     """Its forward asks for gradients of what it has computed so far, so that it runs again before it has ended."""
 
