@@ -157,8 +157,8 @@ class FiledStorage(MappedStorage):
         self._extent = extent
         self._shown_bytes = extent.nbytes
         self._is_private = False
+        # Guards that it becomes private against a reader that takes pages out. A leaf lock.
         self._sharing = threading.RLock()
-        """Held while it becomes private, and while a reader takes pages out."""
 
     def lies_in(self, arenas: Sequence[Arena]) -> bool:
         """Whether one of these has its file."""
