@@ -71,11 +71,11 @@ class Fingerprint:
 
     def add(self, tensor: torch.Tensor) -> None:
         """One more."""
-        kind = type(tensor)
-        # A parameter that is an input is no parameter any more where it comes back from autograd.
-        kind = torch.Tensor if kind is torch.nn.Parameter else kind
+        is_parameter = type(tensor) is torch.nn.Parameter
+        # One that is an input comes back from autograd as a tensor.
+        kind = torch.Tensor if is_parameter else type(tensor)
         self._kinds.append((kind, tensor.dtype, tuple(tensor.shape), tensor.device))
-        is_weight = type(tensor) is torch.nn.Parameter and tensor.layout is torch.strided
+        is_weight = is_parameter and tensor.layout is torch.strided
         self._unread.append((tensor, storage_of(tensor) if is_weight else None))
         if len(self._unread) > _NUM_UNREAD:
             self._read(self._unread.popleft()[0])

@@ -151,7 +151,7 @@ class _LargeTensor(_Kept):
         if not self.is_like(_LargeTensor(self.value)):
             raise CoupledError(
                 f"this optimizer edits a tensor of shape {tuple(self.value.shape)} in an attribute of its own: it may "
-                f"couple its parameters"
+                "couple its parameters"
             )
         return self.value
 

@@ -64,12 +64,12 @@ class GroupChanges:
         if self.closure is not None and num_evaluated != 1:
             raise CoupledError(
                 f"this optimizer's step evaluates its closure {num_evaluated} times; expected once, since it is called "
-                f"for some of its parameters at a time"
+                "for some of its parameters at a time"
             )
         if self._returned and not _is_same(self._returned[0], value):
             raise CoupledError(
                 f"this optimizer's step returns {value!r} for some parameters and {self._returned[0]!r} for others, "
-                f"which a plain step would not"
+                "which a plain step would not"
             )
         self._returned.append(value)
 
@@ -94,14 +94,14 @@ class GroupChanges:
         if names := sorted(changed.keys() & set(cut)):
             raise CoupledError(
                 f"this optimizer edits the options {names} of parameter group {index}, which have an entry for each "
-                f"parameter, and it is called for some of these at a time"
+                "parameter, and it is called for some of these at a time"
             )
         known = self._changes.setdefault(index, changed)
         if known.keys() != changed.keys() or not all(same(known[k], v) for k, v in changed.items()):
             names = sorted(map(str, known.keys() | changed.keys()))
             raise CoupledError(
                 f"this optimizer changed the options {names} of parameter group {index} differently for different "
-                f"parameters: it couples them"
+                "parameters: it couples them"
             )
 
     def apply(self, groups: Sequence[dict[str, Any]]) -> None:
