@@ -452,9 +452,11 @@ class Offloader:
 
         Raises:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
+            RuntimeError: a signal handler or a finalizer calls it in the middle of our own work.
         """
         if self._parts.scheduler is not None and self.is_open:
             self._opened()
+            _refuse_within("wait_for_plan")
             self._parts.scheduler.wait()
 
     def flush(self) -> None:

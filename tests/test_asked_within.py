@@ -21,6 +21,7 @@ import lightning_ssd
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common import held_locks
 from lightning_ssd.common.held_locks import may_hold_lock
+from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.telemetry.stats import OffloadStats
 from tests.support.helpers import EAGER, open_offloader, within
 from tests.support.offloader_steps import step
@@ -231,6 +232,22 @@ def test_what_has_to_wait_is_refused(at_a_lock: tuple[Offloader, list[Callable[[
             torch.randn(64, 64, requires_grad=True).exp()
     step(offloader)
     assert offloader.is_open
+
+
+def test_waiting_for_a_plan_is_refused_where_one_is_put_in_force(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_offloader(spill_dir, KINDS["plans"]) as offloader:
+
+        def border(scheduler: Scheduler) -> None:
+            with pytest.raises(RuntimeError, match=r"^wait_for_plan\(\) expects .* Set a flag there"):
+                offloader.wait_for_plan()
+            num_asked.append(1)
+
+        num_asked: list[int] = []
+        monkeypatch.setattr(Scheduler, "border", border)
+        step(offloader)
+    assert num_asked
 
 
 def _lock_names(trees: dict[str, ast.Module]) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections import deque
@@ -96,8 +95,6 @@ class LivePasses:
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
         # The oldest go, where nobody ends a backward.
         self._finished: deque[FinishedPass | PlainPass] = deque(maxlen=_MAX_PASSES)
-        # Taken before the accounting lock, never under it. Where threads train side by side, each ends its backwards.
-        self._learning = threading.Lock()
         self._may_be_forgotten = scheduler is not None
         self._kept_anyway = keeps_all
         self._wants_hooks = wants_hooks
@@ -385,12 +382,8 @@ class LivePasses:
             BudgetError: the budget cannot be kept by any plan.
         """
         self._may_be_forgotten = False
-        if self._scheduler is None:
-            return
-        with self._learning:
-            while self._finished:
-                self._scheduler.observe(self._finished.popleft())
-            self._scheduler.border()
+        if self._scheduler is not None:
+            self._scheduler.learn(self._finished)
 
     def warn_of_forgotten_ends(self) -> None:
         """Once, where backwards have run and none was ever ended. Not under the lock: a warning may run any code."""

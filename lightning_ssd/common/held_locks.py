@@ -22,7 +22,6 @@ _TAKE_LOCKS = frozenset(
     f"{_PACKAGE}.{name}"
     for name in (
         "activations.fetcher",
-        "activations.live_passes",
         "activations.saved_storage",
         "activations.tensor_cache",
         "common.dtensor",
@@ -42,6 +41,7 @@ _TAKE_LOCKS = frozenset(
         "parameters.paged_weights",
         "parameters.pager",
         "scheduling.plan_maker",
+        "scheduling.scheduler",
         "storage.drive_turn_lock",
         "storage.encrypted",
         "storage.posix",

@@ -68,7 +68,10 @@ class PlanInProgress:
 
 @dataclass(slots=True)
 class PassKind:
-    """Passes of one signature save alike as a rule; where they do not, each sequence of sizes has its plan."""
+    """Passes of one signature save alike as a rule; where they do not, each sequence of sizes has its plan.
+
+    Whoever learns changes it. Threads that begin passes read it meanwhile: they go through copies.
+    """
 
     others: NonActivationMemory = field(default_factory=NonActivationMemory)
     plans: OrderedDict[Sizes, StoredPlan] = field(default_factory=OrderedDict)
@@ -110,23 +113,23 @@ class PassKind:
 
         So they do for others that begin alike: until they part, nobody knows which one it is.
         """
+        searches, last_pass = self._searches.copy(), self._last_pass.copy()
         if self.recompute:
-            return () not in self._searches or self._searches[()].keeps
+            return () not in searches or searches[()].keeps
         since = self._num_passes - _RECENT
-        alike = [
-            key for key, last in self._last_pass.items() if key == sizes or (last > since and key[:1] == sizes[:1])
-        ]
-        return sizes not in alike or any(self._searches[key].keeps for key in alike)
+        alike = [key for key in searches if key == sizes or (last_pass.get(key, 0) > since and key[:1] == sizes[:1])]
+        return sizes not in alike or any(searches[key].keeps for key in alike)
 
     @property
     def is_resting(self) -> bool:
         """Whether the next pass is none that others are compared with, whatever its sizes."""
-        return bool(self._searches) and all(one.is_at_rest for one in self._searches.values())
+        searches = list(self._searches.values())
+        return bool(searches) and all(one.is_at_rest for one in searches)
 
     @property
     def ends_rest(self) -> bool:
         """Whether the next pass belongs to such a rest no more, and the next plan is compared with it."""
-        return any(one.state is State.RESTING and not one.is_at_rest for one in self._searches.values())
+        return any(one.state is State.RESTING and not one.is_at_rest for one in list(self._searches.values()))
 
     def model(self, sizes: Sizes) -> StepModel:
         """Of passes of these sizes."""
@@ -144,7 +147,8 @@ class PassKind:
     @property
     def only_search(self) -> MoveSearch | None:
         """The search for all passes, if there is but one."""
-        return next(iter(self._searches.values())) if len(self._searches) == 1 else None
+        searches = list(self._searches.values())
+        return searches[0] if len(searches) == 1 else None
 
     @property
     def is_of_many(self) -> bool:
@@ -177,7 +181,7 @@ class PassKind:
 
     @property
     def _is_searched_for(self) -> bool:
-        return any(search.wants_trace for search in self._searches.values())
+        return any(search.wants_trace for search in list(self._searches.values()))
 
     def ask_for_trace(self) -> None:
         """Have one of the next passes traced: any will do."""

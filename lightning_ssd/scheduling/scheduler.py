@@ -2,12 +2,14 @@
 
 A *kind* is all passes of one signature. Its first pass runs without a plan and is traced; the plan is made in a
 thread and put in force at the border of a later pass. From then on predictions are held against measurements, and
-a kind whose promises break is traced and planned again. Passes are observed by one thread at a time.
+a kind whose promises break is traced and planned again. One thread at a time learns and puts plans in force; others
+may begin passes meanwhile, and read what stands.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -85,6 +87,9 @@ class Scheduler:
         self._is_following = False
         self._others = NonActivationMemory()  # of the kind that was traced last
         self._maker = PlanMaker(max_tasks=_MAX_KINDS)
+        # Of whoever learns, or puts plans in force: what is known has one writer at a time. Other processes and the
+        # maker's thread are waited for under it, so a pass that begins (under the accounting lock) never waits for it.
+        self._learning = threading.Lock()
 
     # -- before a pass -------------------------------------------------------------------------------------------
 
@@ -102,7 +107,11 @@ class Scheduler:
         Raises:
             BudgetError: the budget cannot be kept by any plan.
         """
-        self._poll()
+        if self._learning.acquire(blocking=False):  # else whoever has it does so
+            try:
+                self._poll()
+            finally:
+                self._learning.release()
         kind = self._kinds.setdefault(signature, PassKind())
         self._kinds.move_to_end(signature)
         while len(self._kinds) > _MAX_KINDS:
@@ -116,7 +125,7 @@ class Scheduler:
         most = room if limit is None else limit  # memory may have become less since a plan was made
         plans = [
             k
-            for k in reversed(list(kind.plans.values()))  # another thread may put a plan in force
+            for k in reversed(list(kind.plans.values()))  # another thread may be learning
             if (available_bytes is None or k.plan.prediction.peak_bytes <= most)
             and not (is_free and kind.keeps(k.sizes))
         ]
@@ -161,12 +170,23 @@ class Scheduler:
             or self._limits.limits_total_memory
         ):
             return False
-        return all(kind.keeps(sizes) or not known.plan.moves for sizes, known in kind.plans.items())
+        return all(kind.keeps(sizes) or not known.plan.moves for sizes, known in list(kind.plans.items()))
 
     # -- after a pass --------------------------------------------------------------------------------------------
 
+    def learn(self, finished: deque[FinishedPass | PlainPass]) -> None:
+        """A backward is over: observe the passes that have finished until now, oldest first, and plan.
+
+        Raises:
+            BudgetError: the budget cannot be kept by any plan.
+        """
+        with self._learning:
+            while finished:
+                self.observe(finished.popleft())
+            self.border()
+
     def observe(self, done: FinishedPass | PlainPass) -> None:
-        """Learn from a pass."""
+        """Learn from a pass. One thread at a time."""
         # The device may still be busy with this pass; with the one before it is done for sure.
         self._unread.append(done)
         while len(self._unread) > done.clock.lag:
@@ -181,6 +201,8 @@ class Scheduler:
 
     def border(self) -> None:
         """A backward is over, and its passes have been observed: agree, put plans in force, begin new ones.
+
+        One thread at a time.
 
         Raises:
             BudgetError: the budget cannot be kept by any plan.
@@ -416,10 +438,11 @@ class Scheduler:
         Raises:
             BudgetError: the budget cannot be kept by any plan.
         """
-        for kind in list(self._kinds.values()):
-            if kind.planning is not None:
-                kind.planning.task.wait("Planning what is moved")  # what it raises, _install raises
-                self._install(kind)
+        with self._learning:
+            for kind in list(self._kinds.values()):
+                if kind.planning is not None:
+                    kind.planning.task.wait("Planning what is moved")  # what it raises, _install raises
+                    self._install(kind)
 
     def _install(self, kind: PassKind) -> None:
         made, kind.planning = kind.planning, None

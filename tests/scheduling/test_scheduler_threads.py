@@ -1,0 +1,91 @@
+"""Threads that train side by side begin passes while one of them learns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from lightning_ssd.scheduling.move_search import MoveSearch
+from lightning_ssd.scheduling.pass_kind import PassKind
+from lightning_ssd.scheduling.scheduler import Scheduler
+from tests.support.fake_passes import make_trace, opened, run_pass
+from tests.support.patience import PATIENCE_S
+from tests.support.threads import at_once
+
+QUESTIONS: dict[str, Callable[[PassKind], object]] = {
+    "is_resting": lambda kind: kind.is_resting,
+    "ends_rest": lambda kind: kind.ends_rest,
+    "keeps": lambda kind: kind.keeps((1, 1)),
+    "wants_trace": lambda kind: (kind.ask_for_trace(), kind.traced(), kind.wants_trace),
+}
+
+
+@pytest.mark.parametrize("asked", QUESTIONS)
+def test_a_search_is_added_while_another_thread_goes_through_them(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from one line to the next: whenever a search is looked at, more have been added than are remembered."""
+    kind, num_asked = PassKind(), 0
+
+    def learn(answer: object) -> property:
+        def told(search: MoveSearch) -> object:
+            nonlocal num_asked
+            num_asked += 1
+            for number in range(20):
+                kind.search((num_asked, number), lambda: MoveSearch(1.1))
+            return answer
+
+        return property(told)
+
+    for number in range(3):
+        kind.search((1, number), lambda: MoveSearch(1.1))
+    for name, answer in (("keeps", False), ("is_at_rest", True), ("state", None), ("wants_trace", False)):
+        monkeypatch.setattr(MoveSearch, name, learn(answer))
+    QUESTIONS[asked](kind)
+    assert num_asked >= 2
+
+
+def test_one_thread_at_a_time_puts_plans_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_inside, met, install = 0, [], Scheduler._install
+
+    def slow_install(scheduler: Scheduler, kind: PassKind) -> None:
+        nonlocal num_inside
+        num_inside += 1
+        met.append(num_inside)
+        time.sleep(0.02)  # lets the other threads come this far
+        install(scheduler, kind)
+        num_inside -= 1
+
+    monkeypatch.setattr(Scheduler, "_install", slow_install)
+    with opened() as made:
+        run_pass(made, make_trace())
+        at_once(
+            made.wait,
+            made.wait,
+            lambda: made.learn(deque()),
+            lambda: made.cursor("a", level_bytes=0, available_bytes=None),
+        )
+    assert met
+    assert set(met) == {1}
+
+
+def test_a_pass_begins_while_other_processes_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins under the accounting lock: what it waited for would hold up every thread."""
+    is_learning, may_go_on = threading.Event(), threading.Event()
+
+    def long_border(scheduler: Scheduler) -> None:
+        is_learning.set()
+        assert may_go_on.wait(PATIENCE_S)
+
+    monkeypatch.setattr(Scheduler, "border", long_border)
+    with opened() as made:
+        learner = threading.Thread(target=lambda: made.learn(deque()))
+        learner.start()
+        assert is_learning.wait(PATIENCE_S)
+        _, wants_trace = made.cursor("a", level_bytes=0, available_bytes=None)
+        assert wants_trace
+        assert learner.is_alive()
+        may_go_on.set()
+        learner.join()
