@@ -51,7 +51,6 @@ class LateCopies:
             while (item := work.get()) is not None:
                 time.sleep(self._random.uniform(0, self._max_delay_s))
                 item()
-                del item  # it holds the tensors of the copy
 
         threading.Thread(target=run, name=f"late-{name}", daemon=True).start()
         return work
@@ -62,9 +61,10 @@ class LateCopies:
 
     def _queue(self, stream: str, action: Callable[[], None]) -> LateMark:
         mark = LateMark(honest=self._honest, again=lambda: self._queue(stream, lambda: None))
+        waiting = [action]
 
         def run() -> None:
-            action()
+            waiting.pop()()  # whoever sees the mark finds nobody who holds the tensors of the copy
             mark.passed.set()
 
         self._streams[stream].put(run)
