@@ -37,6 +37,7 @@ from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.recompute.call_inputs import CallInputs, fill, is_plain
 from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.fingerprint import Fingerprint
+from lightning_ssd.recompute.side_effects import hooks_of, restore_hooks
 
 __all__ = ["Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "watch"]
 
@@ -224,6 +225,7 @@ class _Call:
         self._pattern = inputs.pattern
         self._devices = {device_of(module), *(tensor.device for tensor in inputs.tensors)}
         self._versions = [(tensor, tensor._version) for tensor in inputs.tensors]
+        self._inner = [weakref.ref(tensor) for tensor in inputs.tensors if tensor.grad_fn is not None]
         self._first: tuple[Any, Any] | None = first
         self._block = block
         self._state = state
@@ -273,9 +275,12 @@ class _Call:
         return result
 
     def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        number = num_noted()
+        number, hooks = num_noted(), [(tensor, hooks_of(tensor)) for tensor in tensors]
         # The first run needs what it has saved so far, and has not ended.
         self._asks_for_gradients = self._asks_for_gradients or not self._saved.is_closed
+        # Where it asks for gradients, a repetition does so again, and they would be added once more.
+        found = [tensor for reference in self._inner if (tensor := reference()) is not None]
+        retained = [(tensor, tensor.grad) for tensor in found if tensor.retains_grad]
         try:
             with self._state.claim():
                 reason = self._state.why_not()
@@ -284,9 +289,10 @@ class _Call:
                 self._repeat(tensors)
         finally:
             put_back_the_rest(number)
-            for hooks in [tensor._backward_hooks for tensor in tensors]:
-                if hooks:  # of inputs that were not apart
-                    hooks.clear()
+            for tensor, before in hooks:  # inputs that were not apart; a frozen one is the user's own
+                restore_hooks(tensor, before)
+            for tensor, gradient in retained:
+                tensor.grad = gradient
 
     def _repeat(self, tensors: tuple[torch.Tensor, ...]) -> None:
         args, kwargs = self._arguments(tensors)
@@ -332,6 +338,10 @@ class _Call:
             told([n for key, n in sizes.items() if key not in given and key not in self._state.addresses])
 
     def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> None:
+        if any(tensor.retains_grad for tensor in tensors):  # which took it from the one that the model holds
+            raise self._block.refuse(
+                self._module, "it calls retain_grad() of an input, and asks for gradients in its forward"
+            )
         reason = self._saved.difference(again)
         if reason is None:
             integers = self._saved.differing_integers(again)

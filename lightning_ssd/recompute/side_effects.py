@@ -29,7 +29,7 @@ from lightning_ssd.common.rng import RandomStates, shared_sources, source_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.recompute.containers import contents_of, is_array, is_same, nbytes_of, put, slots_of
 
-__all__ = ["SideEffectSnapshot"]
+__all__ = ["SideEffectSnapshot", "hooks_of", "restore_hooks"]
 
 _MOST = 4_096
 """So many objects are looked into."""
@@ -282,7 +282,7 @@ class SideEffectSnapshot:
         places = [(place, contents_of(place)) for place, _ in self._places]
         numbers = self._numbers.now()
         frozen = [(seen.tensor, seen.requires_grad) for seen in self._tensors if _is_unlike(seen)]
-        hooks = [(seen.tensor, [contents_of(known) for known in _hooks_of(seen.tensor)]) for seen in self._tensors]
+        hooks = [(seen.tensor, hooks_of(seen.tensor)) for seen in self._tensors]
 
         def enter() -> None:
             _restore(self._places, self._numbers)
@@ -293,7 +293,7 @@ class SideEffectSnapshot:
             for tensor, flag in frozen:
                 tensor.requires_grad_(not flag)
             for tensor, contents in hooks:
-                _restore_hooks(tensor, contents)
+                restore_hooks(tensor, contents)
             _restore(places, numbers)
 
         return Meanwhile(enter, leave)
@@ -310,16 +310,21 @@ def _restore(places: list[tuple[Any, list[Any]]], numbers: RandomStates) -> None
     numbers.restore()
 
 
-def _hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:
-    found = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    return [{} if hooks is None else hooks for hooks in found]
+def hooks_of(tensor: torch.Tensor) -> list[list[Any]]:
+    """What is registered with a tensor, to be given to :func:`restore_hooks`."""
+    return [contents_of(hooks) for hooks in _hooks_of(tensor)]
 
 
-def _restore_hooks(tensor: torch.Tensor, contents: list[list[Any]]) -> None:
+def restore_hooks(tensor: torch.Tensor, contents: list[list[Any]]) -> None:
     """Take away those that have come meanwhile: a forward that registers some runs a second time."""
     for hooks, before in zip(_hooks_of(tensor), contents, strict=True):
         if not is_same(contents_of(hooks), before):
             put(hooks, before)
+
+
+def _hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:
+    found = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return [{} if hooks is None else hooks for hooks in found]
 
 
 def _attributes(value: object) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ssd.errors import RecomputeError
 from tests.parity.models import Perceptrons, floats, mean_square
 from tests.parity.recomputing import (
     EVERY,
@@ -95,6 +96,32 @@ def test_an_input_may_be_a_parameter() -> None:
     assert_recompute_parity(Training(Net, inputs, mean_square), classes=("Plain",))
 
 
+def test_hooks_of_an_input_outlast_the_time_in_which_it_is_frozen() -> None:
+    """Autograd gives a frozen one back as the very tensor."""
+
+    class Scaling(Plain):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x * scale)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(40, 40), nn.Parameter(torch.randn(40))
+            self.scale.register_hook(lambda gradient: gradient / 3)
+            self.blocks = nn.ModuleList([Scaling(), Scaling(), Scaling()])
+            self.num_calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scale.requires_grad_(self.num_calls > 0)
+            self.num_calls += 1
+            x = self.linear(x)
+            for block in self.blocks:
+                x = block(x, self.scale)
+            return x
+
+    assert_recompute_parity(Training(Net, inputs, mean_square), classes=("Scaling",))
+
+
 class AskingForGradients(nn.Module):
     """Its forward asks for gradients of what it has computed so far, so that it runs again before it has ended."""
 
@@ -118,6 +145,51 @@ def test_a_block_that_runs_again_within_its_own_forward() -> None:
         return nn.Sequential(nn.Linear(40, 40), *(AskingForGradients() for _ in range(3)))
 
     assert_recompute_parity(Training(make_model, inputs, mean_square), classes=("AskingForGradients",))
+
+
+class Forces(Plain):
+    """Its forward asks for gradients of its input."""
+
+    def __init__(self, *, retains: bool = False) -> None:
+        super().__init__()
+        self.retains = retains
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.retains:
+            x.retain_grad()
+        y = super().forward(x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return (y + gradient).tanh()
+
+
+def test_a_gradient_that_is_retained_of_the_input_of_a_block_that_asks_for_it() -> None:
+    """A repetition asks for it once more."""
+    linear: list[torch.Tensor] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.blocks = nn.Linear(40, 40), nn.Sequential(Forces(), Forces(), Forces())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.linear(x)
+            hidden.retain_grad()
+            linear.append(hidden)
+            return self.blocks(hidden)  # type: ignore[no-any-return]
+
+    def program(session: Session) -> Any:
+        linear.clear()
+        return Training(Net, inputs, mean_square)(session), [hidden.grad for hidden in linear]
+
+    assert_recompute_parity(program, classes=("Forces",))
+
+
+def test_a_block_that_asks_for_gradients_and_retains_that_of_its_input_is_refused() -> None:
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(40, 40), Forces(retains=True), Forces(retains=True))
+
+    with pytest.raises(RecomputeError, match=r"it calls retain_grad\(\) of an input, and asks for gradients"):
+        Training(make_model, inputs, mean_square)(Recomputing(EVERY, classes=("Forces",)))
 
 
 class Hooking(nn.Module):
