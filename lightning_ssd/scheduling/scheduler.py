@@ -87,9 +87,12 @@ class Scheduler:
         self._is_following = False
         self._others = NonActivationMemory()  # of the kind that was traced last
         self._maker = PlanMaker(max_tasks=_MAX_KINDS)
+        self._planned: list[PassKind] = []  # whose plans are in the making
         # Of whoever learns, or puts plans in force: what is known has one writer at a time. Other processes and the
         # maker's thread are waited for under it, so a pass that begins (under the accounting lock) never waits for it.
-        self._learning = threading.Lock()
+        # One that knows its owner: see _poll_if_free.
+        self._learning = threading.RLock()
+        self._is_learning = False
 
     # -- before a pass -------------------------------------------------------------------------------------------
 
@@ -107,11 +110,7 @@ class Scheduler:
         Raises:
             BudgetError: the budget cannot be kept by any plan.
         """
-        if self._learning.acquire(blocking=False):  # else whoever has it does so
-            try:
-                self._poll()
-            finally:
-                self._learning.release()
+        self._poll_if_free()
         kind = self._kinds.setdefault(signature, PassKind())
         self._kinds.move_to_end(signature)
         while len(self._kinds) > _MAX_KINDS:
@@ -181,9 +180,13 @@ class Scheduler:
             BudgetError: the budget cannot be kept by any plan.
         """
         with self._learning:
-            while finished:
-                self.observe(finished.popleft())
-            self.border()
+            self._is_learning = True
+            try:
+                while finished:
+                    self.observe(finished.popleft())
+                self.border()
+            finally:
+                self._is_learning = False
 
     def observe(self, done: FinishedPass | PlainPass) -> None:
         """Learn from a pass. One thread at a time."""
@@ -391,6 +394,7 @@ class Scheduler:
             machine = machine if cost is None else replace(machine, cost_s_per_byte=cost)
         self.unusable = (machine.ssd or _NOTHING).unusable
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
+        self._planned.append(kind)
         kind.planning = self._maker.begin(traced, goal, machine)
 
     def _goal(self, trace: Trace, others: NonActivationMemory) -> PlanObjective:
@@ -427,10 +431,34 @@ class Scheduler:
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
+    def _poll_if_free(self) -> None:
+        """Put in force what has been made, unless somebody learns: he does so. Also a signal handler may have come in
+        the midst of that, and begins a pass.
+        """
+        if self._is_learning:
+            return
+        try:
+            if self._learning.acquire(blocking=False):
+                self._poll()
+        finally:
+            # Whether an interrupt came before the lock was taken or right after, nobody could note in time: the lock
+            # itself refuses who has it not.
+            try:  # noqa: SIM105  an interrupt in `suppress` would leave it taken
+                self._learning.release()
+            except RuntimeError:
+                pass
+
     def _poll(self) -> None:
-        for kind in list(self._kinds.values()):  # another thread may enter a pass of a new kind
+        for kind in self._in_the_making():
             if kind.planning is not None and kind.planning.task.is_done:
                 self._install(kind)
+
+    def _in_the_making(self) -> list[PassKind]:
+        """Not looked for among all kinds: signatures may be compared by code in Python, so that another thread may
+        begin a pass of a new kind meanwhile.
+        """
+        self._planned = [kind for kind in self._planned if kind.planning is not None]
+        return self._planned
 
     def wait(self) -> None:
         """Block until the plans under way have been made, and put them in force.
@@ -439,10 +467,14 @@ class Scheduler:
             BudgetError: the budget cannot be kept by any plan.
         """
         with self._learning:
-            for kind in list(self._kinds.values()):
-                if kind.planning is not None:
-                    kind.planning.task.wait("Planning what is moved")  # what it raises, _install raises
-                    self._install(kind)
+            self._is_learning = True
+            try:
+                for kind in self._in_the_making():
+                    if kind.planning is not None:
+                        kind.planning.task.wait("Planning what is moved")  # what it raises, _install raises
+                        self._install(kind)
+            finally:
+                self._is_learning = False
 
     def _install(self, kind: PassKind) -> None:
         made, kind.planning = kind.planning, None

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -13,6 +14,7 @@ from lightning_ssd.scheduling.move_search import MoveSearch
 from lightning_ssd.scheduling.pass_kind import PassKind
 from lightning_ssd.scheduling.scheduler import Scheduler
 from tests.support.fake_passes import make_trace, opened, run_pass
+from tests.support.interrupted_points import PointsIn
 from tests.support.patience import PATIENCE_S
 from tests.support.threads import at_once
 
@@ -89,3 +91,65 @@ def test_a_pass_begins_while_other_processes_are_waited_for(monkeypatch: pytest.
         assert learner.is_alive()
         may_go_on.set()
         learner.join()
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A signature with a hash in Python, in which other threads get their turn."""
+
+    batch: int
+    begins: Callable[[], object]
+
+    def __hash__(self) -> int:
+        self.begins()
+        return self.batch
+
+
+def test_a_pass_of_a_new_kind_begins_while_another_thread_looks_for_plans() -> None:
+    has_begun = False
+
+    def begin() -> None:
+        nonlocal has_begun
+        if is_learning and not has_begun:
+            has_begun = True
+            made.cursor("another", level_bytes=0, available_bytes=None)
+
+    is_learning = False
+    with opened() as made:
+        for batch in range(3):
+            made.cursor(Shapes(batch, begin), level_bytes=0, available_bytes=None)
+        is_learning = True
+        made.learn(deque())
+        made.wait()
+
+
+def test_an_interrupt_where_a_pass_begins_leaves_nobody_waiting() -> None:
+    points, met = PointsIn("scheduling/scheduler.py"), []
+    with opened() as made:
+        while (where := points.interrupt(lambda: made.cursor("a", level_bytes=0, available_bytes=None))) is not None:
+            met.append(where)
+            learner = threading.Thread(target=lambda: made.learn(deque()), daemon=True)
+            learner.start()
+            learner.join(PATIENCE_S)
+            assert not learner.is_alive(), where
+    assert len(met) > 5
+
+
+def test_a_pass_that_a_signal_handler_begins_in_the_midst_of_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put in force there: what is learnt from is half-done."""
+    polls, poll = [], Scheduler._poll
+
+    def count(scheduler: Scheduler) -> None:
+        polls.append(1)
+        poll(scheduler)
+
+    def interrupted_border(scheduler: Scheduler) -> None:
+        scheduler.cursor("a", level_bytes=0, available_bytes=None)
+
+    monkeypatch.setattr(Scheduler, "border", interrupted_border)
+    monkeypatch.setattr(Scheduler, "_poll", count)
+    with opened() as made:
+        made.learn(deque())
+        assert not polls
+        made.cursor("a", level_bytes=0, available_bytes=None)
+        assert polls
