@@ -276,7 +276,9 @@ class MallocThreshold:
             trim_nbytes = _user_setting("trim_threshold", self._RESTORED_TRIM_NBYTES)
         self._libc.mallopt(self._M_TOP_PAD, pad_nbytes)
         taken = self._libc.mallopt(self._M_MMAP_THRESHOLD, mmap_nbytes)
-        return bool(taken and self._libc.mallopt(self._M_TRIM_THRESHOLD, trim_nbytes))
+        if not taken and mmap_nbytes > self._RESTORED_MMAP_NBYTES:  # else what another claim has set would stay
+            taken = self._libc.mallopt(self._M_MMAP_THRESHOLD, self._RESTORED_MMAP_NBYTES)
+        return bool(self._libc.mallopt(self._M_TRIM_THRESHOLD, trim_nbytes) and taken)
 
     def __enter__(self) -> Self:
         self.fix()

@@ -248,6 +248,29 @@ def test_another_malloc_does(monkeypatch):
     assert reuses_holes()
 
 
+@glibc_only
+def test_an_old_glibc_reuses_all_but_the_largest_tensors(monkeypatch):
+    """Before 2.35 it refuses thresholds of more than 32 MiB."""
+    libc, held = MallocThreshold()._libc, {}
+
+    def mallopt(option, value):
+        if option == MallocThreshold._M_MMAP_THRESHOLD and value > 32 << 20:
+            return 0
+        held[option] = value
+        return libc.mallopt(option, value)
+
+    threshold = MallocThreshold()
+    old = SimpleNamespace(mallopt=mallopt, malloc=libc.malloc, free=libc.free, malloc_trim=libc.malloc_trim)
+    monkeypatch.setattr(threshold, "_libc", old)
+    threshold.fix()
+    assert held[MallocThreshold._M_MMAP_THRESHOLD] == threshold.nbytes
+    threshold.reuse()
+    assert held[MallocThreshold._M_MMAP_THRESHOLD] == 32 << 20
+    assert held[MallocThreshold._M_TRIM_THRESHOLD] == MallocThreshold._UNREACHED_NBYTES
+    threshold.restore()
+    assert held[MallocThreshold._M_TRIM_THRESHOLD] == MallocThreshold._RESTORED_TRIM_NBYTES
+
+
 def test_a_threshold_that_glibc_would_refuse():
     with pytest.raises(ConfigError, match=r"MallocThreshold\.nbytes=1; allowed: an integer from 4096"):
         MallocThreshold(1)
