@@ -435,8 +435,9 @@ class Offloader:
         put_back_all()
         cache, wear = self._opened(), self._wear
         self._has_trained = True
-        if self._recorder is not None:
-            self._recorder.sized(gradient_bytes=cache.parameters.gradient_bytes)
+        recorder = self._recorder  # once, here and below: another thread may end the record meanwhile
+        if recorder is not None and (gradient_bytes := cache.gradient_bytes) is not None:
+            recorder.sized(gradient_bytes=gradient_bytes)
         has_counted = cache.end_backward()
         self._parts.parameters.border()
         if self._parts.reload is not None:
@@ -542,7 +543,7 @@ class Offloader:
         self._recorder = recorder = cache.begin_record(step, expected_s=expected_s)
         recorder.sized(
             weight_bytes=cache.parameters.weight_bytes,
-            gradient_bytes=cache.parameters.gradient_bytes,
+            gradient_bytes=cache.gradient_bytes or 0,
             state_bytes=sum(states.resident_bytes for states in self.optimizer_stats) + _state_bytes(optimizers),
         )
         return True
@@ -551,8 +552,9 @@ class Offloader:
         """Say what the training thread does from now on, where a step is being recorded and nobody else can tell:
         ``"data"`` between the batches of one step, for example.
         """
-        if self._recorder is not None:
-            self._recorder.mark(phase)
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.mark(phase)
 
     def end_record(self) -> StepRecord | None:
         """The step that began with :meth:`begin_record` is over. ``None``: none had begun."""
@@ -621,8 +623,9 @@ class Offloader:
         self._sampled = now
         scheduler, wear, host = self._parts.scheduler, self._wear, self._parts.tiers.host
         events = self._events.drain()
-        if self._recorder is not None:
-            self._recorder.happened(events)
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.happened(events)
         return metrics.compute(
             events,
             stats_before=before,

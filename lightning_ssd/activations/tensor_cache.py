@@ -9,6 +9,7 @@ not a plain dense tensor of our device are kept; the rest goes to the tier once 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.recompute.blocks import Blocks
-from lightning_ssd.recompute.global_modes import forget_threads, note_thread
+from lightning_ssd.recompute.global_modes import forget_threads, note_thread, training_threads
 from lightning_ssd.scheduling.clock import clock_of
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from lightning_ssd.scheduling.scheduler import Scheduler
@@ -384,9 +385,18 @@ class TensorCache:
         """Of gradients now, for a thread of backward; ``None``: looking might bring in a weight, or meet another thread
         that computes some.
         """
-        if self._has_weights() or self._passes.num_open > 1:
+        if self._has_weights() or self._passes.num_open > 1 or len(training_threads(self)) > 1:
             return None
         return self.parameters.gradient_bytes_on(self._device)
+
+    @property
+    def gradient_bytes(self) -> int | None:
+        """Of gradients now, where this thread computes none; ``None``: another one may. Autograd sets them without the
+        GIL: who looked meanwhile would hold what it has freed.
+        """
+        here = threading.current_thread()
+        are_others = any(thread is not here for thread in training_threads(self))
+        return None if are_others else self.parameters.gradient_bytes
 
     def end_record(self) -> None:
         """Nobody looks any more. What is dead by now has been told."""

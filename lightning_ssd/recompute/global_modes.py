@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from lightning_ssd.common.restore import Meanwhile
 
-__all__ = ["GlobalModes", "forget_threads", "note_thread"]
+__all__ = ["GlobalModes", "forget_threads", "note_thread", "training_threads"]
 
 _C: Any = torch._C
 _parametrize: Any = parametrize
@@ -125,6 +125,12 @@ def note_thread(owner: object) -> None:
     if _training.get(key) is not thread:
         with _lock:
             _training[key] = thread
+
+
+def training_threads(owner: object) -> list[threading.Thread]:
+    """Those that have begun a pass with ``owner``, and live."""
+    known = list(_training.items())
+    return [thread for (_, number), thread in known if number == id(owner) and thread.is_alive()]
 
 
 def forget_threads(owner: object) -> None:

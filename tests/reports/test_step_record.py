@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.activations.parameter_filter import ParameterStorages
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.planning import update_memory
 from lightning_ssd.telemetry import step_record
@@ -78,6 +79,52 @@ def test_nobody_looks_at_gradients_that_another_thread_may_set(tmp_path: Path) -
         offloader.end_backward()
     assert record is not None
     assert record.gradients == ()
+
+
+def test_no_other_thread_looks_at_gradients_that_one_is_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd sets them without the GIL: the process ended."""
+    is_in_backward, may_end = threading.Event(), threading.Event()
+
+    def wait(gradient: torch.Tensor) -> None:
+        is_in_backward.set()
+        assert may_end.wait(PATIENCE_S)
+
+    def train_slowly() -> None:
+        with offloader.saved_tensors():
+            loss = loss_of(model, 0)
+        handle = next(model.parameters()).register_hook(wait)
+        loss.backward()
+        handle.remove()
+        offloader.end_backward()
+
+    looks: list[int] = []
+    real = ParameterStorages._bytes_of
+    look = staticmethod(lambda tensors: (looks.append(1), real(tensors))[1])
+    monkeypatch.setattr(ParameterStorages, "_bytes_of", look)
+    model, other = make_model(), make_model()
+    with offloader_in(tmp_path) as offloader:
+        offloader.register_module(model)
+        offloader.register_module(other)
+        thread = threading.Thread(target=train_slowly)
+        thread.start()
+        assert is_in_backward.wait(PATIENCE_S)
+        try:
+            for number in range(2):  # the first one ends the other thread's pass, too
+                assert offloader.begin_record(number, expected_s=1e-3)
+                step(offloader, other, number)
+                record = offloader.end_record()
+                assert record is not None
+                assert (record.gradients, record.gradient_bytes) == ((), 0)
+            assert not looks
+        finally:
+            may_end.set()
+            thread.join()
+        assert offloader.begin_record(2, expected_s=1e-3)
+        step(offloader, other, 2)
+        assert looks
+        offloader.end_record()
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep", "auto"])
