@@ -12,6 +12,9 @@ __all__ = ["FreedMemory"]
 _MAPPED_BYTES = 1 << 20
 """Where freed memory leaves, tensors from this size on are mapped one by one."""
 _LOOK_S = 0.1
+_STAY_S = 60.0
+"""For so long freed memory stays that nobody has taken again: what one large batch has left would stay to the end. To
+map anew what is taken again costs as much as it did in each step without us, and so nothing at that distance."""
 
 
 class FreedMemory:
@@ -32,12 +35,13 @@ class FreedMemory:
         self._threshold = MallocThreshold(_MAPPED_BYTES)
         self._room, self._is_limited = HostRoom(num_processes), is_limited
         self._waiting_bytes = 0
-        self._next_look_s = 0.0
+        self._next_look_s = self._next_trim_s = 0.0
         self._leaves = self._was_short = False
+        self._stays = False
 
     def leaves(self) -> None:
         """From now on freed memory leaves, as long as nothing is known of what will wait."""
-        self._leaves = True
+        self._leaves, self._stays = True, False
         self._threshold.fix()
 
     def expect(self, waiting_bytes: int) -> None:
@@ -49,7 +53,9 @@ class FreedMemory:
             self.leaves()
         elif not self._is_limited:
             self._leaves = False
-            if waiting_bytes and has_whole_pages():
+            self._stays = bool(waiting_bytes) and has_whole_pages()
+            if self._stays:
+                self._next_trim_s = time.monotonic() + _STAY_S
                 self._threshold.reuse()
             else:
                 self._threshold.restore()
@@ -62,6 +68,9 @@ class FreedMemory:
         if self._room.available_bytes(self._waiting_bytes) < self._waiting_bytes:
             self._was_short = True
             self.leaves()
+            trim()
+        elif self._stays and now_s >= self._next_trim_s:
+            self._next_trim_s = now_s + _STAY_S
             trim()
 
     def close(self) -> None:

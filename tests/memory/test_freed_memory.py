@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,6 +136,22 @@ def test_once_memory_was_short_it_leaves_to_the_end(made: Made, machine: Machine
     freed.look()
     freed.expect(WAITING)
     assert is_fixed(freed)
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_what_one_large_batch_has_left_does_not_stay_to_the_end(
+    has_pages: bool, made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(freed_memory, "has_whole_pages", lambda: has_pages)
+    now_s = 0.0
+    monkeypatch.setattr(freed_memory, "time", SimpleNamespace(monotonic=lambda: now_s))
+    freed = made()
+    freed.expect(WAITING)
+    for step in range(1300):
+        now_s = step / 10
+        freed.look()
+    assert machine.num_trims == (2 if has_pages else 0), "glibc gives it back by itself where it is left alone"
+    assert stays(freed) is has_pages
 
 
 def test_memory_is_not_asked_for_in_every_step(made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
