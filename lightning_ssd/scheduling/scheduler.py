@@ -88,6 +88,7 @@ class Scheduler:
         self._others = NonActivationMemory()  # of the kind that was traced last
         self._maker = PlanMaker(max_tasks=_MAX_KINDS)
         self._planned: list[PassKind] = []  # whose plans are in the making
+        self._untold: deque[str] = deque()  # a pass that begins holds the accounting lock, and handlers run any code
         # Of whoever learns, or puts plans in force: what is known has one writer at a time. Other processes and the
         # maker's thread are waited for under it, so a pass that begins (under the accounting lock) never waits for it.
         # One that knows its owner: see _poll_if_free.
@@ -214,6 +215,7 @@ class Scheduler:
         if agree is not None:
             self._agree_with_others(agree)
         self._poll()
+        self._tell()
         while self._traced:
             kind, traced = self._traced.pop()
             if kind.planning is None:
@@ -475,6 +477,11 @@ class Scheduler:
                         self._install(kind)
             finally:
                 self._is_learning = False
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._untold:
+            _log.info("%s", self._untold.popleft())
 
     def _install(self, kind: PassKind) -> None:
         made, kind.planning = kind.planning, None
@@ -493,7 +500,7 @@ class Scheduler:
             if is_kept or not self._constraints.has_budget:
                 # Nobody has asked for the limit of scarce memory; nor does the planner know of every way to make room
                 # (copies that a retained graph drops, say). This pass was possible: go on like it.
-                _log.info("no plan is known for a pass that was possible: %s", error)
+                self._untold.append(f"no plan is known for a pass that was possible: {error}")
                 kind.unplanned.append(sizes)
                 return
             if self._limits.has_moved(kind.others):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from lightning_ssd.planning.planner import BudgetTooSmall
+from lightning_ssd.scheduling import plan_maker
 from lightning_ssd.scheduling.move_search import MoveSearch
 from lightning_ssd.scheduling.pass_kind import PassKind
 from lightning_ssd.scheduling.scheduler import Scheduler
@@ -153,3 +156,25 @@ def test_a_pass_that_a_signal_handler_begins_in_the_midst_of_learning(monkeypatc
         assert not polls
         made.cursor("a", level_bytes=0, available_bytes=None)
         assert polls
+
+
+def test_nothing_is_logged_where_a_pass_begins(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It begins under the accounting lock, and a handler may wait for a thread that asks for numbers."""
+
+    def refuse(*args: object) -> None:
+        raise BudgetTooSmall(1, 2)
+
+    monkeypatch.setattr(plan_maker, "make_plan", refuse)
+    caplog.set_level(logging.INFO, "lightning_ssd")
+    with opened() as made:
+        run_pass(made, make_trace())
+        (kind,) = made._planned
+        assert kind.planning is not None
+        kind.planning.task.wait()
+        made.cursor("a", level_bytes=0, available_bytes=None)
+        assert kind.planning is None
+        assert "no plan is known" not in caplog.text
+        made.learn(deque())
+        assert "no plan is known for a pass that was possible" in caplog.text
