@@ -6,6 +6,7 @@ import ctypes
 import errno
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +16,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.freed_memory import FreedMemory
-from lightning_ssd.parameters.files.weight_files import WeightFiles, is_mapped
+from lightning_ssd.parameters.files.weight_files import FiledStorage, WeightFiles, is_mapped
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.posix import PosixBackend
+from tests.support.patience import PATIENCE_S
 from tests.support.process_memory import read_bytes
 
 SIDE = 1024
@@ -275,3 +278,35 @@ def test_frozen_weights_in_the_page_cache_count_where_no_gradient_waits(files: W
     assert told == [files.used_bytes]
     assert files.used_bytes >= frozen.nbytes
     gradients.close()
+
+
+@pytest.mark.parametrize("sends_out", [FiledStorage.send_out, lambda mapped: mapped.send_out_part(0, mapped.nbytes)])
+def test_what_is_written_after_closing_is_not_sent_out_by_another_thread(
+    sends_out: Callable[[FiledStorage], None], files: WeightFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread ends a backward, and another one closes meanwhile."""
+    mapped = files.write(torch.zeros(SIDE).untyped_storage(), changes=True)
+    shown = torch.empty(0).set_(mapped.show())  # type: ignore[call-overload]
+    is_leaving, may_leave, is_written = threading.Event(), threading.Event(), threading.Event()
+    send_out = FileView.send_out
+
+    def leave(view: FileView, start: int, nbytes: int) -> None:
+        is_leaving.set()
+        assert may_leave.wait(PATIENCE_S)
+        send_out(view, start, nbytes)
+
+    def close() -> None:
+        mapped.make_private()
+        shown.add_(1)
+        is_written.set()
+
+    monkeypatch.setattr(FileView, "send_out", leave)
+    threads = [threading.Thread(target=sends_out, args=(mapped,)), threading.Thread(target=close)]
+    threads[0].start()
+    assert is_leaving.wait(PATIENCE_S)
+    threads[1].start()
+    is_written.wait(0.1)  # or not until the other thread is ready
+    may_leave.set()
+    for thread in threads:
+        thread.join()
+    assert shown.eq(1).all()

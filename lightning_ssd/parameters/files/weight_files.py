@@ -157,7 +157,7 @@ class FiledStorage(MappedStorage):
         self._extent = extent
         self._shown_bytes = extent.nbytes
         self._is_private = False
-        # Guards that it becomes private against a reader that takes pages out. A leaf lock.
+        # Guards that it becomes private against whoever takes pages out. A leaf lock.
         self._sharing = threading.RLock()
 
     def lies_in(self, arenas: Sequence[Arena]) -> bool:
@@ -168,8 +168,15 @@ class FiledStorage(MappedStorage):
         self.read_part(0, self.nbytes, scratch, is_wanted)
 
     def send_out(self) -> None:
-        if self._view is not None and not self._is_private:  # else what was written would be lost
-            self._view.send_out(0, self._extent.nbytes)
+        self._send_out(0, self._extent.nbytes)
+
+    def _send_out(self, start: int, nbytes: int) -> None:
+        if self._is_private:  # what was written would be lost; or as in a fork, see make_private
+            return
+        with self._sharing:
+            view = self._view
+            if view is not None and not self._is_private:
+                view.send_out(start, nbytes)
 
     def bring_in_to_stay(self) -> None:
         self.bring_in()
@@ -208,9 +215,7 @@ class FiledStorage(MappedStorage):
 
     def send_out_part(self, start: int, nbytes: int) -> None:
         """As :meth:`send_out`, of some bytes and the rest of their pages."""
-        view = self._view
-        if view is not None and not self._is_private:
-            view.send_out(*self._pages(start, nbytes))
+        self._send_out(*self._pages(start, nbytes))
 
     def begin_writing_part(self, start: int, nbytes: int) -> None:
         """Have the system begin to write some bytes, and the rest of their pages, to the drive.
