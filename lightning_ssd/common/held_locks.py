@@ -33,7 +33,7 @@ _TAKE_LOCKS = frozenset(
         "parameters.device_memory",
         "parameters.device_moves",
         "parameters.device_pager",
-        "parameters.files.weight_files",
+        "parameters.files.mapped_storage",
         "parameters.guard.guard_patches",
         "parameters.guard.swap_patch",
         "parameters.mapped_pager",

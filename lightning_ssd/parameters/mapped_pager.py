@@ -6,7 +6,7 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
-from lightning_ssd.parameters.files.weight_files import MappedStorage, unreadable
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, unreadable
 from lightning_ssd.parameters.pager import Pager, Unit, Weight
 
 __all__ = ["MappedPager", "bring_in"]

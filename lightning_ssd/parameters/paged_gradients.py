@@ -26,7 +26,8 @@ from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.parameters.files.weight_files import FiledStorage, WeightFiles, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
+from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.guard.swap_patch import ParameterHooks, swap_patch
 from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
 from lightning_ssd.parameters.units import is_plain, sharded_by_name

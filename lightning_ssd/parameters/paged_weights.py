@@ -35,8 +35,9 @@ from lightning_ssd.memory.file_mapping import FileView, drop_pages
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.mmap import VECTOR_BYTES
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage
 from lightning_ssd.parameters.files.source_files import SourceFiles, SourceStorage
-from lightning_ssd.parameters.files.weight_files import MappedStorage, WeightFiles
+from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
 from lightning_ssd.parameters.pager import Memory, Pager, Place, Weight
 from lightning_ssd.parameters.residents import Residents

@@ -17,7 +17,7 @@ from lightning_ssd.errors import BudgetError
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.page_table import file_page_bytes
 from lightning_ssd.memory.readings import anonymous_bytes, host_available_bytes, level_bytes
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.pager import Place
 from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.parameters.units import SharedWeights, is_plain

@@ -16,7 +16,7 @@ import torch
 from lightning_ssd.common.dtensor import is_shard, local_of
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.tensors import holders
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 
 __all__ = ["Reduction", "gradients_of", "owned_together", "parameters_of"]
 

@@ -15,7 +15,7 @@ from lightning_ssd.common.dtensor import ShardedGroup, ShardedParameter, local_o
 from lightning_ssd.common.sent_storages import is_in_other_processes
 from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, storage_of
 from lightning_ssd.parameters.files.file_slices import FileSlices, file_slices
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.pager import Place
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks

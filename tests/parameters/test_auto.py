@@ -18,7 +18,7 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.parameters import residents, step_memory
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.residents import Needs
 from lightning_ssd.planning.update_memory import subgroup_bytes, update_bytes
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
@@ -99,7 +99,7 @@ def test_with_plenty_of_room_nothing_is_mapped_written_or_stood_in_for(
     options: dict[str, Any], opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[object] = []
-    monkeypatch.setattr("lightning_ssd.parameters.files.weight_files._sync_file_range", lambda *_: looks.append(_) or 0)
+    monkeypatch.setattr("lightning_ssd.parameters.files.write_back._sync_file_range", lambda *_: looks.append(_) or 0)
     model = built()
     before = [parameter.data_ptr() for parameter in model.parameters()]
     offloader = opened(model, **options)

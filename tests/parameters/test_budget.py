@@ -23,7 +23,7 @@ from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.page_table import file_page_bytes
 from lightning_ssd.memory.readings import level_bytes
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.support.offloaders import offloaders
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
-from lightning_ssd.parameters.files import weight_files
+from lightning_ssd.parameters.files import mapped_storage, weight_files, write_back
 from tests.parameters.test_paged_weights import MIN_TENSOR, VOCABULARY, Net, batches, equal_weights, in_a_fork, same
 from tests.support.offloaders import offloaders
 
@@ -155,7 +155,7 @@ def test_gradients_wait_in_the_files(opened: Callable[..., Offloader]) -> None:
     seen = []
 
     def look(model: nn.Module, *_: object) -> None:
-        seen.append([weight_files.is_mapped(p.grad.untyped_storage()) for p in model.parameters() if p.dim() > 1])
+        seen.append([mapped_storage.is_mapped(p.grad.untyped_storage()) for p in model.parameters() if p.dim() > 1])
 
     Loop(opened(), before_step=look).run(2)
     assert seen == [[True] * 13] * 2
@@ -393,7 +393,7 @@ def test_after_closing_training_goes_on_in_memory(opened: Callable[..., Offloade
         one.optimizer = torch.optim.SGD(one.model.parameters(), lr=1e-2)
         one.found.clear()
     assert same(loop.run(2).result(), plain.run(2).result())
-    assert not any(weight_files.is_mapped(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None)
+    assert not any(mapped_storage.is_mapped(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None)
 
 
 def test_a_fork_trains_by_itself_what_was_copied_before(opened: Callable[..., Offloader]) -> None:
@@ -415,7 +415,7 @@ def test_what_the_drive_has_lost_ends_training(
     opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = Loop(opened())
-    monkeypatch.setattr(weight_files, "_sync_file_range", lambda *_: -1)
+    monkeypatch.setattr(write_back, "_sync_file_range", lambda *_: -1)
     with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
         loop.run(200)  # a thread looks, which a busy machine may keep from it for some steps
 
@@ -423,7 +423,7 @@ def test_what_the_drive_has_lost_ends_training(
 def test_nothing_is_left_of_a_model_that_is_gone(opened: Callable[..., Offloader]) -> None:
     offloader = opened()
     loop = Loop(offloader).run(1)
-    keys = [weight_files._mapped[p.untyped_storage()._cdata] for p in loop.model.parameters() if p.dim() > 1]
+    keys = [mapped_storage._mapped[p.untyped_storage()._cdata] for p in loop.model.parameters() if p.dim() > 1]
     offloader.close()
     del loop
     gc.collect()

@@ -18,7 +18,8 @@ from torch import nn
 
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.freed_memory import FreedMemory
-from lightning_ssd.parameters.files.weight_files import FiledStorage, WeightFiles, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
+from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.posix import PosixBackend

@@ -15,7 +15,8 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.memory import host_room
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.memory.host_room import HostRoom
-from lightning_ssd.parameters.files.weight_files import MappedStorage, WeightFiles
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage
+from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager
 from lightning_ssd.parameters.pager import Unit, Weight
 from lightning_ssd.storage.posix import PosixBackend

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_ssd import Offloader
 from lightning_ssd.errors import OutOfSpaceError, StorageError
 from lightning_ssd.parameters import residents, step_memory
-from lightning_ssd.parameters.files.weight_files import FiledStorage, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
 from lightning_ssd.parameters.units import shared_weights, why_it_stays
 from lightning_ssd.planning import residency
 from tests.parameters.test_auto import BLOCK_BYTES, TRAINED, blocks_of, policy, waiting

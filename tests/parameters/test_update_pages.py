@@ -24,10 +24,11 @@ from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.mmap import PAGE_BYTES
-from lightning_ssd.parameters.files import weight_files
+from lightning_ssd.parameters.files import mapped_storage, write_back
 from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage
 from lightning_ssd.parameters.files.update_pages import UpdatePages
-from lightning_ssd.parameters.files.weight_files import FiledStorage, WeightFiles
+from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.paged_parameters import PagedParameters
 from lightning_ssd.storage.posix import PosixBackend
 from tests.parameters.test_gradient_writes import evict
@@ -285,11 +286,11 @@ def test_what_was_updated_is_written_at_once_where_memory_is_short(
 ) -> None:
     """And nothing else: neither its gradient nor the rest of the weight."""
     begun: list[tuple[int, int]] = []
-    monkeypatch.setattr(weight_files, "_begin_writing", lambda fd, offset, nbytes: begun.append((offset, nbytes)))
+    monkeypatch.setattr(mapped_storage, "begin_writing", lambda fd, offset, nbytes: begun.append((offset, nbytes)))
     room = Room(is_enough=is_enough)
     pages = UpdatePages(files, room)
     piece = Piece(parameters[1], NUMEL // 4, NUMEL // 2)
-    memory = weight_files.filed_storage(parameters[1])
+    memory = mapped_storage.filed_storage(parameters[1])
     assert memory is not None
     assert memory._extent.offset > 0
     with pages.updating([piece], []):
@@ -303,17 +304,17 @@ def test_what_was_updated_is_written_at_once_where_memory_is_short(
     pages.close()
 
 
-@pytest.mark.skipif(weight_files._sync_file_range is None, reason="the system cannot be asked to begin to write")
+@pytest.mark.skipif(write_back._sync_file_range is None, reason="the system cannot be asked to begin to write")
 def test_begun_writing_goes_to_the_file(parameters: list[nn.Parameter], files: WeightFiles) -> None:
     """What is written to the drive is clean, and counts again when it changes."""
-    memory = weight_files.filed_storage(parameters[1])
+    memory = mapped_storage.filed_storage(parameters[1])
     assert memory is not None
     with torch.no_grad():
         parameters[1].zero_()
     memory.send_out()
     memory.begin_writing_part(0, NBYTES)
     with memory._arena.use() as fd:
-        assert weight_files._sync_file_range(fd, 0, 0, _WAIT) == 0  # type: ignore[misc]
+        assert write_back._sync_file_range(fd, 0, 0, _WAIT) == 0  # type: ignore[misc]
     before = dirtied_bytes()
     with torch.no_grad():
         parameters[1].fill_(1.0)

@@ -27,7 +27,7 @@ from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES
 from lightning_ssd.memory.page_table import has_copies
 from lightning_ssd.parameters.files import source_files
 from lightning_ssd.parameters.files.file_slices import private_mapping
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.windows import Window
 from tests.parameters.test_paged_weights import (
     Between,

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_ssd import Offloader
 from lightning_ssd.memory.malloc import trim
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.support.everything_away import all_away, large
 from tests.support.helpers import assert_identical
 

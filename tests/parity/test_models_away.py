@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.parity import models
 from tests.parity.test_models import TRAININGS
 from tests.support.everything_away import OPTIMIZERS, all_away, away_from_device, large, storage_bytes, train

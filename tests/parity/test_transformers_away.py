@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import Offloader
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.parity.models import floats, hugging_face_loss, tokens
 from tests.support.everything_away import all_away, large, train
 from tests.support.helpers import Batch, assert_identical

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.parameters.files.weight_files import WeightFiles, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
+from lightning_ssd.parameters.files.weight_files import WeightFiles
 from recipes import fabric_loop, plain_loop
 from recipes.lora import LoRA, LoRALayer
 from recipes.pretrained import PretrainedModel

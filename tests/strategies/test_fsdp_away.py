@@ -21,7 +21,8 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadF
 from lightning_ssd.common.dtensor import local_of, sharded_of
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
 from lightning_ssd.parameters import residents, step_memory
-from lightning_ssd.parameters.files.weight_files import MappedStorage, WeightFiles, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
+from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.planning import residency
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical

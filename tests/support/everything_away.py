@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.support.helpers import Batch
 from tests.support.late import late_copies
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ssd import SSDOffloadFSDPStrategy
 from lightning_ssd.common.dtensor import local_of
-from lightning_ssd.parameters.files.weight_files import is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.support.fsdp_script import NUM_STEPS, TwoDimensional, ours, outcome, plain, small_subgroups
 from tests.support.helpers import assert_identical
 from tests.support.process_memory import frozen_changed_at, shown_bytes

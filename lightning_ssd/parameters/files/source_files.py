@@ -27,7 +27,7 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.memory.page_table import has_copies
 from lightning_ssd.parameters.files.file_slices import FileSlices, private_mapping
-from lightning_ssd.parameters.files.weight_files import MappedStorage, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.tiers.checksum import checksum
 
 __all__ = ["SourceFiles", "SourceStorage"]

@@ -15,7 +15,8 @@ from lightning_ssd.common.tensors import Piece
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files.cache_reader import CacheReader
-from lightning_ssd.parameters.files.weight_files import FiledStorage, WeightFiles, filed_storage, unreadable
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage, filed_storage, unreadable
+from lightning_ssd.parameters.files.weight_files import WeightFiles
 
 __all__ = ["UpdatePages"]
 

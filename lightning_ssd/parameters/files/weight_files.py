@@ -1,4 +1,4 @@
-"""The files that weights wait in, and the memory that shows them.
+"""The files that weights wait in.
 
 What is frozen and what changes (trained weights, gradients) have files of their own: the system writes in pieces of up
 to 2 MiB, and a piece in which one byte was changed is written whole.
@@ -9,10 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,305 +17,17 @@ from pathlib import Path
 import torch
 
 from lightning_ssd.common.rounding import round_up
-from lightning_ssd.common.tensors import Region, StorageKey, storage_of
+from lightning_ssd.common.tensors import Region
 from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.memory.mmap import PAGE_BYTES, VECTOR_BYTES, libc
+from lightning_ssd.memory.mmap import VECTOR_BYTES
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage, MappedStorage
+from lightning_ssd.parameters.files.write_back import could_be_written
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 
-__all__ = ["FiledStorage", "MappedStorage", "WeightFiles", "filed_storage", "is_mapped", "unreadable"]
-
-_WAIT_BEFORE, _WRITE = 1, 2  # SYNC_FILE_RANGE_WAIT_BEFORE and SYNC_FILE_RANGE_WRITE
-_sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", None)
-
-_mapped: dict[int, tuple[StorageKey, weakref.ref[MappedStorage]]] = {}
-"""All that there are in this process, open or not, by the address of their storages."""
-_never_private: list[MappedStorage] = []
-
-
-def is_mapped(storage: torch.UntypedStorage) -> bool:
-    """Whether the memory of a storage is one of ours that shows a file, also of an offloader that is closed."""
-    return storage._cdata in _mapped
-
-
-def _after_fork() -> None:
-    """A fork has no copy of its own, and the parent goes on to write to the file: nothing may be read there."""
-    for _, reference in _mapped.values():
-        mapped = reference()
-        if mapped is not None:
-            mapped.hide()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-class MappedStorage(ABC):
-    """One storage whose memory shows a part of a file, so that its pages may leave and come back at any moment.
-
-    Whoever touches it finds the bytes, and what anybody writes to it is kept, whoever holds a view of it.
-
-    Args:
-        view: the memory.
-        start: where in the view it begins.
-        nbytes: of the storage.
-    """
-
-    key: StorageKey
-    start: int
-    """Where in its pages it begins."""
-
-    def __init__(self, view: FileView, start: int, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._view: FileView | None = view
-        self.start = start
-        self._shown_bytes = round_up(start + nbytes, PAGE_BYTES)
-
-    def show(self) -> torch.UntypedStorage:
-        """A storage over the memory, to which :attr:`key` refers weakly from then on.
-
-        Again only when nobody has the last one any more.
-        """
-        if self._view is None:
-            raise RuntimeError("its place in the file was given back")
-        storage = self._view.tensor(self.start, torch.uint8, (self.nbytes,), (1,)).untyped_storage()
-        self.key = StorageKey(storage)
-        for cdata, (key, _) in list(_mapped.items()):
-            if not key.alive():
-                _mapped.pop(cdata, None)
-        _mapped[self.key.cdata] = self.key, weakref.ref(self)
-        return storage
-
-    def bring_in(self) -> None:
-        """Read what is not in memory, and map it. Blocks.
-
-        Raises:
-            OSError: the drive refuses.
-        """
-        view = self._view  # once: another thread may forget it meanwhile
-        if view is not None:
-            view.bring_in(0, self._shown_bytes)
-
-    def bring_in_to_stay(self) -> None:
-        """As :meth:`bring_in`, and so that the system takes it back late, although it was not used yet.
-
-        Raises:
-            OSError: the drive refuses.
-        """
-        self.bring_in()
-
-    @abstractmethod
-    def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
-        """Have the bytes come to the system's page cache. Blocks.
-
-        Args:
-            scratch: shows them meanwhile, part by part.
-            is_wanted: asked before each part; the rest is left where it says no.
-
-        Raises:
-            OSError: the drive refuses.
-        """
-
-    @abstractmethod
-    def send_out(self) -> None:
-        """Take the pages out of this process, unless something would be lost."""
-
-    @abstractmethod
-    def make_private(self) -> None:
-        """Whatever is written to the memory from now on stays in this process; nobody sends the pages out any more, nor
-        writes to the file. Idempotent.
-        """
-
-    @abstractmethod
-    def hide(self) -> None:
-        """In a fork: let nobody see what the parent writes, if it still may."""
-
-    def forget(self) -> None:
-        """Nobody holds the storage any more: unmap the memory, then give its place in the file back. Idempotent."""
-        self._view = None
-
-
-class FiledStorage(MappedStorage):
-    """In a file of ours. The mapping is shared with it: what is written to the memory goes there.
-
-    Args:
-        view: the memory.
-        arena: has the file.
-        extent: where in the file.
-        nbytes: of the storage.
-        start: where in the extent it begins.
-    """
-
-    def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int, *, start: int = 0) -> None:
-        super().__init__(view, start, nbytes)
-        self._arena = arena
-        self._fd = arena.fd  # a forked child has it too, and may not ask the arena
-        self._extent = extent
-        self._shown_bytes = extent.nbytes
-        self._is_private = False
-        # Guards that it becomes private against whoever takes pages out. A leaf lock.
-        self._sharing = threading.RLock()
-
-    def lies_in(self, arenas: Sequence[Arena]) -> bool:
-        """Whether one of these has its file."""
-        return any(arena is self._arena for arena in arenas)
-
-    def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
-        self.read_part(0, self.nbytes, scratch, is_wanted)
-
-    def send_out(self) -> None:
-        self._send_out(0, self._extent.nbytes)
-
-    def _send_out(self, start: int, nbytes: int) -> None:
-        if self._is_private:  # what was written would be lost; or as in a fork, see make_private
-            return
-        with self._sharing:
-            view = self._view
-            if view is not None and not self._is_private:
-                view.send_out(start, nbytes)
-
-    def bring_in_to_stay(self) -> None:
-        self.bring_in()
-        with self._sharing:
-            view = self._view  # once, as in bring_in
-            if view is not None and not self._is_private:
-                view.bring_in_again(0, self._shown_bytes)
-
-    def read_part(self, start: int, nbytes: int, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
-        """As :meth:`read`, of some bytes and the rest of their pages."""
-        first, length = self._pages(start, nbytes)
-        if not self._is_private:
-            with self._arena.use() as fd:
-                scratch.read(fd, self._extent.offset + first, length, is_wanted)
-
-    def _pages(self, start: int, nbytes: int) -> tuple[int, int]:
-        """Where in the extent the pages of some bytes begin, and how long they are together."""
-        start += self.start
-        first = start // PAGE_BYTES * PAGE_BYTES
-        return first, round_up(start + nbytes, PAGE_BYTES) - first
-
-    def bring_in_part(self, start: int, nbytes: int, *, changes: bool) -> None:
-        """Read and map some bytes, and the rest of their pages. Blocks.
-
-        Args:
-            start: the first one.
-            nbytes: how many.
-            changes: all of them will be written to.
-
-        Raises:
-            OSError: the drive refuses.
-        """
-        view = self._view
-        if view is not None and not self._is_private:
-            view.bring_in(*self._pages(start, nbytes), changes=changes)
-
-    def send_out_part(self, start: int, nbytes: int) -> None:
-        """As :meth:`send_out`, of some bytes and the rest of their pages."""
-        self._send_out(*self._pages(start, nbytes))
-
-    def begin_writing_part(self, start: int, nbytes: int) -> None:
-        """Have the system begin to write some bytes, and the rest of their pages, to the drive.
-
-        Seldom waits: where the drive has as much to do as it takes.
-        """
-        first, length = self._pages(start, nbytes)
-        if not self._is_private:
-            with self._arena.use() as fd:
-                _begin_writing(fd, self._extent.offset + first, length)
-
-    def make_private(self) -> None:
-        """Where the system allows no more private memory, it stays as it is, which is as good, but for a fork."""
-        if self._is_private:  # as in a fork, in which nobody gives the lock back
-            return
-        with self._sharing:
-            if self._view is None or self._is_private:
-                return
-            try:
-                self._view.show(0, self._fd, self._extent.offset, self._extent.nbytes)
-            except MemoryError:
-                _never_private.append(self)  # so that a fork is kept from it
-                return
-            self._is_private = True
-
-    def hide(self) -> None:
-        if self._view is not None and not self._is_private:
-            self._is_private = True
-            self._view.hide()
-
-    def fill(self, region: Region) -> None:
-        """Replace the bytes by those of other memory, through the system's page cache: what is written over is not read
-        before, as touching its pages would. Nobody may look at it meanwhile.
-
-        The system begins to write them at once. Else they would fill its page cache until it looks for room there, and
-        drive out what was read ahead.
-
-        Raises:
-            StorageError: the system refuses. The bytes are of no use then.
-        """
-        with self._arena.use() as direct:
-            try:
-                fd = _opened_again(direct)
-                if fd is None:
-                    self._copy_in(region)
-                else:
-                    try:
-                        _write_all(fd, region, self._extent.offset + self.start)
-                    finally:
-                        os.close(fd)
-                _begin_writing(direct, self._extent.offset, self._extent.nbytes)
-            except OSError as error:
-                what = f"a weight or gradient could not be written to {self._arena.path}"
-                raise as_storage_error(error, what) from error
-
-    def _copy_in(self, region: Region) -> None:
-        """Through the memory, whose old bytes are read first: where the drive refuses, touching them is a signal."""
-        view = self._view
-        assert view is not None
-        for start in range(0, region.nbytes, DEFAULT_CHUNK_BYTES):
-            nbytes = min(DEFAULT_CHUNK_BYTES, region.nbytes - start)
-            view.bring_in(*self._pages(start, nbytes), changes=True)
-            ctypes.memmove(view.address + self.start + start, region.address + start, nbytes)
-
-    def forget(self) -> None:
-        if self._view is not None:  # else it was, and somebody else may have the place by now
-            super().forget()
-            self._arena.free(self._extent)
-
-
-def _opened_again(direct: int) -> int | None:
-    """A descriptor for writing through the page cache: the arena's own may go around it, which wants other addresses.
-    ``None``: the system gives none (no ``/proc``, or a sandbox that opens nothing in it).
-    """
-    try:
-        return os.open(f"/proc/self/fd/{direct}", os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-
-
-def _write_all(fd: int, region: Region, offset: int) -> None:
-    left = region.view()
-    while left:
-        count = os.pwrite(fd, left, offset)
-        left, offset = left[count:], offset + count
-
-
-def _begin_writing(fd: int, offset: int, nbytes: int) -> None:
-    """A hint: what the drive refuses is told by whoever waits for the end of the writing (``fdatasync``)."""
-    if _sync_file_range is not None:
-        _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
-
-
-def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:
-    """What shows the memory of a tensor in a file of ours; ``None``: it lies elsewhere."""
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        entry = _mapped.get(storage_of(tensor)._cdata)
-    except (NotImplementedError, RuntimeError):  # it has no storage
-        return None
-    found = None if entry is None else entry[1]()
-    return found if isinstance(found, FiledStorage) else None
+__all__ = ["WeightFiles"]
 
 
 @dataclass(slots=True)
@@ -479,13 +188,10 @@ class WeightFiles:
         Raises:
             StorageError: a drive refuses: what is in memory is right, but may leave it.
         """
-        look = _sync_file_range
-        if look is None:
-            return
         for arena in self._arenas:
             with arena.use() as fd:
-                if look(fd, ctypes.c_int64(0), ctypes.c_int64(0), _WAIT_BEFORE):
-                    raise self._lost(arena, OSError(ctypes.get_errno(), ""))
+                if (refusal := could_be_written(fd)) is not None:
+                    raise self._lost(arena, refusal) from refusal
 
     def look_for_losses(self) -> None:
         """Begin to see, in a thread, whether the system could write what it has written; tell what the last look found.
@@ -544,13 +250,3 @@ def _shown(arena: Arena, extent: Extent) -> FileView:
     view = FileView(extent.nbytes, offset=extent.offset)
     arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
     return view
-
-
-def unreadable(names: Sequence[str], nbytes: int, error: OSError) -> StorageError:
-    """What a drive's refusal means to the user."""
-    return StorageError(
-        error.errno or errno.EIO,
-        f"weight {', '.join(names)} ({nbytes:,} bytes) could not be read from its drive: "
-        f"{os.strerror(error.errno or errno.EIO)}; training cannot go on without it. Go on from a checkpoint, with "
-        "another drive",
-    )
