@@ -6,11 +6,13 @@ import errno
 import gc
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -305,3 +307,17 @@ def test_a_module_on_a_gpu_and_an_offloader_for_the_cpu(spill_dir: Path, monkeyp
         monkeypatch.setattr("lightning_ssd.offloader.device_of", lambda modules: torch.device("cuda", 0))
         with pytest.raises(ConfigError, match="device=next"):
             offloader.register_module(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "auto"])
+def test_a_pass_begins_without_a_file_descriptor_to_be_had(activations: Any, spill_dir: Path) -> None:
+    policy = OffloadPolicy(activations=activations, min_tensor_bytes=0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir, host_memory=0)) as offloader:
+        step(offloader)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            for _ in range(4):
+                step(offloader)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -12,6 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,7 +143,7 @@ class TensorCache:
             self.accounting,
             self._clock,
             level=self._level_bytes,
-            highest=partial(peak_bytes, device),
+            highest=self._highest_bytes,
             available=self._available_bytes,
             runs_late=copies.is_asynchronous,
             scheduler=scheduler,
@@ -150,6 +151,7 @@ class TensorCache:
             keeps_all=tiers.ssd is None and not recompute,
             wants_hooks=self._has_weights,
         )
+        self._known_level_bytes = 0
         self._budget = PrefetchBudget()
         self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
         self._fetcher = Fetcher(
@@ -179,11 +181,21 @@ class TensorCache:
         """In use, as if all weights were in memory that may be there at a time: they come and go, and a plan that was
         made without them would need their room.
         """
-        return level_bytes(self._device) + self._weights_to_come_bytes
+        with suppress(OSError):  # out of file descriptors, say: it is as it was when it was last known
+            self._known_level_bytes = level_bytes(self._device)
+        return self._known_level_bytes + self._weights_to_come_bytes
+
+    def _highest_bytes(self) -> int:
+        with suppress(OSError):  # likewise: then no pass is told to have exceeded anything
+            return peak_bytes(self._device)
+        return 0
 
     def _available_bytes(self) -> int | None:
         """That could still be had besides these weights; ``None``: unknown."""
-        available = None if self._is_capturing() else available_bytes(self._device)
+        try:
+            available = None if self._is_capturing() else available_bytes(self._device)
+        except OSError:  # out of file descriptors, say: a pass that begins needs none
+            available = None
         return None if available is None else max(available - self._weights_to_come_bytes, 0)
 
     @property

@@ -94,8 +94,9 @@ class BandwidthMeter:
 
     def machine(self) -> Machine:
         """The tiers as they are known now."""
-        if self._probe_cost is not None:
-            self._cost_s_per_byte, self._probe_cost = self._probe_cost(), None
+        probe_cost = self._probe_cost  # once: another thread may forget it meanwhile
+        if probe_cost is not None:
+            self._cost_s_per_byte, self._probe_cost = probe_cost(), None
         host = None
         if self._host is not None and self._host_tier is not None:
             host = self._host.rates(self._host_tier.capacity_bytes)
@@ -131,9 +132,10 @@ class _Channels:
             self._write.sample(now.written_bytes - before.written_bytes, now.write_busy_s - before.write_busy_s)
             self._read.sample(now.read_bytes - before.read_bytes, now.read_busy_s - before.read_busy_s)
             self._seen, self._seen_s = now, now_s
-        if self._probe is not None and not (self._write.value and self._read.value):
+        probe = self._probe  # once: another thread may have just ended it
+        if probe is not None and not (self._write.value and self._read.value):
             try:
-                probed = undisturbed(self._probe, "lightning_ssd-probe", doing=f"Probing {self._place}")
+                probed = undisturbed(probe, "lightning_ssd-probe", doing=f"Probing {self._place}")
             # As with a failed write: nothing is moved, training goes on. A device or a host without the memory to try
             # copies with raises a RuntimeError of PyTorch's.
             except (OSError, StorageError, RuntimeError, MemoryError) as error:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lightning_ssd.planning.bandwidth import RateEstimate
 from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.telemetry.events import EventLog
@@ -91,6 +92,25 @@ def test_the_probe_is_asked_once_and_not_before_a_plan_needs_it(wait: Callable[[
         assert ssd_rates(meter) == (1e9, 2e9)
         wait(1)
     assert probe.num_calls == 1
+
+
+def test_another_thread_ends_the_probe_meanwhile(wait: Callable[[float], None]) -> None:
+    probe = Probe()
+    meter = BandwidthMeter(FakeTier().as_ssd, probe)
+    before = meter._ssd._write
+
+    class Looked:
+        @property
+        def value(self) -> float:
+            meter._ssd._write = before
+            meter.machine()  # of the other thread
+            return before.value
+
+        def sample(self, nbytes: int, busy_s: float) -> None:
+            """Nothing has moved."""
+
+    meter._ssd._write = cast(RateEstimate, Looked())
+    assert ssd_rates(meter) == (1e9, 2e9)
 
 
 def test_a_probe_that_tells_nothing_is_not_asked_again(wait: Callable[[float], None]) -> None:
