@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import suppress
 
 from lightning_ssd.memory.host_room import AMPLE, HostRoom
-from lightning_ssd.memory.malloc import MallocThreshold, has_whole_pages, trim
+from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, has_whole_pages, trim
 
 __all__ = ["FreedMemory"]
 
@@ -13,8 +15,38 @@ _MAPPED_BYTES = 1 << 20
 """Where freed memory leaves, tensors from this size on are mapped one by one."""
 _LOOK_S = 0.1
 _STAY_S = 60.0
-"""For so long freed memory stays that nobody has taken again: what one large batch has left would stay to the end. To
-map anew what is taken again costs as much as it did in each step without us, and so nothing at that distance."""
+"""For so long freed memory stays that nobody takes again."""
+_MUCH_MORE = 1.5
+
+
+class _Unused:
+    """What the heap has free that steps do not take again: what one large batch has left would stay to the end.
+
+    A step leaves as much free as it has taken, and a heap that keeps its memory never has less free at the next border.
+    So the least since memory was last given back is what one step takes. To give that back and to map it anew would
+    cost a second and more for a large model.
+    """
+
+    def __init__(self) -> None:
+        self._least_bytes = math.inf
+        self._given_bytes = 0
+        self._stay_s = _STAY_S
+        self._next_s = time.monotonic() + _STAY_S
+
+    def is_much(self, now_s: float) -> bool:
+        """Whether it is to be given back now. Asked at the border after a step."""
+        free_bytes = free_heap_bytes()
+        self._least_bytes = min(self._least_bytes, free_bytes)
+        if now_s < self._next_s:
+            return False
+        is_much = free_bytes > _MUCH_MORE * self._least_bytes
+        if is_much:
+            # What was given back is taken again, by steps of several sizes: it stays longer each time.
+            is_used = self._given_bytes * _MUCH_MORE > free_bytes > self._given_bytes / _MUCH_MORE
+            self._stay_s = 2 * self._stay_s if is_used else _STAY_S
+            self._given_bytes, self._least_bytes = free_bytes, math.inf
+        self._next_s = now_s + self._stay_s
+        return is_much
 
 
 class FreedMemory:
@@ -35,43 +67,49 @@ class FreedMemory:
         self._threshold = MallocThreshold(_MAPPED_BYTES)
         self._room, self._is_limited = HostRoom(num_processes), is_limited
         self._waiting_bytes = 0
-        self._next_look_s = self._next_trim_s = 0.0
+        self._next_look_s = 0.0
         self._leaves = self._was_short = False
-        self._stays = False
+        self._unused: _Unused | None = None
+        """Of freed memory that stays."""
 
     def leaves(self) -> None:
         """From now on freed memory leaves, as long as nothing is known of what will wait."""
-        self._leaves, self._stays = True, False
+        self._leaves, self._unused = True, None
         self._threshold.fix()
 
     def expect(self, waiting_bytes: int) -> None:
         """So many bytes of weights and gradients will wait, from the next forward on; 0: none will."""
         self._waiting_bytes = waiting_bytes
-        if waiting_bytes and (self._is_limited or self._room.available_bytes(waiting_bytes) < AMPLE * waiting_bytes):
+        if waiting_bytes and (self._is_limited or not self._is_ample()):
             self._was_short = True
         if self._was_short:
             self.leaves()
         elif not self._is_limited:
             self._leaves = False
-            self._stays = bool(waiting_bytes) and has_whole_pages()
-            if self._stays:
-                self._next_trim_s = time.monotonic() + _STAY_S
+            if waiting_bytes and has_whole_pages():
+                self._unused = self._unused or _Unused()
                 self._threshold.reuse()
             else:
+                self._unused = None
                 self._threshold.restore()
+
+    def _is_ample(self) -> bool:
+        with suppress(OSError):  # out of file descriptors, say
+            return self._room.available_bytes(self._waiting_bytes) >= AMPLE * self._waiting_bytes
+        return False
 
     def look(self) -> None:
         """A backward is over."""
         if self._leaves or not self._waiting_bytes or (now_s := time.monotonic()) < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_S
-        if self._room.available_bytes(self._waiting_bytes) < self._waiting_bytes:
-            self._was_short = True
-            self.leaves()
-            trim()
-        elif self._stays and now_s >= self._next_trim_s:
-            self._next_trim_s = now_s + _STAY_S
-            trim()
+        with suppress(OSError):  # out of file descriptors, say: the next look may tell
+            if self._room.available_bytes(self._waiting_bytes) < self._waiting_bytes:
+                self._was_short = True
+                self.leaves()
+                trim()
+            elif self._unused is not None and self._unused.is_much(now_s):
+                trim()
 
     def close(self) -> None:
         """Leave glibc as it is without us."""

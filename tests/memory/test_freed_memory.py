@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +110,21 @@ def test_where_memory_is_short_or_unknown_freed_memory_leaves(
     assert is_fixed(freed)
 
 
+def test_a_system_that_does_not_tell_now_changes_nothing(
+    made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(cached: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    freed, unknown = made(), made()
+    freed.expect(WAITING)
+    monkeypatch.setattr(host_room, "host_available_bytes", refuse)
+    unknown.expect(WAITING)
+    freed.look()
+    assert (is_fixed(freed), is_fixed(unknown)) == (False, True)
+    assert machine.num_trims == 0
+
+
 def test_processes_share_the_memory(made: Made, machine: Machine) -> None:
     machine.available_bytes = 4 * WAITING
     two, three = made(num_processes=2), made(num_processes=3)
@@ -138,20 +155,61 @@ def test_once_memory_was_short_it_leaves_to_the_end(made: Made, machine: Machine
     assert is_fixed(freed)
 
 
-@pytest.mark.parametrize("has_pages", [True, False])
-def test_what_one_large_batch_has_left_does_not_stay_to_the_end(
-    has_pages: bool, made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
+GIB = 1 << 30
+
+
+class Heap:
+    """What malloc has free at the border after each step, ten a second."""
+
+    def __init__(self, freed: FreedMemory, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._freed, self._machine = freed, machine
+        self._now_s, self.free_bytes, self.trims_s = 0.0, 0, [0.0][:0]
+        monkeypatch.setattr(freed_memory, "has_whole_pages", lambda: True)
+        monkeypatch.setattr(freed_memory, "time", SimpleNamespace(monotonic=lambda: self._now_s))
+        monkeypatch.setattr(freed_memory, "free_heap_bytes", lambda: self.free_bytes)
+        freed.expect(WAITING)
+
+    def steps(self, number: int, *takes_bytes: int) -> None:
+        """They take so much in turns; the heap keeps what it has free until it is given back."""
+        for step in range(number):
+            self._now_s += 0.1
+            self.free_bytes = max(self.free_bytes, takes_bytes[step % len(takes_bytes)])
+            before = self._machine.num_trims
+            self._freed.look()
+            if self._machine.num_trims > before:
+                self.trims_s.append(self._now_s)
+                self.free_bytes = 0
+
+
+def test_what_each_step_takes_again_is_never_given_back(
+    made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(freed_memory, "has_whole_pages", lambda: has_pages)
-    now_s = 0.0
-    monkeypatch.setattr(freed_memory, "time", SimpleNamespace(monotonic=lambda: now_s))
-    freed = made()
-    freed.expect(WAITING)
-    for step in range(1300):
-        now_s = step / 10
-        freed.look()
-    assert machine.num_trims == (2 if has_pages else 0), "glibc gives it back by itself where it is left alone"
-    assert stays(freed) is has_pages
+    heap = Heap(made(), machine, monkeypatch)
+    heap.steps(5000, GIB)
+    assert heap.trims_s == []
+
+
+def test_what_one_large_batch_has_left_does_not_stay_to_the_end(
+    made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap = Heap(made(), machine, monkeypatch)
+    heap.steps(1000, GIB)
+    heap.steps(1, 3 * GIB)
+    heap.steps(5000, GIB)
+    assert heap.trims_s == [pytest.approx(120, abs=1)]
+    assert heap.free_bytes == GIB
+
+
+def test_what_steps_of_several_sizes_take_again_stays_longer_each_time(
+    made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap = Heap(made(), machine, monkeypatch)
+    heap.steps(50_000, GIB, GIB, GIB, 3 * GIB)
+    gaps_s = [after - before for before, after in pairwise([0.0, *heap.trims_s])]
+    assert gaps_s[:2] == [pytest.approx(60, abs=1)] * 2
+    assert all(after > 1.9 * before for before, after in pairwise(gaps_s[1:]))
+    assert 3 < len(gaps_s) < 9
+    assert stays(heap._freed)
 
 
 def test_memory_is_not_asked_for_in_every_step(made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
