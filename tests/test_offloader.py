@@ -19,6 +19,7 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, UnsuitablePathError
+from lightning_ssd.memory.readings import level_bytes
 from tests.support.offloader_steps import OFFLOAD_ALL, step
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import BARE_PACKAGE
@@ -321,3 +322,20 @@ def test_a_pass_begins_without_a_file_descriptor_to_be_had(activations: Any, spi
                 step(offloader)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_memory_budget_holds_without_a_file_descriptor_to_be_had(spill_dir: Path) -> None:
+    """What else is in memory counted as nothing, where it had never been told."""
+    policy = OffloadPolicy(activations="auto", memory_budget="1TiB", min_tensor_bytes=0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resident_bytes = level_bytes(torch.device("cpu"))
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir, host_memory=0)) as offloader:
+        assert offloader.machine is not None, "the drive has been tried"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            step(offloader)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        trace = offloader.trace
+        assert trace is not None
+        assert trace.other_peak_bytes > resident_bytes / 2

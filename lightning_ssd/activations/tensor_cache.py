@@ -32,12 +32,13 @@ from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
+from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error, pytorch_wording
 from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
-from lightning_ssd.memory.readings import available_bytes, level_bytes, peak_bytes
+from lightning_ssd.memory.readings import ResidentSet, available_bytes, level_bytes, peak_bytes
 from lightning_ssd.parameters.pager import Pager, SavedElsewhere, Unit
 from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.planning.placement import Placement
@@ -151,6 +152,8 @@ class TensorCache:
             keeps_all=tiers.ssd is None and not recompute,
             wants_hooks=self._has_weights,
         )
+        # Open before descriptors are short: a level of 0 would let plans take all of a memory_budget.
+        self._resident = ResidentSet() if accelerator_of(device) is None else None
         self._known_level_bytes = 0
         self._budget = PrefetchBudget()
         self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
@@ -182,7 +185,8 @@ class TensorCache:
         made without them would need their room.
         """
         with suppress(OSError):  # out of file descriptors, say: it is as it was when it was last known
-            self._known_level_bytes = level_bytes(self._device)
+            resident = self._resident
+            self._known_level_bytes = level_bytes(self._device) if resident is None else resident.read()
         return self._known_level_bytes + self._weights_to_come_bytes
 
     def _highest_bytes(self) -> int:
@@ -454,6 +458,8 @@ class TensorCache:
         recorder, self.accounting.recorder = self.accounting.recorder, None
         if recorder is not None:
             recorder.stop()
+        if self._resident is not None:
+            self._resident.close()
         self._fetcher.close()
         forget_threads(self)
         self.cancel_writes()
