@@ -543,9 +543,10 @@ class Offloader:
         self._recorder = recorder = cache.begin_record(step, expected_s=expected_s)
         recorder.sized(
             weight_bytes=cache.parameters.weight_bytes,
-            gradient_bytes=cache.gradient_bytes or 0,
             state_bytes=sum(states.resident_bytes for states in self.optimizer_stats) + _state_bytes(optimizers),
         )
+        if (gradient_bytes := cache.gradient_bytes) is not None:
+            recorder.sized(gradient_bytes=gradient_bytes)
         return True
 
     def mark_record(self, phase: PhaseName) -> None:

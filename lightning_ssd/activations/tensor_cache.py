@@ -155,6 +155,7 @@ class TensorCache:
         # Open before descriptors are short: a level of 0 would let plans take all of a memory_budget.
         self._resident = ResidentSet() if accelerator_of(device) is None else None
         self._known_level_bytes = 0
+        self._known_available_bytes: int | None = None
         self._budget = PrefetchBudget()
         self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
         self._fetcher = Fetcher(
@@ -196,10 +197,11 @@ class TensorCache:
 
     def _available_bytes(self) -> int | None:
         """That could still be had besides these weights; ``None``: unknown."""
-        try:
-            available = None if self._is_capturing() else available_bytes(self._device)
-        except OSError:  # out of file descriptors, say: a pass that begins needs none
-            available = None
+        if self._is_capturing():
+            return None
+        with suppress(OSError):  # likewise
+            self._known_available_bytes = available_bytes(self._device)
+        available = self._known_available_bytes
         return None if available is None else max(available - self._weights_to_come_bytes, 0)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import suppress
 
@@ -20,33 +19,32 @@ _MUCH_MORE = 1.5
 
 
 class _Unused:
-    """What the heap has free that steps do not take again: what one large batch has left would stay to the end.
+    """When to give back what the heap has free: what one large batch has left would stay to the end.
 
-    A step leaves as much free as it has taken, and a heap that keeps its memory never has less free at the next border.
-    So the least since memory was last given back is what one step takes. To give that back and to map it anew would
-    cost a second and more for a large model.
+    A heap that keeps its memory never has less free at the next border, and nobody tells what of that steps take again.
+    To give it back, and to map anew what they do take, costs a second and more for a large model. So it is given back
+    less and less often, and at once only where much more is free than a minute of steps has left.
     """
 
     def __init__(self) -> None:
-        self._least_bytes = math.inf
-        self._given_bytes = 0
+        self._usual_bytes: int | None = None
+        """Free a minute after it was last given back; ``None``: that minute is not over."""
         self._stay_s = _STAY_S
-        self._next_s = time.monotonic() + _STAY_S
+        self._next_look_s = self._next_trim_s = time.monotonic() + _STAY_S
 
     def is_much(self, now_s: float) -> bool:
-        """Whether it is to be given back now. Asked at the border after a step."""
-        free_bytes = free_heap_bytes()
-        self._least_bytes = min(self._least_bytes, free_bytes)
-        if now_s < self._next_s:
+        """Whether it is to be given back now. Looks once a minute: malloc counts its free blocks one by one."""
+        if now_s < self._next_look_s:
             return False
-        is_much = free_bytes > _MUCH_MORE * self._least_bytes
-        if is_much:
-            # What was given back is taken again, by steps of several sizes: it stays longer each time.
-            is_used = self._given_bytes * _MUCH_MORE > free_bytes > self._given_bytes / _MUCH_MORE
-            self._stay_s = 2 * self._stay_s if is_used else _STAY_S
-            self._given_bytes, self._least_bytes = free_bytes, math.inf
-        self._next_s = now_s + self._stay_s
-        return is_much
+        self._next_look_s = now_s + _STAY_S
+        free_bytes = free_heap_bytes()
+        is_new = self._usual_bytes is not None and free_bytes > _MUCH_MORE * self._usual_bytes
+        if not is_new and now_s < self._next_trim_s:
+            self._usual_bytes = free_bytes if self._usual_bytes is None else self._usual_bytes
+            return False
+        self._stay_s = _STAY_S if is_new else 2 * self._stay_s
+        self._next_trim_s, self._usual_bytes = now_s + self._stay_s, None
+        return True
 
 
 class FreedMemory:
@@ -80,8 +78,7 @@ class FreedMemory:
     def expect(self, waiting_bytes: int) -> None:
         """So many bytes of weights and gradients will wait, from the next forward on; 0: none will."""
         self._waiting_bytes = waiting_bytes
-        if waiting_bytes and (self._is_limited or not self._is_ample()):
-            self._was_short = True
+        self._was_short = self._was_short or bool(waiting_bytes and (self._is_limited or self._is_short()))
         if self._was_short:
             self.leaves()
         elif not self._is_limited:
@@ -93,9 +90,9 @@ class FreedMemory:
                 self._unused = None
                 self._threshold.restore()
 
-    def _is_ample(self) -> bool:
-        with suppress(OSError):  # out of file descriptors, say
-            return self._room.available_bytes(self._waiting_bytes) >= AMPLE * self._waiting_bytes
+    def _is_short(self) -> bool:
+        with suppress(OSError):  # out of file descriptors, say: memory that lacks is seen by the next look
+            return self._room.available_bytes(self._waiting_bytes) < AMPLE * self._waiting_bytes
         return False
 
     def look(self) -> None:
@@ -108,7 +105,7 @@ class FreedMemory:
                 self._was_short = True
                 self.leaves()
                 trim()
-            elif self._unused is not None and self._unused.is_much(now_s):
+            elif (unused := self._unused) is not None and unused.is_much(now_s):
                 trim()
 
     def close(self) -> None:
