@@ -6,7 +6,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_ssd.activations.accounting import MemoryAccounting
@@ -218,8 +217,7 @@ class LivePasses:
                 self._last_available = self.available()
             if self._scheduler is not None:
                 self._last_level = self._level()
-            with suppress(OSError):  # out of file descriptors, say: then nothing of it is counted
-                self._count_free_heap()
+            self._count_free_heap()
         return self._last_available
 
     def _count_free_heap(self) -> None:

@@ -32,13 +32,12 @@ from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
-from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error, pytorch_wording
 from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
-from lightning_ssd.memory.readings import ResidentSet, available_bytes, level_bytes, peak_bytes
+from lightning_ssd.memory.readings import available_bytes, level_bytes, peak_bytes
 from lightning_ssd.parameters.pager import Pager, SavedElsewhere, Unit
 from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.planning.placement import Placement
@@ -144,7 +143,7 @@ class TensorCache:
             self.accounting,
             self._clock,
             level=self._level_bytes,
-            highest=self._highest_bytes,
+            highest=partial(peak_bytes, device),
             available=self._available_bytes,
             runs_late=copies.is_asynchronous,
             scheduler=scheduler,
@@ -152,9 +151,6 @@ class TensorCache:
             keeps_all=tiers.ssd is None and not recompute,
             wants_hooks=self._has_weights,
         )
-        # Open before descriptors are short: a level of 0 would let plans take all of a memory_budget.
-        self._resident = ResidentSet() if accelerator_of(device) is None else None
-        self._known_level_bytes = 0
         self._known_available_bytes: int | None = None
         self._budget = PrefetchBudget()
         self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
@@ -185,21 +181,13 @@ class TensorCache:
         """In use, as if all weights were in memory that may be there at a time: they come and go, and a plan that was
         made without them would need their room.
         """
-        with suppress(OSError):  # out of file descriptors, say: it is as it was when it was last known
-            resident = self._resident
-            self._known_level_bytes = level_bytes(self._device) if resident is None else resident.read()
-        return self._known_level_bytes + self._weights_to_come_bytes
-
-    def _highest_bytes(self) -> int:
-        with suppress(OSError):  # likewise: then no pass is told to have exceeded anything
-            return peak_bytes(self._device)
-        return 0
+        return level_bytes(self._device) + self._weights_to_come_bytes
 
     def _available_bytes(self) -> int | None:
         """That could still be had besides these weights; ``None``: unknown."""
         if self._is_capturing():
             return None
-        with suppress(OSError):  # likewise
+        with suppress(OSError):  # out of file descriptors, say: it is as it was when it was last known
             self._known_available_bytes = available_bytes(self._device)
         available = self._known_available_bytes
         return None if available is None else max(available - self._weights_to_come_bytes, 0)
@@ -460,8 +448,6 @@ class TensorCache:
         recorder, self.accounting.recorder = self.accounting.recorder, None
         if recorder is not None:
             recorder.stop()
-        if self._resident is not None:
-            self._resident.close()
         self._fetcher.close()
         forget_threads(self)
         self.cancel_writes()
