@@ -113,11 +113,13 @@ class PassKind:
 
         So they do for others that begin alike: until they part, nobody knows which one it is.
         """
-        searches, last_pass = self._searches.copy(), self._last_pass.copy()
+        searches = self._searches.copy()
         if self.recompute:
             return () not in searches or searches[()].keeps
         since = self._num_passes - _RECENT
-        alike = [key for key in searches if key == sizes or (last_pass.get(key, 0) > since and key[:1] == sizes[:1])]
+        alike = [
+            key for key in searches if key == sizes or (self._last_pass.get(key, 0) > since and key[:1] == sizes[:1])
+        ]
         return sizes not in alike or any(searches[key].keeps for key in alike)
 
     @property

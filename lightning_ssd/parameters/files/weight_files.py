@@ -23,7 +23,7 @@ from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathEr
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import FiledStorage, MappedStorage
-from lightning_ssd.parameters.files.write_back import could_be_written
+from lightning_ssd.parameters.files.write_back import write_refusal
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 
@@ -190,7 +190,7 @@ class WeightFiles:
         """
         for arena in self._arenas:
             with arena.use() as fd:
-                if (refusal := could_be_written(fd)) is not None:
+                if (refusal := write_refusal(fd)) is not None:
                     raise self._lost(arena, refusal) from refusal
 
     def look_for_losses(self) -> None:
