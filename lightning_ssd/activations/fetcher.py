@@ -167,9 +167,19 @@ class Fetcher:
                 pending = self._begin_read(record)
                 if pending is not None:
                     return pending
+        if record.read is None:
+            return []
+        self._advance(record)  # the drive has time for it while this one is waited for
+        return [record.read]
+
+    def look_ahead(self, record: SavedStorage) -> None:
+        """Bring up what backward wants after this storage. The caller holds no lock."""
+        with self._accounting.lock:
+            self._advance(record)
+
+    def _advance(self, record: SavedStorage) -> None:
         if record.home is not None and not self.is_closed:  # what is in memory may be had after the end
             self._prefetcher.advance(record.home)
-        return [] if record.read is None else [record.read]
 
     def _begin_read(self, record: SavedStorage) -> list[Transfer] | Latch | None:
         """Read urgently. ``None``: it has begun; else memory ran out, and this is to be waited for before trying again.

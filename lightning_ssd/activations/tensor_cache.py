@@ -516,7 +516,9 @@ class TensorCache:
     ) -> Kept | SavedTensor:
         if self._fetcher.is_closed:  # hooks that are there still: an interrupt came when their pass was to remove them
             return keep(tensor, tensor._is_view())
-        probe = VersionProbe(tensor)
+        # All that PyTorch is asked for comes first: it lets go of the GIL, which a worker that has just been told of a
+        # write would hold while this thread, and the cores that compute for it, wait.
+        probe, spec, origin = VersionProbe(tensor), TensorSpec.of(tensor), Origin.of(tensor)
         while True:
             with self.accounting.lock:
                 self.accounting.settle()
@@ -530,7 +532,7 @@ class TensorCache:
             self._fetcher.wait_for_room(current, nbytes, room)
         self._run_ahead.wait()
         self._copies.protect(tensor)
-        return SavedTensor(lease, TensorSpec.of(tensor), probe, Origin.of(tensor))
+        return SavedTensor(lease, spec, probe, origin)
 
     def _find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe
@@ -632,4 +634,5 @@ class TensorCache:
         tensor: torch.Tensor = probe.rebuild(spec, storage)
         self._copies.protect(tensor)
         self._handed_out.add(tensor, lease.record)
+        self._fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL
         return tensor

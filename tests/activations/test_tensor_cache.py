@@ -15,11 +15,14 @@ from lightning_ssd import Offloader
 from lightning_ssd.activations import tensor_cache
 from lightning_ssd.activations.prefetcher import Prefetcher
 from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.common.inplace_edits import VersionProbe
+from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
+from lightning_ssd.tiers.transfer_queue import TransferQueue
 from tests.support.faults import FaultyBackend
 from tests.support.helpers import DRAINED, EAGER, KEEP, Setup, assert_released, disk_used_bytes, open_offloader
 from tests.support.late import HeldCopies
@@ -502,3 +505,40 @@ def test_what_is_in_memory_may_be_had_after_the_end(tmp_path: Path) -> None:
     assert torch.equal(x.grad, (2 * held * 1.5).detach())
     with pytest.raises(OffloaderClosedError):
         lost.backward()
+
+
+def test_workers_are_told_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has been told of a move wants the GIL, and PyTorch lets go of it in nearly every call: whatever is
+    asked of it after that waits for the worker, and with it the cores that compute for this thread.
+    """
+    hooks: list[list[str]] = [[]]
+
+    def log(owner: Any, name: str, event: str, *, begins: bool = False) -> None:
+        plain = getattr(owner, name)
+
+        def logged(*args: Any, **options: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                if begins:
+                    hooks.append([])
+                hooks[-1].append(event)
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, name, logged)
+
+    log(tensor_cache.TensorCache, "pack", "pack", begins=True)
+    log(tensor_cache.TensorCache, "unpack", "unpack", begins=True)
+    log(VersionProbe, "__init__", "asks")
+    log(VersionProbe, "rebuild", "asks")
+    log(TensorSpec, "of", "asks")
+    log(TransferQueue, "submit", "tells")
+    with open_offloader(tmp_path, EAGER) as offloader:
+        for _ in range(2):  # in the second one the order is known
+            loss = chain(offloader, leaf())
+            offloader.flush()
+            loss.backward()
+            offloader.end_backward()
+    written = [hook for hook in hooks if hook[:1] == ["pack"] and "tells" in hook]
+    assert len(written) >= 20
+    assert all("asks" not in hook[hook.index("tells") :] for hook in written)
+    ahead = [hook for hook in hooks if hook[:1] == ["unpack"] and "tells" in hook]
+    assert any(hook.index("asks") < hook.index("tells") for hook in ahead), "what is in memory is rebuilt first"
