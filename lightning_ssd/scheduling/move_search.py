@@ -59,7 +59,7 @@ _FIRST_EXCESS, _MIN_ASKED = 0.2, 0.005
 """The first plan is an experiment: a guess is worth little, and a pass that moves much tells the cost at once. If the
 guess is right, such a pass takes this much longer than one that keeps everything."""
 _SURE = 2.0
-"""So many times the usual error: a plan is settled without another comparison."""
+"""So many times the usual error: a plan that could move more is settled without another comparison."""
 _NEARLY_ALL = 0.9
 """Of what can be moved: what another plan would free is not worth the passes that keep everything to plan it."""
 _GUESSED_REST, _REST, _MAX_REST = 8, 64, 4096
@@ -331,8 +331,8 @@ class MoveSearch:
             return None
         surely = cost + error * keep_s / (2 if is_over else 1)
         self._is_confirmed |= is_faster and self._num_compared > 0
-        # Few passes decide here, and nothing is compared after them.
-        is_sure = is_faster and self._is_confirmed and slowdown + _SURE * error < 1
+        # Few passes decide here, and nothing is compared after them. Where all is moved nothing else could be tried.
+        is_sure = is_faster and self._is_confirmed and (self._moves_all or slowdown + _SURE * error < 1)
         is_compared = is_sure or self._num_compared > 0
         may_be_cheaper = is_compared and self.cost_s_per_byte > 0 and not (self._is_known or self._moves_all)
         if may_be_cheaper and _BAND * surely < self.cost_s_per_byte * nbytes:
