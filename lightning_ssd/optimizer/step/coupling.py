@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,12 +47,22 @@ def refuse_coupling(optimizer: Optimizer) -> None:
             )
     refuse_owned(optimizer)
     refuse_own_step(optimizer)
-    if "state" in vars(optimizer) and is_held(vars(optimizer), "state"):
+    if "state" in vars(optimizer) and _is_held(vars(optimizer), "state"):
         raise ConfigError(
             f"OffloadPolicy.optimizer_states='offload' expects nobody else to hold the `state` of {name}; got one that "
-            "something (a wrapper, a variable) holds, which would not see it change. Let it look at the `state` of "
-            f"what offload_optimizer() returns, let go of it, or use {_KEEP}"
+            "something (a wrapper, a variable, the Trainer of an earlier run) holds, which would not see it change. Let "
+            f"it look at the `state` of what offload_optimizer() returns, let go of it, or use {_KEEP}"
         )
+
+
+def _is_held(owner: dict[str, Any], name: str) -> bool:
+    """As :func:`is_held`, but for what an earlier run has left: a Trainer is in cycles, which only the garbage
+    collector ends.
+    """
+    if not is_held(owner, name):
+        return False
+    gc.collect()
+    return is_held(owner, name)
 
 
 def refuse_differentiable(optimizer: Optimizer) -> None:
