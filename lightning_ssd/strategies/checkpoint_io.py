@@ -30,7 +30,7 @@ class StreamedCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         target = _local(path)
         if storage_options is not None or target is None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when it is complete and on the drive: a crash leaves the old file or the new one, never half of one.

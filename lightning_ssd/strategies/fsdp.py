@@ -164,7 +164,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         # PyTorch writes what each process has, and does not tell how far it is: drawn at once, or never.
         doing = "Saving a checkpoint" if self.policy.optimizer_states == "offload" else None
         with StatusLine(doing, delay_s=0):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
