@@ -152,7 +152,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         return Weight(weights.names, memory)
 
     def _put_away(self, weight: Weight[DeviceMemory]) -> None:
-        self.pager.put_away(weight)
+        if weight.memory.is_here:  # else it may be on its way
+            self.pager.put_away(weight)
 
     @property
     def _on_drives(self) -> tuple[int, int]:

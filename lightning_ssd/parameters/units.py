@@ -60,9 +60,11 @@ def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> l
     for name, tensor in module.named_parameters():
         shard = sharded.get(name)
         tensors = [tensor] if shard is None else shard.holders()
-        if not is_plain(tensors[0], device) or storage_of(tensors[0]).nbytes() < max(min_nbytes, 1):
+        if not is_plain(tensors[0], device):
             continue
         storage = storage_of(tensors[0])
+        if storage.nbytes() < max(min_nbytes, 1) and not is_guarded(tensors[0]):  # such a one may be away
+            continue
         weights = found.setdefault(storage._cdata, SharedWeights(storage))
         weights.names.append(name)
         weights.parameters.append(tensor if shard is None else shard.parameter)

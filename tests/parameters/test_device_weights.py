@@ -395,6 +395,21 @@ def test_weights_move_in_one_by_one(opened: Callable[..., Offloader]) -> None:
     assert same(train(model, offloader), train(plain))
 
 
+@pytest.mark.parametrize("is_built_inside", [False, True])
+def test_what_left_early_comes_with_its_block(is_built_inside: bool, opened: Callable[..., Offloader]) -> None:
+    """Not each weight by itself, when it is used: that would be waited for."""
+    offloader = opened()
+    with offloader.streamed_init() if is_built_inside else nullcontext():
+        model = built()
+    if not is_built_inside:
+        offloader.move_in(model)
+    frozen(model)
+    offloader.register_module(model)
+    units = {unit.name: len(unit.weights) for unit in offloader._parts.parameters.pager.units if unit.weights}
+    assert units == {"embedding": 1} | {f"blocks.{number}": 2 for number in range(NUM_BLOCKS)}
+    assert same(train(model, offloader), train(built()))
+
+
 def test_what_was_made_in_inference_mode_is_not_moved_in(opened: Callable[..., Offloader]) -> None:
     plain, model = built(), built()
     with torch.inference_mode():
