@@ -323,13 +323,14 @@ class DevicePager(DeviceMoves):
         """Write a weight if need be, wait for that, and give its memory back if nobody needs it.
 
         Raises:
-            StorageError: no tier takes it. It stays in memory.
+            StorageError: no tier takes it. It stays in memory, and waits no more.
         """
         with self._lock:
             ended = weight.memory.begin_write()
         if ended is not None:
             ended.wait()
         if weight.memory.error is not None:
+            self.release(self.by_storage[weight.memory.key.cdata], weight)
             raise StorageError(f"weight {', '.join(weight.names)} could not be written: {weight.memory.error}")
         with self._lock:
             if weight.memory.send_out():
