@@ -57,14 +57,18 @@ class DeviceGradients:
         swap_patch.add_user(self.pager)
 
     def register_module(self, module: nn.Module) -> None:
-        """From now on gradients of the parameters that are trained wait.
+        """From now on gradients of the parameters that are trained wait, as far as they may, and no others.
 
         Raises:
             OutOfSpaceError: the drives have no room for those that host memory has none for.
+            StorageError: a drive refuses to read one that is to stay from now on.
         """
         self.pager.border()
         found = {id(p): (name, p) for name, p in module.named_parameters() if self._takes(p) and p.requires_grad}
         found = {key: one for key, one in found.items() if self.waits(one[1])}
+        for parameter in module.parameters():
+            if id(parameter) not in found and self.pager.knows(parameter):
+                self.pager.let_stay(parameter)
         new = {key: one for key, one in found.items() if not self.pager.knows(one[1])}
         self._check_room(sum(p.nbytes for _, p in found.values()), sum(p.nbytes for _, p in new.values()))
         for key, (name, parameter) in new.items():
@@ -245,14 +249,20 @@ class GradientPager(DevicePager):
 
     def will_swap(self, tensor: torch.Tensor) -> None:
         super().will_swap(tensor)
-        if self.parameter(id(tensor)) is not tensor:
-            return
-        # All that it has had, too: Module.to() takes the gradient away meanwhile.
-        unit = self.find_unit(_place_of(id(tensor)))
-        if unit is not None:
+        if self.parameter(id(tensor)) is tensor:
+            self.let_stay(tensor)
+
+    def let_stay(self, parameter: torch.Tensor) -> None:
+        """Its gradients wait no more, and the one that there is comes back.
+
+        Raises:
+            StorageError: the drive refuses.
+        """
+        unit = self.find_unit(_place_of(id(parameter)))
+        if unit is not None:  # all that it has had: Module.to() takes the gradient away meanwhile
             for weight in [weight for weight in unit.weights if weight.memory.key.alive()]:
                 self.release(unit, weight)
-        self._hooks.pop(id(tensor)).remove()
+        self._hooks.pop(id(parameter)).remove()
 
     def close(self) -> None:
         super().close()
