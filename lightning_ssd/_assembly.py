@@ -19,6 +19,7 @@ from lightning_ssd.common.formatting import escape_control
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.freed_memory import FreedMemory
+from lightning_ssd.memory.gauge import DeviceGauge, Gauge, HostGauge
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc, reuses_holes
@@ -189,23 +190,38 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
 def _with_parameters(
     parts: Components, stack: ExitStack, policy: OffloadPolicy, environment: Environment
 ) -> Components:
-    """Add files for weights and gradients, where the policy offloads them; ``stack`` closes them."""
+    """Add what weights and gradients wait in, where the policy offloads them; ``stack`` closes it."""
     if policy.parameters == policy.gradients == "keep":
         return parts
     _refuse_parameters(policy, environment)
-    if _is_device(environment):
-        on_device = _open_on_device(stack, policy, environment)
-        return replace(parts, parameters=on_device, wear=parts.wear or open_wear_meter(environment))
+    residents = None
+    if policy.parameters == "auto":
+        residents = Residents(_needs(policy, environment), _gauge(environment))
+        if parts.scheduler is not None:
+            parts.scheduler.make_room = residents.ask_for
+    open_them = _open_on_device if _is_device(environment) else _open_in_files
+    parameters = open_them(stack, policy, environment, residents)
+    return replace(parts, parameters=parameters, wear=parts.wear or open_wear_meter(environment))
+
+
+def _is_device(environment: Environment) -> bool:
+    return environment.device.type != "cpu" or environment.copies.is_asynchronous
+
+
+def _gauge(environment: Environment) -> Gauge:
+    return DeviceGauge(environment.device) if _is_device(environment) else HostGauge(environment.num_local_processes)
+
+
+def _open_in_files(
+    stack: ExitStack, policy: OffloadPolicy, environment: Environment, residents: Residents | None
+) -> PagedParameters:
+    """Files for weights and gradients of a CPU."""
     backend, directories, _ = _open_directories(stack, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank)
     stack.callback(files.close)
     pages = UpdatePages(files, HostRoom(environment.num_local_processes, times=1))
     stack.callback(pages.close)
-    weights = gradients = residents = freed = None
-    if policy.parameters == "auto":
-        residents = Residents(_needs(policy, environment))
-        if parts.scheduler is not None:
-            parts.scheduler.make_room = residents.ask_for
+    weights = gradients = freed = None
     if policy.parameters != "keep":
         may_map_ahead = policy.memory_budget is None and residents is None  # else the room is for what stays
         weights = MappedWeights(
@@ -230,15 +246,12 @@ def _with_parameters(
         stack.callback(gradients.close)
         if policy.gradients == "offload":
             freed.leaves()  # while the model is built
-    wear = parts.wear or open_wear_meter(environment)
-    return replace(parts, parameters=PagedParameters(weights, gradients, files, pages, freed), wear=wear)
+    return PagedParameters(weights, gradients, files, pages, freed)
 
 
-def _is_device(environment: Environment) -> bool:
-    return environment.device.type != "cpu" or environment.copies.is_asynchronous
-
-
-def _open_on_device(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> PagedParameters:
+def _open_on_device(
+    stack: ExitStack, policy: OffloadPolicy, environment: Environment, residents: Residents | None
+) -> PagedParameters:
     """Tiers of their own for weights and gradients of a device."""
     backend, directories, _ = _open_directories(stack, environment)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload=None)
@@ -249,7 +262,7 @@ def _open_on_device(stack: ExitStack, policy: OffloadPolicy, environment: Enviro
         stack.callback(gradients.close)
     if policy.parameters != "keep":
         trained = policy.optimizer_states == "offload"
-        weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes, trained=trained)
+        weights = DeviceWeights(tiers, min_nbytes=policy.min_tensor_nbytes, trained=trained, residents=residents)
         stack.callback(weights.close)
         if gradients is not None and policy.gradients == "auto":
             gradients.waits = weights.pager.waits
@@ -264,9 +277,9 @@ def _needs(policy: OffloadPolicy, environment: Environment) -> Needs:
         gradients=policy.gradients,
         num_gradients=2 if environment.is_replicated else 1,
         keeps_states=policy.optimizer_states == "keep",
-        state_bytes=environment.host_budget.total_bytes,
+        # Those of a device wait in memory of the host, which is not the memory that is short.
+        state_bytes=0 if _is_device(environment) else environment.host_budget.total_bytes,
         num_directories=len(environment.paths),
-        num_processes=environment.num_local_processes,
     )
 
 

@@ -31,6 +31,7 @@ __all__ = [
 _CUDA: Any = torch.cuda
 _GENERIC: Any = torch.accelerator
 _TRIAL_NBYTES = 64 << 10
+_NO_POOL = (0, 0)
 _proved: set[torch.device] = set()
 
 
@@ -60,6 +61,9 @@ class Accelerator(Protocol):
 
     def is_capturing(self) -> bool:
         """Whether the current stream records a graph instead of working."""
+
+    def may_have_graphs(self) -> bool:
+        """Whether memory belongs to graphs that were captured; also where nobody can tell. May take milliseconds."""
 
     def synchronize(self) -> None:
         """Wait for what the current stream has to do."""
@@ -113,6 +117,15 @@ class CudaAccelerator:
     def is_capturing(self) -> bool:
         with self.as_current():
             return torch.cuda.is_current_stream_capturing()
+
+    def may_have_graphs(self) -> bool:
+        # Each has a pool of the allocator for what it makes; so have tensors of torch.cuda.MemPool, which do no harm.
+        try:
+            segments = _CUDA.memory_snapshot()
+        except RuntimeError:  # another allocator than PyTorch's own: that of cudaMallocAsync tells nothing
+            return True
+        pools = [segment.get("segment_pool_id") for segment in segments if segment["device"] == self._device.index]
+        return any(pool is None or tuple(pool) != _NO_POOL for pool in pools)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -183,6 +196,9 @@ class GenericAccelerator:
             return False
         with self.as_current():
             return bool(ask())
+
+    def may_have_graphs(self) -> bool:
+        return hasattr(torch.get_device_module(self._device), "graph")
 
     def synchronize(self) -> None:
         event = self.event()  # not every device can wait for all of its streams

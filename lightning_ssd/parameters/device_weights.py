@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.tensors import TensorSpec
@@ -25,8 +26,10 @@ from lightning_ssd.parameters.device_pager import DevicePager
 from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.guard.guard_patches import guard_patches
 from lightning_ssd.parameters.guard.swap_patch import swap_patch
-from lightning_ssd.parameters.paged_weights import PagedWeights
+from lightning_ssd.parameters.movable import MovableWeights
+from lightning_ssd.parameters.paged_weights import Choose, PagedWeights
 from lightning_ssd.parameters.pager import Place, Weight
+from lightning_ssd.parameters.residents import Residents
 from lightning_ssd.parameters.units import SharedWeights, shared_weights, why_it_stays
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
@@ -51,15 +54,24 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         tiers: where they wait.
         min_nbytes: smaller ones stay.
         trained: those that are trained wait, too.
+        residents: says which stay all the same; ``None``: none.
     """
 
     pager: DevicePager
     _watches_compiled = True
 
-    def __init__(self, tiers: WeightTiers, *, min_nbytes: int, trained: bool = False) -> None:
-        pager = DevicePager(takes_trained=trained)
-        super().__init__(pager, min_nbytes=min_nbytes, trained=trained, device=tiers.device.type)
+    def __init__(
+        self, tiers: WeightTiers, *, min_nbytes: int, trained: bool = False, residents: Residents | None = None
+    ) -> None:
+        super().__init__(
+            DevicePager(takes_trained=trained),
+            min_nbytes=min_nbytes,
+            trained=trained,
+            device=tiers.device.type,
+            residents=residents,
+        )
         self._tiers = tiers
+        self._accelerator = accelerator_of(tiers.device)
         self._optimizers: list[weakref.ref[Optimizer]] = []
         guard_patches.add_user(self.pager)
         swap_patch.add_user(self.pager)
@@ -78,9 +90,9 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         self._optimizers.append(weakref.ref(optimizer))
         self._know_optimizers()
 
-    def register_module(self, module: nn.Module) -> None:
-        super().register_module(module)
-        self._know_optimizers()
+    def _register(self, module: nn.Module, choose: Choose | None) -> None:
+        super()._register(module, choose)
+        self._know_optimizers()  # of those that are new among the weights
 
     def _know_optimizers(self) -> None:
         alive = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
@@ -92,8 +104,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         return self.pager.host_copies()
 
     def move_in(self, module: nn.Module) -> None:
-        """Move weights that may wait from the host to the device one by one, and each of them out again: so a model
-        that is larger than the device's memory gets there.
+        """Move weights that may wait from the host to the device one by one, and each of them out again; with
+        residents, only while memory is short. So a model that is larger than the device's memory gets there.
 
         Raises:
             StorageError: a drive refuses.
@@ -111,7 +123,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
             del weights, here
             one = [moved]
             del moved
-            self._take_over(one, [("", None)], [])
+            if self._leaves_at_once:
+                self._take_over(one, [("", None)], [])
 
     def _may_move_in(self, weights: SharedWeights) -> bool:
         """A gradient has to be on the device of its weight: whoever moves the module moves both."""
@@ -122,6 +135,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         nbytes = sum(weights.storage.nbytes() for weights in new)
+        if new and self._accelerator is not None:
+            self._accelerator.synchronize()  # nobody knows which streams have used them so far
         with StatusLine(f"Writing {format_sizes(nbytes)[0]} of weights" if nbytes else None) as line:
             for place in places:
                 weight = self._begin(new.pop(0))
@@ -154,6 +169,22 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     def _put_away(self, weight: Weight[DeviceMemory]) -> None:
         if weight.memory.is_here:  # else it may be on its way
             self.pager.put_away(weight)
+
+    def _movable(self, weights: SharedWeights, place: Place) -> MovableWeights:
+        weight = self.pager.find(weights.storage)
+        return MovableWeights.of(
+            weights,
+            place,
+            nbytes=weights.storage.nbytes() if weight is None else weight.memory.nbytes,
+            waits=weight is not None,
+            is_held=weight is None,
+            comes_ahead=True,
+        )
+
+    def _may_leave(self) -> bool:
+        """A graph that was captured while they stayed reads them at their addresses, and tells nobody."""
+        device = self._accelerator
+        return device is None or not (device.is_capturing() or device.may_have_graphs())
 
     @property
     def _on_drives(self) -> tuple[int, int]:

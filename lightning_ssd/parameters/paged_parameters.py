@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -128,7 +129,7 @@ class PagedParameters:
             for module in weights.reconsider():
                 if self.gradients is not None:
                     self.gradients.register_module(module)
-        except (StorageError, MemoryError) as error:
+        except (StorageError, MemoryError, torch.OutOfMemoryError) as error:
             if self.files is not None and self.files.has_lost:
                 raise
             residents.give_up()

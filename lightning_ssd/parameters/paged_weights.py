@@ -35,19 +35,21 @@ from lightning_ssd.memory.file_mapping import FileView, drop_pages
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage
+from lightning_ssd.memory.page_table import file_page_bytes
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.parameters.files.source_files import SourceFiles, SourceStorage
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
+from lightning_ssd.parameters.movable import MovableWeights
 from lightning_ssd.parameters.pager import Memory, Pager, Place, Weight
 from lightning_ssd.parameters.residents import Residents
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, weights_of, why_it_stays
 from lightning_ssd.parameters.windows import Gathering, Window
 from lightning_ssd.telemetry.stats import WeightStats
 
-__all__ = ["MappedWeights", "PagedWeights"]
+__all__ = ["Choose", "MappedWeights", "PagedWeights"]
 
-_Choose = Callable[[nn.Module, Sequence[SharedWeights], Mapping[str, Place]], frozenset[str]]
+Choose = Callable[[nn.Module, Sequence[MovableWeights]], frozenset[str]]
 """Which of a module's weights that could wait stay."""
 _log = logging.getLogger(__name__)
 _TRIM_BYTES = 64 << 20
@@ -84,6 +86,8 @@ class PagedWeights(ABC, Generic[Memory]):
         self._trained = trained
         self._is_replicated = is_replicated
         self.residents = residents
+        if residents is not None:
+            residents.count_out(pager)
         self._min_nbytes = min_nbytes
         self._device = device
         self._windows: list[Window | Gathering] = []
@@ -110,6 +114,10 @@ class PagedWeights(ABC, Generic[Memory]):
         """Of a weight that waits already, and was touched while the model was built."""
 
     @abstractmethod
+    def _movable(self, weights: SharedWeights, place: Place) -> MovableWeights:
+        """What residents are to know of weights that could wait."""
+
+    @abstractmethod
     def close(self) -> None:
         """Nothing is brought in or sent out any more. Idempotent."""
 
@@ -125,7 +133,7 @@ class PagedWeights(ABC, Generic[Memory]):
         """
         self._register(module, None if self.residents is None else self.residents.choose)
 
-    def _register(self, module: nn.Module, choose: _Choose | None) -> None:
+    def _register(self, module: nn.Module, choose: Choose | None) -> None:
         self.pager.border()  # what is gone leaves its place to the new ones
         self._windows = [window for window in self._windows if window.module is not None]
         found = shared_weights(module, self._min_nbytes, self._device)
@@ -191,6 +199,8 @@ class PagedWeights(ABC, Generic[Memory]):
         if self.residents is None or self.pager.is_closed:
             return []
         spare = self.residents.spare_bytes(used_bytes=self.pager.window_bytes, shown_bytes=self.pager.resident_bytes)
+        if spare < 0 and not self._may_leave():
+            return []
         changed: list[nn.Module] = []
         for module in self.residents.modules if spare else ():
             with self.residents.undecided_on_failure():
@@ -206,19 +216,33 @@ class PagedWeights(ABC, Generic[Memory]):
             self.pager.border()  # what has come back is none of ours any more
         return changed
 
+    def _may_leave(self) -> bool:
+        """Whether weights that steps have used where they are may begin to wait."""
+        return True
+
+    @property
+    def _leaves_at_once(self) -> bool:
+        """Whether what is made or moved now is to leave before it is known what else will need memory."""
+        return self.residents is None or self.residents.is_short()
+
     def _staying(
-        self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, Place], choose: _Choose | None
+        self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, Place], choose: Choose | None
     ) -> frozenset[str]:
         """First names of those that could wait and stay."""
         if choose is None:
             return frozenset()
-        movable = [
-            weights
-            for weights in found
-            if self._may_wait(weights)
-            and (self.pager.find(weights.storage) is not None or why_it_stays(weights) is None)
-        ]
-        return choose(module, movable, places)
+        movable = []
+        for weights in found:
+            place = places[weights.names[0]]
+            if self._may_wait(weights) and self._can_wait(weights, place):
+                movable.append(self._movable(weights, place))
+        return choose(module, movable)
+
+    def _can_wait(self, weights: SharedWeights, place: Place) -> bool:
+        """Whether they do already, or nothing is in the way."""
+        if self.pager.find(weights.storage) is not None:
+            return not self._must_return(place)
+        return self._why_it_stays(weights, place) is None
 
     def _may_wait(self, weights: SharedWeights) -> bool:
         return weights.is_frozen or (self._trained and not self._is_replicated)
@@ -352,8 +376,10 @@ class PagedWeights(ABC, Generic[Memory]):
             if weight is not None:
                 del weights
                 self._put_away(weight)
-            elif (weights.slices is None and (self.residents is None or self.residents.is_short())) and (
-                self._why_it_stays(weights, (unit_name, None)) is None
+            elif (
+                weights.slices is None
+                and self._leaves_at_once
+                and self._why_it_stays(weights, (unit_name, None)) is None
             ):
                 one = [weights]
                 del weights  # else its old memory would be held until the next one
@@ -468,6 +494,19 @@ class MappedWeights(PagedWeights[MappedStorage]):
     def _put_away(self, weight: Weight[MappedStorage]) -> None:
         weight.memory.send_out()
 
+    def _movable(self, weights: SharedWeights, place: Place) -> MovableWeights:
+        waits, nbytes = is_mapped(weights.storage), weights.storage.nbytes()
+        shows_file = waits or weights.slices is not None
+        return MovableWeights.of(
+            weights,
+            place,
+            nbytes=nbytes,
+            waits=waits,
+            is_held=not shows_file,
+            comes_ahead=not weights.is_frozen,  # else to the page cache
+            shown_bytes=_shown_bytes(weights.storage) if shows_file else 0,
+        )
+
     @property
     def _on_drives(self) -> tuple[int, int]:
         return self._files.written_bytes, self._files.disk_bytes
@@ -555,6 +594,14 @@ class MappedWeights(PagedWeights[MappedStorage]):
             weight.memory.make_private()
         for unit in self.pager.units:
             unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
+
+
+def _shown_bytes(storage: torch.UntypedStorage) -> int:
+    """Of pages of a file that are in memory; 0 where the system does not tell."""
+    try:
+        return file_page_bytes(storage.data_ptr(), storage.nbytes())
+    except OSError:
+        return 0
 
 
 def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -187,13 +187,15 @@ class Pager(ABC, Generic[Memory]):
         return known
 
     @property
-    def to_come_bytes(self) -> int:
-        """Of that, what is neither in memory nor on its way. Takes no lock once the former is known."""
-        if self.is_closed:
-            return 0
+    def present_bytes(self) -> int:
+        """What is in memory, or on its way there. Takes no lock."""
         coming = [unit for unit in list(self.units) if unit.coming is not None and unit.resident_bytes is None]
-        coming_bytes = sum(weight.memory.nbytes for unit in coming for weight in list(unit.weights))
-        return max(self.window_bytes - self.resident_bytes - coming_bytes, 0)
+        return self.resident_bytes + sum(weight.memory.nbytes for unit in coming for weight in list(unit.weights))
+
+    @property
+    def to_come_bytes(self) -> int:
+        """Of what may be in memory at a time, what is not present. Takes no lock once the former is known."""
+        return 0 if self.is_closed else max(self.window_bytes - self.present_bytes, 0)
 
     # -- uses ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -13,14 +13,15 @@ from torch import nn
 
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.formatting import format_size, format_sizes, pluralize
+from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.errors import BudgetError
-from lightning_ssd.memory.malloc import trim
-from lightning_ssd.memory.page_table import file_page_bytes
-from lightning_ssd.memory.readings import anonymous_bytes, host_available_bytes, level_bytes
+from lightning_ssd.memory.gauge import Gauge, PresentWeights
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
+from lightning_ssd.parameters.guard.guard import is_guarded
+from lightning_ssd.parameters.movable import MovableWeights
 from lightning_ssd.parameters.pager import Place
 from lightning_ssd.parameters.step_memory import StepMemory
-from lightning_ssd.parameters.units import SharedWeights, is_plain
+from lightning_ssd.parameters.units import is_plain
 from lightning_ssd.planning.residency import (
     MemoryOutlook,
     ResidencyUnit,
@@ -37,7 +38,6 @@ _STATES_PER_WEIGHT = 2
 """AdamW's, in the precision of the weights."""
 _MAX_ASKED = 8
 """So often room is asked for in vain: where forwards begin before the last backward has ended, nothing can move."""
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +54,6 @@ class Needs:
     """Of optimizer states that wait, what stays in memory from one step to the next."""
     num_directories: int = 1
     """That states wait in."""
-    num_processes: int = 1
-    """That share the machine's memory."""
 
     def coming_bytes(self, trained_bytes: int, waiting_bytes: int, here_bytes: int) -> int:
         """Gradients and states to come.
@@ -111,19 +109,25 @@ class Residents:
 
     Args:
         needs: of training.
+        gauge: reads the memory that they stay in.
     """
 
-    def __init__(self, needs: Needs) -> None:
+    def __init__(self, needs: Needs, gauge: Gauge) -> None:
         self._needs = needs
+        self._gauge = gauge
         self._decisions: dict[int, tuple[weakref.ref[nn.Module], _Decision]] = {}
         self._spare = SpareMemory()
         self._asked_bytes = self._num_asked = 0
         self._has_given_up = False
-        self.steps = StepMemory()
+        self.steps = StepMemory(gauge)
         self.moved_bytes = 0
         """Weights that were told to wait, or to come back, by the last :meth:`reconsider`."""
         self.text = ""
         """What was decided last, for the log."""
+
+    def count_out(self, weights: PresentWeights) -> None:
+        """Weights that wait: what they take to be used is not held."""
+        self._gauge.count_out(weights)
 
     @property
     def kept_bytes(self) -> int:
@@ -144,15 +148,12 @@ class Residents:
         """Whether weights that are made now should leave, before it is known what else will need memory."""
         return self._outlook().is_short
 
-    def choose(
-        self, module: nn.Module, movable: Sequence[SharedWeights], places: Mapping[str, Place]
-    ) -> frozenset[str]:
+    def choose(self, module: nn.Module, movable: Sequence[MovableWeights]) -> frozenset[str]:
         """Decide on one module.
 
         Args:
             module: what is registered.
             movable: its weights that could wait, in the order of their use.
-            places: name and module of the unit of each, by its first name.
 
         Returns:
             The first names of those that stay.
@@ -160,33 +161,30 @@ class Residents:
         Raises:
             BudgetError: the budget has no room for what cannot wait.
         """
-        members = _members(movable, places)
+        members = _members(movable)
         units = [self._unit(held) for held in members]
-        sizes = _sizes(movable, places)
+        sizes = _sizes(movable)
         room_bytes = self._room_bytes(module, movable, window_bytes(sizes))
         stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=_in_flight_bytes(sizes))
         decision = self._decide(module, room_bytes, units, stays)
         self.text = decision.text()
         return _names_of(members, stays)
 
-    def reconsider(
-        self, module: nn.Module, movable: Sequence[SharedWeights], places: Mapping[str, Place], *, spare_bytes: int
-    ) -> frozenset[str]:
+    def reconsider(self, module: nn.Module, movable: Sequence[MovableWeights], *, spare_bytes: int) -> frozenset[str]:
         """Decide on one module again.
 
         Args:
             module: it was decided on before.
             movable: see :meth:`choose`.
-            places: see there.
             spare_bytes: memory that is left, below 0 that is lacking: see :func:`reconsider_residents`.
 
         Returns:
             The first names of those that stay.
         """
-        members = _members(movable, places)
+        members = _members(movable)
         units = [self._unit(held) for held in members]
-        stays = [not all(is_mapped(weights.storage) for weights in held) for held in members]
-        in_flight = window_bytes(_sizes(movable, places))  # as steps are judged by
+        stays = [not all(weights.waits for weights in held) for held in members]
+        in_flight = window_bytes(_sizes(movable))  # as steps are judged by
         after = reconsider_residents(units, stays, spare_bytes=spare_bytes, in_flight_bytes=in_flight)
         decision = self._decide(module, None, units, after)
         changed = [unit for unit, then, now in zip(units, stays, after, strict=True) if then is not now]
@@ -243,7 +241,7 @@ class Residents:
 
         Args:
             used_bytes: what weights that wait may take in memory to be used.
-            shown_bytes: what they take now.
+            shown_bytes: what they take now, of memory that shows a file.
         """
         peak_bytes = None if self._has_given_up else self.steps.begin()
         if self._asked_bytes:
@@ -253,12 +251,12 @@ class Residents:
         if peak_bytes is None:
             return 0
         waiting_bytes = sum(decision.waiting_bytes for _, decision in self._alive())
-        usable = self._outlook(level_bytes(_CPU) - shown_bytes, waiting_bytes=waiting_bytes).usable_bytes
+        usable = self._outlook(shown_bytes, waiting_bytes=waiting_bytes).usable_bytes
         spare = 0 if usable is None else self._spare.judge(usable, peak_bytes + used_bytes)
         return spare if (self.kept_bytes if spare < 0 else waiting_bytes) else 0
 
-    def _unit(self, held: Sequence[SharedWeights]) -> ResidencyUnit:
-        nbytes = sum(weights.storage.nbytes() for weights in held)
+    def _unit(self, held: Sequence[MovableWeights]) -> ResidencyUnit:
+        nbytes = sum(weights.nbytes for weights in held)
         is_trained = not held[0].is_frozen
         gradients = sum(weights.trained_bytes for weights in held)
         return ResidencyUnit(
@@ -267,7 +265,7 @@ class Residents:
             is_trained=is_trained,
         )
 
-    def _room_bytes(self, module: nn.Module, movable: Sequence[SharedWeights], used_bytes: int) -> int | None:
+    def _room_bytes(self, module: nn.Module, movable: Sequence[MovableWeights], used_bytes: int) -> int | None:
         """For these weights, and what stays with them.
 
         Raises:
@@ -275,25 +273,23 @@ class Residents:
         """
         self._decisions.pop(id(module), None)
         modules = [module, *(other for other, _ in self._alive())]  # others that wait for their gradients and states
-        parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(local_of(p))}
-        found = [local_of(p.grad) for p in parameters.values() if p.grad is not None]
-        gradients = {g.untyped_storage()._cdata: g.untyped_storage() for g in found if is_plain(g)}
+        kind = self._gauge.device_type
+        parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(local_of(p), kind)}
         trained = (
             _trained_bytes(parameters.values()),
             sum(weights.trained_bytes for weights in movable),
-            sum(storage.nbytes() for storage in gradients.values() if not is_mapped(storage)),
+            _gradient_bytes(parameters.values(), kind),
         )
-        trim()  # what malloc keeps of the model's building would count as needed
-        ordinary = [weights for weights in movable if not _shows_file(weights)]
-        here = sum(weights.storage.nbytes() for weights in ordinary)  # what shows a file is not held
-        resident = level_bytes(_CPU) - sum(map(_shown_bytes, movable))
-        others = max(resident - here, 0)
+        self._gauge.settle()  # what is kept of the model's building would count as needed
+        here = sum(weights.nbytes for weights in movable if weights.is_held)
+        shown = sum(weights.shown_bytes for weights in movable)
+        others = max(self._gauge.held_bytes() + self._gauge.fixed_bytes(shown) - here, 0)
         self._check_budget(
             others, self._needs.gradient_bytes(*trained), used_bytes, staying_bytes=trained[0] - trained[1]
         )
         outlook = self._outlook(
-            resident,
-            waiting_bytes=sum(weights.storage.nbytes() for weights in movable) - here,
+            shown,
+            waiting_bytes=sum(weights.nbytes for weights in movable) - here,
             weight_bytes=here,
             coming_bytes=self._needs.coming_bytes(*trained),
         )
@@ -329,7 +325,7 @@ class Residents:
 
     def _outlook(
         self,
-        resident_bytes: int | None = None,
+        shown_bytes: int = 0,
         *,
         waiting_bytes: int = 0,
         weight_bytes: int = 0,
@@ -338,34 +334,21 @@ class Residents:
         """Now.
 
         Args:
-            resident_bytes: by this process, without weights that show a file; ``None``: nobody has looked for such.
+            shown_bytes: of weights in memory that shows a file, and leaves when they wait.
             waiting_bytes: of weights that show a file: what of them is in the page cache only fills free memory.
             weight_bytes: see :class:`MemoryOutlook`.
             coming_bytes: see there.
         """
-        held, budget, available = anonymous_bytes(), self._needs.memory_budget, host_available_bytes(waiting_bytes)
-        resident = level_bytes(_CPU) if resident_bytes is None else resident_bytes
+        budget = self._needs.memory_budget
         return MemoryOutlook(
-            held_bytes=held,
-            available_bytes=None if available is None else available // self._needs.num_processes,
+            held_bytes=self._gauge.held_bytes(),
+            available_bytes=self._gauge.available_bytes(waiting_bytes),
             # The budget is one of all that is resident, code that shows a file included.
-            budget_bytes=None if budget is None else max(budget - (resident - held), 0),
+            budget_bytes=None if budget is None else max(budget - self._gauge.fixed_bytes(shown_bytes), 0),
             weight_bytes=weight_bytes,
             coming_bytes=coming_bytes,
             activation_bytes=self._needs.activation_budget,
         )
-
-
-def _shows_file(weights: SharedWeights) -> bool:
-    return weights.slices is not None or is_mapped(weights.storage)
-
-
-def _shown_bytes(weights: SharedWeights) -> int:
-    """Of pages of a file that are in memory, and leave when the weights wait; 0 where the system does not tell."""
-    try:
-        return file_page_bytes(weights.storage.data_ptr(), weights.storage.nbytes()) if _shows_file(weights) else 0
-    except OSError:
-        return 0
 
 
 def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
@@ -373,25 +356,31 @@ def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(local_of(parameter).nbytes for parameter in parameters if parameter.requires_grad)
 
 
-def _members(movable: Sequence[SharedWeights], places: Mapping[str, Place]) -> list[list[SharedWeights]]:
+def _gradient_bytes(parameters: Iterable[torch.Tensor], device_type: str) -> int:
+    """Of gradients that there are, and that do not wait."""
+    found = [local_of(p.grad) for p in parameters if p.grad is not None]
+    storages = {storage_of(g)._cdata: storage_of(g) for g in found if is_plain(g, device_type) and not is_guarded(g)}
+    return sum(storage.nbytes() for storage in storages.values() if not is_mapped(storage))
+
+
+def _members(movable: Sequence[MovableWeights]) -> list[list[MovableWeights]]:
     """What waits or stays together: what is frozen in a unit waits before what is trained in it."""
-    members: dict[tuple[str, object | None, bool], list[SharedWeights]] = {}
+    members: dict[tuple[str, object | None, bool], list[MovableWeights]] = {}
     for weights in movable:
-        members.setdefault((*places[weights.names[0]], not weights.is_frozen), []).append(weights)
+        members.setdefault((*weights.place, not weights.is_frozen), []).append(weights)
     return list(members.values())
 
 
-def _names_of(members: Sequence[Sequence[SharedWeights]], stays: Sequence[bool]) -> frozenset[str]:
-    return frozenset(weights.names[0] for held, stay in zip(members, stays, strict=True) if stay for weights in held)
+def _names_of(members: Sequence[Sequence[MovableWeights]], stays: Sequence[bool]) -> frozenset[str]:
+    return frozenset(weights.name for held, stay in zip(members, stays, strict=True) if stay for weights in held)
 
 
-def _sizes(movable: Sequence[SharedWeights], places: Mapping[str, Place]) -> list[tuple[int, bool]]:
-    """Of each unit that is brought in together: its size, and whether anything in it is trained."""
+def _sizes(movable: Sequence[MovableWeights]) -> list[tuple[int, bool]]:
+    """Of each unit that is brought in together: its size, and whether it comes before its use begins."""
     sizes: dict[Place, tuple[int, bool]] = {}
     for weights in movable:
-        nbytes, is_trained = sizes.get(places[weights.names[0]], (0, False))
-        known = nbytes + weights.storage.nbytes(), is_trained or not weights.is_frozen
-        sizes[places[weights.names[0]]] = known
+        nbytes, comes_ahead = sizes.get(weights.place, (0, False))
+        sizes[weights.place] = nbytes + weights.nbytes, comes_ahead or weights.comes_ahead
     return list(sizes.values())
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from lightning_ssd.memory.malloc import free_heap_bytes
-from lightning_ssd.memory.readings import anonymous_bytes
+from lightning_ssd.memory.gauge import Gauge
 
 __all__ = ["StepMemory"]
 
@@ -19,15 +18,21 @@ _NUM_STEPS = 8
 
 
 class StepMemory:
-    """Memory of this process that shows no file, from the beginning of a forward to the end of its backward.
+    """Memory that counts as held, from the beginning of a forward to the end of its backward.
 
-    What happens in between is seen where saved tensors come and go: temporaries of single operations are not.
+    What happens in between is seen where saved tensors come and go. Temporaries of single operations are seen where an
+    allocator keeps its peak, and they exceed all that was before.
+
+    Args:
+        gauge: reads it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
         self._rises: deque[int] = deque(maxlen=_NUM_STEPS)
         self._begin_bytes: int | None = None
-        self._peak_bytes = 0
+        self._highest_bytes = 0
+        self._known_peak_bytes = 0
         self._begun_s = self._next_look_s = 0.0
 
     def begin(self) -> int | None:
@@ -41,8 +46,8 @@ class StepMemory:
         if now_s - self._begun_s < _REST_S:
             return None
         self._begun_s, self._next_look_s = now_s, 0.0
-        # What malloc holds back is there for the tensors to come.
-        self._begin_bytes = self._peak_bytes = anonymous_bytes() - free_heap_bytes()
+        self._known_peak_bytes = self._gauge.peak_bytes()
+        self._begin_bytes = self._highest_bytes = self._gauge.needed_bytes()
         return self._begin_bytes + max(self._rises) if self._rises else None
 
     def look(self) -> None:
@@ -50,7 +55,7 @@ class StepMemory:
         now_s = time.perf_counter()
         if self._begin_bytes is not None and now_s >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_S
-            self._peak_bytes = max(self._peak_bytes, anonymous_bytes())
+            self._highest_bytes = max(self._highest_bytes, self._gauge.held_bytes())
 
     def end(self, *, is_seen: bool) -> None:
         """A backward is over.
@@ -58,6 +63,12 @@ class StepMemory:
         Args:
             is_seen: whether somebody has told of saved tensors.
         """
-        if self._begin_bytes is not None and is_seen:
-            self._rises.append(max(self._peak_bytes, anonymous_bytes()) - self._begin_bytes)
-        self._begin_bytes = None
+        begin_bytes, self._begin_bytes = self._begin_bytes, None
+        if begin_bytes is None:
+            return
+        highest_bytes, peak_bytes = self._highest_bytes, self._gauge.peak_bytes()
+        has_risen = peak_bytes > self._known_peak_bytes  # else it may be of any time before
+        if has_risen:
+            highest_bytes = max(highest_bytes, peak_bytes - self._gauge.window_bytes())
+        if is_seen or has_risen:
+            self._rises.append(max(highest_bytes, self._gauge.held_bytes()) - begin_bytes)

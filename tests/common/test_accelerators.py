@@ -96,6 +96,36 @@ def test_only_that_nobody_can_tell_is_taken_for_unknown(monkeypatch: pytest.Monk
         GenericAccelerator(CPU).allocated_bytes()
 
 
+@pytest.mark.parametrize(
+    ("segments", "expected"),
+    [
+        ([], False),
+        ([{"device": 0, "segment_pool_id": (0, 0)}, {"device": 1, "segment_pool_id": (0, 1)}], False),
+        ([{"device": 0, "segment_pool_id": (0, 0)}, {"device": 0, "segment_pool_id": (0, 1)}], True),
+        ([{"device": 0}], True),
+        (None, True),
+    ],
+    ids=["nothing", "on another device", "a pool", "an older PyTorch", "an allocator that tells nothing"],
+)
+def test_graphs_are_known_by_pools_of_the_allocator(
+    segments: list[dict[str, Any]] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot() -> list[dict[str, Any]]:
+        if segments is None:
+            raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+        return segments
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    assert CudaAccelerator(torch.device("cuda", 0)).may_have_graphs() is expected
+
+
+def test_a_device_whose_module_knows_no_graphs_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    generic = GenericAccelerator(CPU)
+    assert not generic.may_have_graphs()
+    monkeypatch.setattr(torch.cpu, "graph", object(), raising=False)
+    assert generic.may_have_graphs()
+
+
 class Pretended:
     """An accelerator whose memory is the host's and whose work is done at once; notes what it is asked."""
 

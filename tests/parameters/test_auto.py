@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.parameters import residents, step_memory
+from lightning_ssd.memory import gauge
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.residents import Needs
 from lightning_ssd.planning.update_memory import subgroup_bytes, update_bytes
@@ -56,11 +56,10 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     said = Memory()
-    monkeypatch.setattr(residents, "host_available_bytes", lambda cached: said.available_bytes)
-    monkeypatch.setattr(residents, "anonymous_bytes", lambda: said.held_bytes)
-    monkeypatch.setattr(residents, "level_bytes", lambda device: said.held_bytes)
-    monkeypatch.setattr(step_memory, "anonymous_bytes", lambda: said.held_bytes)
-    monkeypatch.setattr(step_memory, "free_heap_bytes", lambda: 0)
+    monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: said.available_bytes)
+    monkeypatch.setattr(gauge, "anonymous_bytes", lambda: said.held_bytes)
+    monkeypatch.setattr(gauge, "level_bytes", lambda device: said.held_bytes)
+    monkeypatch.setattr(gauge, "free_heap_bytes", lambda: 0)
     return said
 
 

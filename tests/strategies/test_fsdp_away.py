@@ -20,7 +20,8 @@ from torch.distributed.tensor import init_device_mesh
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy, SSDOffloadStrategy
 from lightning_ssd.common.dtensor import local_of, sharded_of
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
-from lightning_ssd.parameters import residents, step_memory
+from lightning_ssd.memory import gauge
+from lightning_ssd.parameters import step_memory
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.planning import residency
@@ -409,9 +410,8 @@ def test_with_auto_as_many_wait_as_memory_lacks(
     opened: Callable[..., Offloader],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(residents, "host_available_bytes", lambda cached: available)
-    monkeypatch.setattr(residents, "anonymous_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(step_memory, "anonymous_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: available)
+    monkeypatch.setattr(gauge, "anonymous_bytes", lambda: 1 << 20)
     offloader = opened(parameters="auto", gradients="auto")
     expected = run(sharded(mesh), None)
     assert_identical(run(sharded(mesh), offloader), expected)
@@ -423,7 +423,7 @@ def test_shards_leave_and_come_back_as_memory_lacks(
     mesh: Any, opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, waiting = {"available": 1 << 40}, []
-    monkeypatch.setattr(residents, "host_available_bytes", lambda cached: memory["available"])
+    monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: memory["available"])
     monkeypatch.setattr(step_memory, "_REST_S", 0.0)
     monkeypatch.setattr(residency, "_PATIENCE", 2)
     expected = run(sharded(mesh), None, steps=12)

@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import nn
 
 from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadStrategy
-from lightning_ssd.parameters import residents, step_memory
+from lightning_ssd.memory import gauge
+from lightning_ssd.parameters import step_memory
 from lightning_ssd.planning import residency
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.fabric_runs import assert_nothing_left
@@ -69,9 +70,8 @@ def test_training_is_lightning_s_own(activations: str, more: dict[str, Any], tmp
 def test_with_auto_as_many_wait_as_memory_lacks(
     available: int | None, num_waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residents, "host_available_bytes", lambda cached: available)
-    monkeypatch.setattr(residents, "anonymous_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(step_memory, "anonymous_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: available)
+    monkeypatch.setattr(gauge, "anonymous_bytes", lambda: 1 << 20)
     _, expected = fit(Tuned, "auto", tmp_path)
     ours = strategy(tmp_path, parameters="auto")
     _, module = fit(Tuned, ours, tmp_path)
@@ -88,7 +88,7 @@ class Scarce(L.Callback):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.available_bytes = 1 << 40
         self.waiting: list[int] = []
-        monkeypatch.setattr(residents, "host_available_bytes", lambda cached: self.available_bytes)
+        monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: self.available_bytes)
         monkeypatch.setattr(step_memory, "_REST_S", 0.0)
         monkeypatch.setattr(residency, "_PATIENCE", 2)
 

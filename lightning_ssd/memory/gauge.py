@@ -1,0 +1,162 @@
+"""What memory weights may stay in: how much is taken, and how much there is, on the host or on a device.
+
+Who decides which weights wait is given a gauge, and knows no device. Weights that wait count as available wherever they
+are: what they take to be used, they give back.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from lightning_ssd.common.accelerators import accelerator_of
+from lightning_ssd.memory.malloc import free_heap_bytes, trim
+from lightning_ssd.memory.readings import (
+    anonymous_bytes,
+    available_bytes,
+    host_available_bytes,
+    level_bytes,
+    peak_bytes,
+)
+
+__all__ = ["DeviceGauge", "Gauge", "HostGauge", "PresentWeights"]
+
+_CPU = torch.device("cpu")
+
+
+class PresentWeights(Protocol):
+    """Weights that wait, as far as they are in memory to be used."""
+
+    @property
+    def present_bytes(self) -> int:
+        """In memory, or on the way there."""
+
+    @property
+    def window_bytes(self) -> int:
+        """What may be in memory at a time."""
+
+
+class Gauge(Protocol):
+    """Memory of one process, read at the moment of each call."""
+
+    device_type: str
+    """Of the tensors that lie in it."""
+
+    def count_out(self, weights: PresentWeights) -> None:
+        """Weights that wait, and are never held from now on."""
+
+    def settle(self) -> None:
+        """Give back what an allocator keeps for nobody, and would be read as held."""
+
+    def held_bytes(self) -> int:
+        """Taken by the process: without weights that wait, and without memory that shows a file."""
+
+    def needed_bytes(self) -> int:
+        """Of that, what is not free for the tensors to come."""
+
+    def fixed_bytes(self, shown_bytes: int) -> int:
+        """Resident besides, such as code.
+
+        Args:
+            shown_bytes: of weights that show a file, which are resident, too, and do not count.
+        """
+
+    def available_bytes(self, cached_bytes: int) -> int | None:
+        """What the process could still get; ``None``: unknown.
+
+        Args:
+            cached_bytes: of weights that wait in files, whose room in the page cache is there to be taken.
+        """
+
+    def peak_bytes(self) -> int:
+        """The most that was taken at any moment since somebody began that anew, weights that wait included; 0: nobody
+        looks at every moment.
+        """
+
+    def window_bytes(self) -> int:
+        """Of such a peak, what weights that wait may have been."""
+
+
+class HostGauge:
+    """Memory of the machine, or of the control group.
+
+    Args:
+        num_sharing: processes of this run that share it.
+    """
+
+    device_type = "cpu"
+
+    def __init__(self, num_sharing: int = 1) -> None:
+        self._num_sharing = num_sharing
+
+    def count_out(self, weights: PresentWeights) -> None:
+        """They show files, and so are not held anyway."""
+
+    def settle(self) -> None:
+        trim()
+
+    def held_bytes(self) -> int:
+        return anonymous_bytes()
+
+    def needed_bytes(self) -> int:
+        return anonymous_bytes() - free_heap_bytes()
+
+    def fixed_bytes(self, shown_bytes: int) -> int:
+        return level_bytes(_CPU) - shown_bytes - anonymous_bytes()
+
+    def available_bytes(self, cached_bytes: int) -> int | None:
+        available = host_available_bytes(cached_bytes)
+        return None if available is None else available // self._num_sharing
+
+    def peak_bytes(self) -> int:
+        return 0  # the system's has the building of the model in it
+
+    def window_bytes(self) -> int:
+        return 0
+
+
+class DeviceGauge:
+    """Memory of a device, as the driver and PyTorch's allocator tell. What the allocator keeps is available.
+
+    Args:
+        device: it belongs to this process alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.device_type = device.type
+        self._weights: PresentWeights | None = None
+
+    def count_out(self, weights: PresentWeights) -> None:
+        self._weights = weights
+
+    def settle(self) -> None:
+        """The allocator tells what it keeps for nobody."""
+
+    def held_bytes(self) -> int:
+        return max(level_bytes(self._device) - self._present_bytes(), 0)
+
+    def needed_bytes(self) -> int:
+        return self.held_bytes()
+
+    def fixed_bytes(self, shown_bytes: int) -> int:
+        return 0
+
+    def available_bytes(self, cached_bytes: int) -> int | None:
+        accelerator = accelerator_of(self._device)
+        # A capture may not be disturbed; an allocator without numbers would look as if it held nothing.
+        if accelerator is not None and (accelerator.is_capturing() or not accelerator.memory_stats()):
+            return None
+        available = available_bytes(self._device)
+        return None if available is None else available + self._present_bytes()
+
+    def peak_bytes(self) -> int:
+        return peak_bytes(self._device)
+
+    def window_bytes(self) -> int:
+        return 0 if self._weights is None else self._weights.window_bytes
+
+    def _present_bytes(self) -> int:
+        """Without what stays beyond its use, such as what somebody holds: that is not given back."""
+        return 0 if self._weights is None else min(self._weights.present_bytes, self._weights.window_bytes)
