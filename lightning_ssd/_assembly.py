@@ -303,17 +303,12 @@ def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
 
 
 def _refuse_on_device(policy: OffloadPolicy, environment: Environment) -> None:
-    device = str(environment.device)
-    if policy.parameters == "auto":
-        raise ConfigError(
-            f"OffloadPolicy.parameters='auto' got device {device!r}: so far it counts the memory of a CPU only; "
-            "allowed: parameters='offload', or 'keep'"
-        )
     if environment.agree is not None:
         name = "parameters" if policy.parameters != "keep" else "gradients"
         raise ConfigError(
-            f"OffloadPolicy.{name}='offload' got several processes on {device!r}: so far weights and gradients of a "
-            f"device can wait on drives in one process only; allowed: one device, or {name}='keep'"
+            f"OffloadPolicy.{name}={getattr(policy, name)!r} got several processes on {str(environment.device)!r}: so "
+            "far weights and gradients of a device can wait on drives in one process only; allowed: one device, or "
+            f"{name}='keep'"
         )
     _refuse_other_devices(environment.device)
 
