@@ -7,8 +7,8 @@ memory that is not there yet, or gives back memory that is still used.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.sent_storages import is_in_other_processes
+from lightning_ssd.parameters import step_memory
+from lightning_ssd.parameters.guard.guard import is_guarded
+from lightning_ssd.planning import residency
 from recipes.determinism import make_deterministic
 from tests.support.cuda_memory import allocated_bytes
 
@@ -47,7 +50,13 @@ def built() -> nn.Module:
     return model
 
 
-def train(model: nn.Module, offloader: Offloader | None, *, steps: int = 4) -> list[torch.Tensor]:
+def train(
+    model: nn.Module,
+    offloader: Offloader | None,
+    *,
+    steps: int = 4,
+    between: Callable[[int], object] = lambda step: None,
+) -> list[torch.Tensor]:
     update = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     found = []
     for step in range(steps):
@@ -62,6 +71,7 @@ def train(model: nn.Module, offloader: Offloader | None, *, steps: int = 4) -> l
         update.zero_grad()
         with torch.no_grad():
             found.append(model(x))
+        between(step)
     return found
 
 
@@ -214,3 +224,129 @@ def leaves(offloader: Offloader, has_left: Callable[[], bool]) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+# -- only as much as the card lacks ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def allowed(nbytes: int) -> Iterator[None]:
+    """While it is entered, PyTorch's allocator may take so much more of the card than it holds, and no more."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + nbytes) / total, DEVICE)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+
+
+CAPS = pytest.mark.skipif(
+    not hasattr(torch.cuda, "get_per_process_memory_fraction"), reason="this PyTorch does not tell what it may take"
+)
+WEIGHT_BYTES = NUM_BLOCKS * 8 * WIDTH * WIDTH * 4
+
+
+@pytest.mark.parametrize("is_capped", [False, pytest.param(True, marks=CAPS)], ids=["free", "capped"])
+def test_with_auto_frozen_weights_wait_as_far_as_the_card_lacks_memory(is_capped: bool, spill_dir: Path) -> None:
+    make_deterministic(DEVICE)
+    expected = [value.cpu() for value in train(built().to(DEVICE), None)]
+    policy = OffloadPolicy(parameters="auto", activations="keep")
+    hardware = HardwareProfile(paths=[spill_dir], host_memory="1GiB")
+    with (
+        allowed(2 * WEIGHT_BYTES) if is_capped else nullcontext(),
+        Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader,
+    ):
+        model = built()
+        offloader.move_in(model)
+        model.to(DEVICE)
+        offloader.register_module(model)
+        waiting = offloader.stats.weights_bytes
+        assert waiting + offloader.stats.weights_kept_bytes == WEIGHT_BYTES
+        assert (waiting > 0) is is_capped
+        guarded = [name for name, parameter in model.named_parameters() if is_guarded(parameter)]
+        assert bool(guarded) is is_capped
+        found = [value.cpu() for value in train(model, offloader)]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@CAPS
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+def test_with_auto_trained_weights_wait_with_their_gradients(optimizer: str, spill_dir: Path) -> None:
+    make_deterministic(DEVICE)
+    expected = train_all(None, optimizer)
+    policy = OffloadPolicy(parameters="auto", gradients="auto", optimizer_states="offload", activations="keep")
+    hardware = HardwareProfile(paths=[spill_dir], host_memory="1GiB")
+    weights = NUM_BLOCKS * 9 * WIDTH * WIDTH * 4
+    with allowed(6 * weights), Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader:
+        found = train_all(offloader, optimizer)
+        stats = offloader.stats
+        assert stats.weights_bytes > 0
+        assert stats.weights_bytes + stats.weights_kept_bytes == weights
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_with_auto_weights_leave_and_come_back_between_steps(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else takes nearly all that is left of the card, and gives it back."""
+    monkeypatch.setattr(step_memory, "_REST_S", 0.0)
+    monkeypatch.setattr(residency, "_PATIENCE", 2)
+    make_deterministic(DEVICE)
+    expected = [value.cpu() for value in train(built().to(DEVICE), None, steps=12)]
+    policy = OffloadPolicy(parameters="auto", activations="keep")
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
+        model = built().to(DEVICE)
+        offloader.register_module(model)
+        assert offloader.stats.weights_bytes == 0
+        ballast: list[torch.Tensor] = []
+        waiting: list[int] = []
+
+        def between(step: int) -> None:
+            waiting.append(offloader.stats.weights_bytes)
+            if step == 1:
+                free = torch.cuda.mem_get_info(DEVICE)[0] - 4 * WEIGHT_BYTES
+                ballast.append(torch.empty(max(free, 0), dtype=torch.uint8, device=DEVICE))
+            elif step == 4:
+                ballast.clear()
+                torch.cuda.empty_cache()
+
+        found = [value.cpu() for value in train(model, offloader, steps=12, between=between)]
+    assert waiting[1] == 0
+    assert max(waiting) > 0
+    assert waiting[-1] == 0
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_with_auto_nothing_begins_to_wait_where_a_graph_was_captured(
+    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the weights at their addresses whenever it is replayed."""
+    monkeypatch.setattr(step_memory, "_REST_S", 0.0)
+    make_deterministic(DEVICE)
+    policy = OffloadPolicy(parameters="auto", activations="keep")
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
+        model = built().to(DEVICE)
+        offloader.register_module(model)
+        x = torch.randn(BATCH, WIDTH, device=DEVICE)
+        side = torch.cuda.Stream(DEVICE)
+        side.wait_stream(torch.cuda.current_stream(DEVICE))
+        with torch.cuda.stream(side), torch.no_grad():
+            model[0](x)
+        torch.cuda.current_stream(DEVICE).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), torch.no_grad():
+            out = model[0](x)
+        graph.replay()
+        expected = out.clone()
+        residents = offloader._parts.parameters.weights.residents
+        residents.ask_for(WEIGHT_BYTES)
+        train(model, offloader, steps=2)
+        assert offloader.stats.weights_bytes == 0
+        model[0].adapter.weight.data.copy_(built()[0].adapter.weight)
+        graph.replay()
+        assert torch.equal(out, expected)
+        del graph, out
+        torch._C._cuda_clearCublasWorkspaces()  # of the stream that it was captured on: they lie in its pool
+        torch.cuda.empty_cache()
+        residents.ask_for(WEIGHT_BYTES)
+        train(model, offloader, steps=2)
+        assert offloader.stats.weights_bytes > 0
