@@ -25,7 +25,7 @@ from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.planning import residency, update_memory
 from tests.parameters.test_auto import BLOCK_BYTES, COMING_BYTES, TRAINED, blocks_of, in_update, policy
-from tests.parameters.test_device_weights import NUM_WEIGHTS, away
+from tests.parameters.test_device_weights import NUM_WEIGHTS, away, eventually
 from tests.parameters.test_everything_away import Loop
 from tests.parameters.test_paged_weights import NUM_BLOCKS, WIDTH, Net, batches, built, equal_weights, same, train
 from tests.support.faults import FaultyBackend, eio
@@ -234,13 +234,44 @@ def test_several_processes_are_refused(opened: Opened) -> None:
         opened(agree=list)
 
 
-def test_what_is_compiled_as_a_whole_is_not_counted_on(opened: Opened, card: Card) -> None:
+@pytest.mark.parametrize("capacity", [0, 1000 * GIB])
+def test_what_is_compiled_as_a_whole_is_not_counted_on(capacity: int, opened: Opened, card: Card) -> None:
     model = built()
     model.compile(backend="aot_eager")
-    card.capacity_bytes = 0
+    card.capacity_bytes = capacity
     offloader = opened(model)
     assert guarded(model) == []
-    assert offloader.stats.weights_kept_bytes == 0
+    assert offloader.stats.weights_kept_bytes == 0, "it could not wait"
+
+
+def test_registered_again_as_many_wait_as_before(opened: Opened, card: Card) -> None:
+    """What is away is neither held nor lost sight of, and no gradient comes back to be counted."""
+    offloader, loop = opened(**TRAINED), Loop(None)
+    card.models.append(loop.model)
+    trained = 4 * 9 * WIDTH * WIDTH
+    small = sum(parameter.nbytes for parameter in loop.model.parameters() if parameter.nbytes < 16 << 10)
+    card.others_bytes = 4 * trained
+    card.has_room(6 * trained, coming=in_update(loop.model) + small, others=small + card.others_bytes)
+    register(loop, offloader)
+    before = guarded(loop.model)
+    assert NUM_BLOCKS - len(blocks_of(before)) == 2
+    with offloader.saved_tensors():
+        loss = loop._loss(next(batches(1)))
+    loss.backward()
+    del loss
+    offloader.end_backward()
+    gradients = [parameter.grad for name, parameter in loop.model.named_parameters() if name in before]
+
+    def have_left() -> bool:
+        return all(storage_of(gradient).nbytes() == 0 for gradient in gradients if gradient is not None)
+
+    assert eventually(offloader, have_left)
+    tier = offloader._parts.parameters.weights._tiers.ssd
+    read_bytes = tier.progress().read_bytes
+    offloader.register_module(loop.model)
+    assert guarded(loop.model) == before
+    assert have_left()
+    assert tier.progress().read_bytes == read_bytes
 
 
 # -- while a model is built, or moved ----------------------------------------------------------------------------------
@@ -484,10 +515,10 @@ def test_a_device_without_memory_for_what_would_come_back_goes_on(
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(type(offloader._parts.parameters.pager), "release", refuse)
-    with pytest.warns(UserWarning, match=r"cannot be changed any more \(injected\)"):
-        train(model, offloader, steps=8)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(offloader._parts.parameters.pager), "release", refuse)
+        with pytest.warns(UserWarning, match=r"cannot be changed any more \(injected\)"):
+            train(model, offloader, steps=8)
     assert len(guarded(model)) == NUM_WEIGHTS
     model.load_state_dict(built().state_dict())
     assert same(train(model, offloader, steps=8), expected)
