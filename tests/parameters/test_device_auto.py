@@ -4,6 +4,7 @@ plain training, with copies that end late.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -585,6 +586,41 @@ def test_an_interrupt_at_each_point_costs_no_bit(spill_dir: Path, card: Card, st
         assert torch.equal(model(ids), expected)
     assert num > 50
     assert guarded(model) == []
+
+
+def test_an_interrupt_while_trained_weights_move_costs_no_bit(spill_dir: Path, card: Card, steps: Steps) -> None:
+    """After it the last checkpoint is loaded, and the steps repeated."""
+    points, num = PointsIn(*(f"parameters/{name}.py" for name in ("paged_parameters", "device_gradients"))), 0
+    with (
+        late_copies(max_delay_s=0) as copies,
+        Offloader(policy=policy(**TRAINED), hardware=HardwareProfile(paths=[spill_dir]), _copies=copies) as offloader,
+    ):
+        loop, plain, turn = Loop(None), Loop(), [0]
+        card.models.append(loop.model)
+        register(loop, offloader)
+        loop.run(1)
+        weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        states = copy.deepcopy(loop.optimizer.state_dict())
+
+        def load(one: Loop) -> None:
+            one.optimizer.zero_grad()
+            one.model.load_state_dict(weights)
+            one.optimizer.load_state_dict(copy.deepcopy(states))
+            one.found.clear()
+
+        def move() -> None:
+            turn[0] += 1
+            steps.lack(GIB if turn[0] % 2 else -GIB)
+            loop.run(2 if turn[0] % 2 else 5)
+
+        load(plain)
+        expected = plain.run(1).result()
+        while (where := points.interrupt(move)) is not None:
+            num += 1
+            load(loop)
+            assert same(loop.run(1).result(), expected), where
+            load(loop)
+    assert num > 20
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
