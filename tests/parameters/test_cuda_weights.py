@@ -6,6 +6,7 @@ memory that is not there yet, or gives back memory that is still used.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -232,6 +233,7 @@ def leaves(offloader: Offloader, has_left: Callable[[], bool]) -> bool:
 @contextmanager
 def allowed(nbytes: int) -> Iterator[None]:
     """While it is entered, PyTorch's allocator may take so much more of the card than it holds, and no more."""
+    gc.collect()  # plain training has left cycles that hold memory
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + nbytes) / total, DEVICE)
