@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from lightning_ssd.common.tensors import storage_of, use_count
-
-if TYPE_CHECKING:
-    from lightning_ssd.activations.saved_storage import SavedStorage
 
 __all__ = ["HandedOut"]
 
@@ -26,7 +24,8 @@ _engine: Any = torch.autograd.Variable._execution_engine
 class _Given(NamedTuple):
     """One saved tensor that a node was given."""
 
-    record: SavedStorage
+    lease: Callable[[], object | None]
+    """Returns ``None`` once nobody can be given the memory any more."""
     tensor: torch.Tensor
     again: torch.Tensor
     """The same: a single reference of Python's counts as the tensor's own."""
@@ -34,7 +33,7 @@ class _Given(NamedTuple):
     @property
     def may_be_shared(self) -> bool:
         """Whether anybody else has its memory, or may be given it once more. ``True`` where nobody can tell."""
-        return self.record.lease() is not None or use_count(storage_of(self.tensor)._cdata) != 1
+        return self.lease() is not None or use_count(storage_of(self.tensor)._cdata) != 1
 
 
 class _Held:
@@ -94,8 +93,13 @@ class HandedOut:
         self._held: dict[tuple[int, int], weakref.ref[_Held]] = {}
         """By thread and backward."""
 
-    def add(self, tensor: torch.Tensor, record: SavedStorage) -> None:
-        """The node that runs in this thread is given a tensor."""
+    def add(self, tensor: torch.Tensor, lease: Callable[[], object | None]) -> None:
+        """The node that runs in this thread is given a tensor.
+
+        Args:
+            tensor: saved earlier.
+            lease: returns ``None`` once nobody can be given its memory any more.
+        """
         node: Any = torch._C._current_autograd_node()
         key = threading.get_ident(), torch._C._current_graph_task_id()
         known = self._held.get(key)
@@ -111,7 +115,7 @@ class HandedOut:
             held.let_go()
             held.node, held.kinds = name, _leaves_of(node)
         if held.kinds is None or (tensor.dtype, tuple(tensor.shape)) in held.kinds:
-            held.add(_Given(record, tensor, tensor))
+            held.add(_Given(lease, tensor, tensor))
 
     def _begin(self, key: tuple[int, int]) -> _Held:
         for other, reference in list(self._held.items()):

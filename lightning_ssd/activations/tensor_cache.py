@@ -32,7 +32,8 @@ from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
-from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error, pytorch_wording
+from lightning_ssd.activations.weight_copies import SavedCopy, WeightCopies
+from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error, pytorch_wording, resized_error
 from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError
@@ -132,6 +133,7 @@ class TensorCache:
         self.parameters = ParameterStorages()
         self._parameter_keys = self.parameters.keys
         self._weights = weights
+        self._weight_copies = WeightCopies(weights) if weights is not None and device.type == "cpu" else None
         self._warned_of_writes = self._warned_of_graphs = False
         self._pid = os.getpid()
         # All of the following are guarded by the accounting lock.
@@ -255,6 +257,8 @@ class TensorCache:
                 self._deferred.send_all()
                 if self.accounting.recorder is not None:
                     self.accounting.recorder.forward_left()
+            if self._weight_copies is not None:
+                self._weight_copies.look_at_all()
 
     def end_backward(self) -> bool:
         """A backward is over: learn from it, plan, tell of failed writes. A missed call costs time only.
@@ -456,7 +460,7 @@ class TensorCache:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def pack(self, current: SavedPass, tensor: torch.Tensor) -> Kept | SavedTensor | SavedWeight:
+    def pack(self, current: SavedPass, tensor: torch.Tensor) -> Kept | SavedTensor | SavedWeight | SavedCopy:
         """What autograd gets to hold in place of ``tensor``."""
         if type(tensor) in PLAIN_TYPES:
             try:
@@ -481,7 +485,12 @@ class TensorCache:
                 return SavedWeight(self._weights.save(tensor, unit) or keep(tensor, tensor._is_view()), unit)
             if self._is_ours(tensor, storage, nbytes):
                 if not self.parameters.recognise(tensor, storage):
-                    return self._pack_storage(current, tensor, storage, nbytes)
+                    copies = self._weight_copies
+                    copy = None if copies is None else copies.save(tensor, storage)
+                    if copy is None:
+                        return self._pack_storage(current, tensor, storage, nbytes)
+                    self._counters.num_kept_parameters += 1
+                    return copy
                 self._counters.num_kept_parameters += 1
                 return keep(tensor, tensor._is_view())
         self._counters.num_kept_foreign += 1
@@ -607,11 +616,12 @@ class TensorCache:
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def unpack(self, packed: Kept | SavedTensor | SavedWeight) -> torch.Tensor:
+    def unpack(self, packed: Kept | SavedTensor | SavedWeight | SavedCopy) -> torch.Tensor:
         """Give autograd its tensor back, waiting for the drive if it must.
 
         Raises:
-            RuntimeError: it was edited in place since, in PyTorch's words, or its memory is gone.
+            RuntimeError: it was edited in place since, in PyTorch's words, or its memory is gone; or it was a copy of a
+                weight that has other values now.
             StorageError: the drive refuses.
         """
         if type(packed) is tuple:
@@ -621,18 +631,19 @@ class TensorCache:
                 self._weights.wanted(packed.unit)
             return give_back(packed.held) if isinstance(packed.held, tuple) else packed.held.tensor()
         self.check_process()
+        if isinstance(packed, SavedCopy):
+            copy = packed.tensor()
+            self._handed_out.add(copy, packed.lease)
+            return copy
         lease, spec, probe, origin = packed
         if (version := probe.version) != probe.saved:
             description = spec.dtype, self._device, spec.size
             raise inplace_error(description, origin, version=version, expected=probe.saved)
         storage = self._fetcher.fetch(lease.record)
         if storage.nbytes() < lease.record.nbytes:
-            raise RuntimeError(
-                f"a saved tensor had {lease.record.nbytes:,} bytes of memory and has {storage.nbytes():,} now, because "
-                "its storage was resized (untyped_storage().resize_()); keep it as it is until backward is over"
-            )
+            raise resized_error(lease.record.nbytes, storage.nbytes())
         tensor: torch.Tensor = probe.rebuild(spec, storage)
         self._copies.protect(tensor)
-        self._handed_out.add(tensor, lease.record)
+        self._handed_out.add(tensor, lease.record.lease)
         self._fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL
         return tensor

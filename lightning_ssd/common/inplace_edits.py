@@ -14,7 +14,7 @@ import torch
 
 from lightning_ssd.common.tensors import TensorSpec
 
-__all__ = ["Origin", "VersionProbe", "inplace_error", "pytorch_wording"]
+__all__ = ["Origin", "VersionProbe", "inplace_error", "pytorch_wording", "resized_error"]
 
 _OLD_TYPES = frozenset({"Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"})
 _RETURN_SEVERAL_VIEWS = frozenset({"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"})
@@ -117,6 +117,14 @@ def inplace_error(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{_type_name(dtype, device)} {list(size)}]{made_by} is at version {version}; "
         f"expected version {expected} instead. Hint: {hint}"
+    )
+
+
+def resized_error(expected: int, nbytes: int) -> RuntimeError:
+    """For a saved tensor whose storage had more bytes than it has now."""
+    return RuntimeError(
+        f"a saved tensor had {expected:,} bytes of memory and has {nbytes:,} now, because its storage was resized "
+        "(untyped_storage().resize_()); keep it as it is until backward is over"
     )
 
 

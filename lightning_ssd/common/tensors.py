@@ -41,6 +41,8 @@ _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_memory.restype = ctypes.py_object
 _WRITABLE = 0x200
+_compare_memory = ctypes.CDLL(None).memcmp
+_compare_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _ADDRESS_BITS = 64
 
 
@@ -59,6 +61,10 @@ class Region(NamedTuple):
         """The bytes themselves, writable. Valid while the memory is."""
         view: memoryview = _view_memory(self.address, self.nbytes, _WRITABLE)
         return view
+
+    def equals(self, other: Region) -> bool:
+        """Whether both have the same bytes. Runs outside of the GIL."""
+        return self.nbytes == other.nbytes and _compare_memory(self.address, other.address, self.nbytes) == 0
 
 
 class Piece(NamedTuple):

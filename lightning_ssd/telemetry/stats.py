@@ -54,7 +54,8 @@ class OffloadStats:
     """Tensor subclasses, sparse, quantised, meta and other-device tensors, and constants with attributes, kept.
     """
     num_kept_parameters: int = 0
-    """Saved tensors that are parameters, buffers or views of them, kept."""
+    """Saved tensors that are parameters, buffers or views of them, kept; and copies of frozen weights that wait, which
+    are made again."""
     num_plain_passes: int = 0
     """Passes without hooks: like others that were counted they keep everything, and nothing else here counts what they
     save. Peaks hold for them as well."""

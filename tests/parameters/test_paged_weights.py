@@ -170,14 +170,20 @@ def told_of_casts(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for record in caplog.records if "autocast computes" in (text := record.getMessage())]
 
 
+def train_all(model: nn.Module, opened: Callable[..., Offloader]) -> None:
+    model.requires_grad_(True)
+    offloader = opened(model, optimizer_states="offload")
+    train(
+        model, offloader, optimizer=lambda *args, **options: offloader.offload_optimizer(torch.optim.SGD(*args, lr=0))
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_autocasts_copies_take_is_told_once(
+def test_what_autocasts_copies_of_trained_weights_take_is_told_once(
     dtype: torch.dtype, opened: Callable[..., Offloader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = built()
-    offloader = opened(model)
     with torch.autocast("cpu", dtype=dtype):
-        train(model, offloader)
+        train_all(built(), opened)
     (text,) = told_of_casts(caplog)
     assert f"copies in {str(dtype).removeprefix('torch.')} of weights" in text
 
@@ -194,9 +200,17 @@ def test_what_autocasts_copies_take_is_told_once(
 def test_where_autocast_holds_no_copies_nothing_is_told(
     weights: torch.dtype, settings: dict[str, Any], opened: Callable[..., Offloader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = built().to(weights)
-    offloader = opened(model)
     with torch.autocast("cpu", dtype=torch.bfloat16, **settings):
+        train_all(built().to(weights), opened)
+    assert told_of_casts(caplog) == []
+
+
+def test_of_copies_of_frozen_weights_nothing_is_told(
+    opened: Callable[..., Offloader], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = built()
+    offloader = opened(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         train(model, offloader)
     assert told_of_casts(caplog) == []
 

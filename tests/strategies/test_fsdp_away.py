@@ -171,6 +171,22 @@ def test_what_is_gathered_when_the_model_is_registered_is_left_to_fsdp2(
     assert_identical(found[1], found[0])
 
 
+def test_autocast_casts_what_is_gathered(mesh: Any, opened: Callable[..., Offloader]) -> None:
+    found = []
+    for offloader in (None, opened(**FROZEN)):
+        model = sharded(mesh)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" in name)
+        if offloader is not None:
+            offloader.register_module(model)
+        context = nullcontext() if offloader is None else offloader.saved_tensors()
+        with context, torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.ones(8, WIDTH)).float().square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(local_of(p.grad).clone() for p in model.parameters() if p.grad is not None)])
+    assert_identical(found[1], found[0])
+
+
 @pytest.mark.parametrize("hold", ["view", "numpy", "dlpack", "storage"])
 def test_a_shard_that_somebody_holds_stays(hold: str, mesh: Any, opened: Callable[..., Offloader]) -> None:
     model = sharded(mesh)
