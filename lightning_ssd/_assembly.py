@@ -29,9 +29,9 @@ from lightning_ssd.parameters.device_gradients import DeviceGradients
 from lightning_ssd.parameters.device_weights import DeviceWeights, WeightTiers
 from lightning_ssd.parameters.files.update_pages import UpdatePages
 from lightning_ssd.parameters.files.weight_files import WeightFiles
+from lightning_ssd.parameters.mapped_weights import MappedWeights
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_parameters import PagedParameters
-from lightning_ssd.parameters.paged_weights import MappedWeights
 from lightning_ssd.parameters.residents import Needs, Residents
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints, min_relief_if_mapped
 from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of

@@ -1,9 +1,7 @@
 """Weights that wait on a drive, and come back just before the part of the model that uses them runs.
 
-A weight stays what it is to everybody: the same object, of the same shape. On a CPU (:class:`MappedWeights`) it has
-memory that is a part of a file, whose pages leave after a use and come back ahead of the next one. Whoever touches a
-weight in between, by whatever way, finds its bytes: that costs page faults and never a number. How it is done on a
-device: ``device_weights.py``.
+A weight stays what it is to everybody: the same object, of the same shape. How its bytes leave and come back:
+``mapped_weights.py`` on a CPU, ``device_weights.py`` on a device.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Generic
 
-import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -29,18 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.dtensor import CutWatch, ShardedParameter
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.common.tensors import TensorSpec
-from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import BudgetError, forget_frames
-from lightning_ssd.memory.file_mapping import FileView, drop_pages
-from lightning_ssd.memory.host_room import HostRoom
-from lightning_ssd.memory.malloc import trim
-from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.memory.page_table import file_page_bytes
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
-from lightning_ssd.parameters.files.source_files import SourceFiles, SourceStorage
-from lightning_ssd.parameters.files.weight_files import WeightFiles
-from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
 from lightning_ssd.parameters.movable import MovableWeights
 from lightning_ssd.parameters.pager import Memory, Pager, Place, Weight
 from lightning_ssd.parameters.residents import Residents
@@ -48,13 +34,11 @@ from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights
 from lightning_ssd.parameters.windows import Gathering, Window
 from lightning_ssd.telemetry.stats import WeightStats
 
-__all__ = ["Choose", "MappedWeights", "PagedWeights"]
+__all__ = ["Choose", "PagedWeights"]
 
 Choose = Callable[[nn.Module, Sequence[MovableWeights]], frozenset[str]]
 """Which of a module's weights that could wait stay."""
 _log = logging.getLogger(__name__)
-_TRIM_BYTES = 64 << 20
-"""After so many bytes malloc is told to give back what the weights had: it would keep it for tensors to come."""
 
 
 class PagedWeights(ABC, Generic[Memory]):
@@ -420,227 +404,3 @@ class PagedWeights(ABC, Generic[Memory]):
         with ExitStack() as removing:  # all of them, should one refuse
             while self._windows:
                 removing.callback(self._windows.pop().remove)
-
-
-class MappedWeights(PagedWeights[MappedStorage]):
-    """On a CPU.
-
-    Note [exactness]: a weight is taken over only if nobody but its parameters holds its memory; then the parameters are
-    given other memory with the same bytes, which shows a file that nobody else knows. Nothing that is done to it later
-    can be lost: the mapping is shared with the file, so that the kernel keeps what is written through any view. A fork
-    would see what its parent writes later, and so sees nothing at all.
-
-    Args:
-        files: where they wait.
-        min_nbytes: smaller ones stay.
-        trained: those that are trained wait, too.
-        is_replicated: other processes have the same model, so that those that are trained stay.
-        residents: says which stay all the same; ``None``: none.
-        room: memory that frozen weights may be mapped into ahead; ``None``: none is.
-    """
-
-    def __init__(
-        self,
-        files: WeightFiles,
-        *,
-        min_nbytes: int,
-        trained: bool = False,
-        is_replicated: bool = False,
-        residents: Residents | None = None,
-        room: HostRoom | None = None,
-        verify: bool = False,
-    ) -> None:
-        super().__init__(
-            MappedPager(room),
-            min_nbytes=min_nbytes,
-            trained=trained,
-            is_replicated=is_replicated,
-            residents=residents,
-        )
-        self._files = files
-        self._sources = SourceFiles(verify=verify)
-        self._taken_bytes = 0
-        # Guards the exchange of memory against an interrupted caller who goes on. A leaf lock.
-        self._exchange = threading.Lock()
-
-    def _must_move(self, weight: Weight[MappedStorage], weights: SharedWeights, *, beside_frozen: bool) -> bool:
-        """What is trained has no place among what is frozen, nor in a file of the user's."""
-        if weights.is_frozen:
-            return False
-        return isinstance(weight.memory, SourceStorage) or (beside_frozen and self._files.is_still(weight.memory))
-
-    def check(self) -> None:
-        self._sources.look()
-
-    def _check_room(self, new: Sequence[SharedWeights]) -> None:
-        for changes in (False, True):
-            written = [one for one in new if one.is_frozen is not changes and not self._is_in_place(one)]
-            self._files.check_room([self._files.size_of(weights.storage) for weights in written], changes=changes)
-
-    def _is_in_place(self, weights: SharedWeights) -> bool:
-        return weights.is_frozen and self._sources.has(weights.storage, weights.slices)
-
-    def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
-        nbytes = sum(weights.storage.nbytes() for weights in new if not self._is_in_place(weights))
-        doing = f"Writing {format_sizes(nbytes)[0]} of weights" if nbytes else None
-        self._uninterrupted(partial(self._take_all, new, places, trained), doing)
-
-    def move_in(self, module: nn.Module) -> None:
-        """What was taken over while the model was built, and is trained, comes back before
-        ``DistributedDataParallel`` holds it, since its memory could not be exchanged then.
-        """
-        found = shared_weights(module, self._min_nbytes, self._device)
-        trained = [w for w in found if self.pager.find(w.storage) is not None and not self._may_wait(w)]
-        del found
-        if trained:
-            self._take_over([], [], trained)
-
-    def _put_away(self, weight: Weight[MappedStorage]) -> None:
-        weight.memory.send_out()
-
-    def _movable(self, weights: SharedWeights, place: Place) -> MovableWeights:
-        waits, nbytes = is_mapped(weights.storage), weights.storage.nbytes()
-        shows_file = waits or weights.slices is not None
-        return MovableWeights.of(
-            weights,
-            place,
-            nbytes=nbytes,
-            waits=waits,
-            is_held=not shows_file,
-            comes_ahead=not weights.is_frozen,  # else to the page cache
-            shown_bytes=_shown_bytes(weights.storage) if shows_file else 0,
-        )
-
-    @property
-    def _on_drives(self) -> tuple[int, int]:
-        return self._files.written_bytes, self._files.disk_bytes
-
-    def _uninterrupted(self, work: Callable[[_Stop], None], doing: str | None = None) -> None:
-        """Take over in a thread of its own. Once an interrupt has taken us from it, it exchanges no memory any more."""
-        stop = _Stop(self._exchange)
-        try:
-            undisturbed(partial(work, stop), "lightning_ssd-weights", doing=doing)
-        except BaseException as error:
-            stop.now()
-            forget_frames(error)  # they hold the storages, which would count as held when it is tried again
-            raise
-
-    def _take_all(
-        self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights], stop: _Stop
-    ) -> None:
-        """Their old memory goes one by one, as each has its new one."""
-        for place in places:
-            self._take(place, new.pop(0), stop)
-        while trained:
-            self._release(trained.pop(0), stop)
-        self._files.sync()
-
-    def _take(self, place: Place, weights: SharedWeights, stop: _Stop) -> None:
-        """Write one storage to a file, and give its weights memory that shows it."""
-        if stop.has_come():
-            return
-        mapped = self._mapped(weights)
-        storage = mapped.show()
-        with self._exchange:
-            if stop.has_come() or why_it_stays(weights) is not None:  # the caller has gone on meanwhile
-                del storage
-                mapped.forget()
-                return
-            self.pager.add(place, Weight(weights.names, mapped))
-            _show(weights, storage)
-            if weights.slices is not None:  # else what was touched would stay until the last slice goes
-                drop_pages(weights.storage.data_ptr(), weights.storage.nbytes())
-        self._taken_bytes += mapped.nbytes
-        if self._taken_bytes >= _TRIM_BYTES:
-            self._taken_bytes = 0
-            trim()
-
-    def _mapped(self, weights: SharedWeights) -> MappedStorage:
-        """Memory with the same bytes, that shows a file."""
-        source = self._sources.show(weights.storage, weights.slices) if weights.is_frozen else None
-        if source is not None:
-            return source
-        # While a model is built nobody knows what of it will be trained.
-        changes = not self._builders and not weights.is_frozen
-        return self._files.write(weights.storage, changes=changes)
-
-    def _release(self, weights: SharedWeights, stop: _Stop) -> None:
-        """Give weights ordinary memory, such as those that are trained: each update would be written to the drive."""
-        weight = self.pager.find(weights.storage)
-        if weight is not None:
-            bring_in(weight)  # else a drive that fails would end the process
-        ordinary = _copied(weights.storage)
-        with self._exchange:
-            if not stop.has_come() and why_it_stays(weights) is None:
-                _show(weights, ordinary)
-
-    def close(self) -> None:
-        """Nothing is brought in or sent out any more. Weights stay what they are: memory that the system fills from the
-        files when it is touched, and takes when it needs the room. The files go with the last weight. Idempotent.
-
-        Raises:
-            StorageError: the drive has lost what was written to a weight in place, or somebody has changed what some
-                wait in.
-        """
-        if self.pager.is_closed:
-            return
-        with ExitStack() as closing:  # each of these, whatever another one raises; the last one first
-            closing.callback(self._let_go)
-            closing.callback(self._sources.close)
-            closing.callback(self._files.sync)
-            closing.callback(self._sources.look)
-            closing.callback(self.pager.close)
-            closing.callback(self._remove_windows)
-
-    def _let_go(self) -> None:
-        for weight in self.pager.weights:
-            weight.memory.send_out()
-            weight.memory.make_private()
-        for unit in self.pager.units:
-            unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
-
-
-def _shown_bytes(storage: torch.UntypedStorage) -> int:
-    """Of pages of a file that are in memory; 0 where the system does not tell."""
-    try:
-        return file_page_bytes(storage.data_ptr(), storage.nbytes())
-    except OSError:
-        return 0
-
-
-def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The same bytes in memory that is aligned as it was; PyTorch's own begins with a whole vector."""
-    tensor, start = torch.empty(0, dtype=torch.uint8).set_(storage), storage.data_ptr() % VECTOR_BYTES
-    if not start:
-        return tensor.clone().untyped_storage()
-    copy = FileView(start + tensor.nbytes).tensor(start, torch.uint8, tensor.shape, (1,))
-    return copy.copy_(tensor).untyped_storage()
-
-
-def _show(weights: SharedWeights, storage: torch.UntypedStorage) -> None:
-    """Exchange the memory of weights. Those made in inference mode take none but of their kind."""
-    for tensor in weights.tensors:
-        with torch.inference_mode(tensor.is_inference()):
-            tensor.data = TensorSpec.of(tensor).view(storage)
-
-
-class _Stop:
-    """Tells a thread that whoever has asked for its work has gone on.
-
-    Args:
-        exchange: held while memory is exchanged.
-    """
-
-    def __init__(self, exchange: threading.Lock) -> None:
-        self._exchange = exchange
-        self._come = False
-
-    def has_come(self) -> bool:
-        """Whether to do nothing more."""
-        return self._come
-
-    def now(self) -> None:
-        """From the return on, no memory is exchanged."""
-        self._come = True  # already for what has not begun
-        with self._exchange:
-            pass

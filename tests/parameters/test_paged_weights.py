@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, OutOfSpaceError, StorageError
 from lightning_ssd.parameters.mapped_pager import MappedPager
-from lightning_ssd.parameters.paged_weights import MappedWeights
+from lightning_ssd.parameters.mapped_weights import MappedWeights
 from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.spill_file import Arena
 from tests.support.offloaders import offloaders

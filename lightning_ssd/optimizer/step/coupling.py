@@ -50,8 +50,8 @@ def refuse_coupling(optimizer: Optimizer) -> None:
     if "state" in vars(optimizer) and _is_held(vars(optimizer), "state"):
         raise ConfigError(
             f"OffloadPolicy.optimizer_states='offload' expects nobody else to hold the `state` of {name}; got one that "
-            "something (a wrapper, a variable, the Trainer of an earlier run) holds, which would not see it change. Let "
-            f"it look at the `state` of what offload_optimizer() returns, let go of it, or use {_KEEP}"
+            "something (a wrapper, a variable, the Trainer of an earlier run) holds, which would not see it change. "
+            f"Let it look at the `state` of what offload_optimizer() returns, let go of it, or use {_KEEP}"
         )
 
 
