@@ -231,7 +231,7 @@ class OffloadMonitor(Callback):
         if trainer.is_global_zero:
             self._log_of_run.add_row(trainer.fit_loop.epoch_loop._batches_that_stepped, row)
             for logger in trainer.loggers:
-                named = {key.replace("/", logger.group_separator): value for key, value in row.items()}
+                named = {key.replace("/", str(logger.group_separator)): value for key, value in row.items()}
                 # Not global_step, which is one ahead here and would shift the curves against those of self.log.
                 logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         if self.reset_peaks:
@@ -416,6 +416,6 @@ def _define_peaks(logger: Logger) -> None:
     prefix = getattr(logger, "_prefix", "")
     for metric in METRICS:
         if metric.merge == "max":
-            key = metric.key.replace("/", logger.group_separator)
+            key = metric.key.replace("/", str(logger.group_separator))
             name = f"{prefix}{getattr(logger, 'LOGGER_JOIN_CHAR', '-')}{key}" if prefix else key
             define(name, step_metric="trainer/global_step", step_sync=True, summary="max")

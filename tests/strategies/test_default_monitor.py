@@ -2,11 +2,12 @@
 
 import logging
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_ssd import HardwareProfile, OffloadMonitor, OffloadPolicy
 from lightning_ssd.errors import ConfigError
@@ -50,6 +51,14 @@ def test_a_logger_is_enough(tmp_path, caplog):
     theirs = [row["step"] for row in rows if row["train/loss"]]
     assert ours == theirs == ["1", "3", "5"]
     assert "Saved activations: at most" in caplog.text
+
+
+def test_a_logger_may_be_a_mock(tmp_path):
+    """As in tests of users' own modules: its attributes are no strings."""
+    logger = Mock(spec=Logger, version="0", save_dir=str(tmp_path), experiment=Mock())
+    logger.name = "mock"
+    fit(Net, strategy_for(tmp_path), tmp_path, logger=logger, log_every_n_steps=2)
+    assert logger.log_metrics.called
 
 
 def test_nothing_else_of_the_trainer_changes(tmp_path):
