@@ -78,6 +78,42 @@ REASONS: tuple[tuple[str, str], ...] = (
         r"tests_fabric\.test_fabric\.test_setup_module\[",
         "expects the very arguments with which Lightning's `DDPStrategy` calls `DistributedDataParallel`",
     ),
+    (
+        r"ConfigError: OffloadPolicy\.optimizer_states='offload' got LBFGS",
+        "trains with L-BFGS, whose states cannot wait: refused before the first step",
+    ),
+    (
+        r"ConfigError: SSDOffloadStrategy with 2 processes got OffloadPolicy\.gradients='offload'",
+        "asks for DDP, whose gradients cannot wait: refused before training",
+    ),
+    (
+        r"test_optimizer_step_no_closure_raises: .*evaluates its closure 0 times",
+        "expects Lightning's error for an optimizer that never calls its closure; ours comes first",
+    ),
+    (
+        r"OffloaderClosedError: this optimizer's files are closed",
+        "runs a loop again after `fit`, when the files of the optimizer's states are closed",
+    ),
+    (
+        r"test_model_torch_save: .*cannot be pickled or copied",
+        "pickles the Trainer with its optimizer, whose states are in files: refused",
+    ),
+    (
+        r"test_lr_scheduler_strict\[True\]",
+        "trains with the optimizer of a Trainer that pytest holds, which has its states in files: refused",
+    ),
+    (
+        r"(test_step_with_optimizer_closure_with_different_frequencies|core\.test_lightning_optimizer\.)",
+        "mocks `step` of PyTorch's optimizer, which ours calls for some parameters at a time, or expects its name",
+    ),
+    (
+        r"logging_\..*: (AssertionError: assert \[call\(|AssertionError: Calls not found)",
+        "expects all calls of a mocked logger, which gets our metrics, too",
+    ),
+    (
+        r"test_time_and_epoch_gated_val_check\[",
+        "counts calls of `time.monotonic`, which ours calls, too",
+    ),
 )
 """A regular expression over "test: message", and why that is no promise of ours; the first that fits counts."""
 
