@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.common.inplace_edits import VersionProbe, inplace_error, resized_error
-from lightning_ssd.common.tensors import Region, TensorSpec, can_count_holders, use_count
+from lightning_ssd.common.tensors import Region, StorageKey, TensorSpec, can_count_holders, use_count
 from lightning_ssd.parameters.casts import cast, is_cast, plain_tensors
 from lightning_ssd.parameters.pager import Pager
 from lightning_ssd.tiers.checksum import checksum
@@ -117,7 +117,7 @@ class _Copy:
         name: of the weight.
     """
 
-    __slots__ = ("__weakref__", "_bring_in", "_checksum", "_dtype", "_name", "_source", "storage")
+    __slots__ = ("__weakref__", "_again", "_bring_in", "_checksum", "_dtype", "_name", "_source", "storage")
 
     def __init__(
         self,
@@ -129,6 +129,8 @@ class _Copy:
         name: str,
     ) -> None:
         self.storage: torch.UntypedStorage | None = storage  # until it has gone
+        self._again: StorageKey | None = None
+        """Of what was made in its place last. Whoever is given it while another one has it sees what that one does."""
         self._dtype, self._source, self._bring_in, self._name = dtype, source, bring_in, name
         self._checksum = checksum(Region.of(storage))
 
@@ -144,13 +146,15 @@ class _Copy:
         return True
 
     def whole(self) -> torch.UntypedStorage:
-        """Its memory, made again if it has gone.
+        """Its memory, made again if it has gone and nobody has what was made before.
 
         Raises:
             RuntimeError: the weight has other values than it had, or the memory was resized.
             StorageError: the drive refuses to read the weight.
         """
-        nbytes, storage = self._source.numel() * self._dtype.itemsize, self.storage
+        nbytes, storage, again = self._source.numel() * self._dtype.itemsize, self.storage, self._again
+        if storage is None and again is not None:
+            storage = again.resolve()
         if storage is not None and storage.nbytes() < nbytes:
             raise resized_error(nbytes, storage.nbytes())
         if storage is not None:
@@ -165,6 +169,7 @@ class _Copy:
                 "is made again from the weight; the weight has other values now than in forward; change weights when "
                 "backward is over, or set OffloadPolicy.parameters='keep'"
             )
+        self._again = StorageKey(storage)
         return storage
 
 

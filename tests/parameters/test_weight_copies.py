@@ -694,6 +694,41 @@ def test_a_function_that_returns_the_copy_as_a_gradient(opened: Make) -> None:
     assert same(*results)
 
 
+@pytest.mark.parametrize("edit", [torch.Tensor.mul_, lambda copy, factor: copy.data.mul_(factor)])
+def test_a_function_that_edits_one_of_two_views_of_a_copy(
+    edit: Callable[[torch.Tensor, int], object], opened: Make
+) -> None:
+    """The other one shows it."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(copy, copy.t())
+            return x @ copy
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            copy, transposed = ctx.saved_tensors
+            edit(copy, 2)
+            return gradient @ transposed, None
+
+    class Multiplied(Times):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Product.apply(x, self.weight.to(torch.bfloat16))
+
+    results = []
+    for offloader in (None, opened()):
+        model = Multiplied()
+        if offloader is not None:
+            offloader.register_module(model)
+        x = torch.ones(3, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        with saved(offloader):
+            loss = model(x).sum()
+        loss.backward()
+        results.append([x.grad])
+    assert same(*results)
+
+
 def test_autocast_that_is_off_inside(opened: Make) -> None:
     class Exact(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
