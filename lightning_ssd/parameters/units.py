@@ -45,10 +45,13 @@ class SharedWeights:
 
     @property
     def parts(self) -> list[Part]:
-        """Where the parameters lie in it; of a shard none, since nobody computes with that."""
+        """Where the parameters lie in it; of a shard none, since nobody computes with that, nor of what shows some
+        memory several times (``expand()``), and so has more elements than there are.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             tensors = self.tensors if self.group is None else []
-            return [Part(tensor.dtype, int(tensor.storage_offset()), tensor.numel()) for tensor in tensors]
+            parts = [Part(tensor.dtype, int(tensor.storage_offset()), tensor.numel()) for tensor in tensors]
+        return [part for part in parts if (part.start + part.numel) * part.dtype.itemsize <= self.storage.nbytes()]
 
     @property
     def trained_bytes(self) -> int:

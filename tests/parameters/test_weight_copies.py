@@ -328,6 +328,22 @@ def test_a_weight_with_strides_of_its_own(opened: Make, made_again: list[int]) -
     assert len(made_again) == 1
 
 
+def test_a_weight_that_shows_its_memory_several_times(opened: Make, made_again: list[int]) -> None:
+    results = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        linear = nn.Linear(8192, 64, bias=False)
+        linear.weight = nn.Parameter(torch.randn(1, 8192).expand(64, 8192), requires_grad=False)
+        x = torch.rand(2, 8192, requires_grad=True)
+        offloader = opened(linear) if offloads else None
+        with saved(offloader), lowered():
+            loss = linear(x).float().square().sum()
+        loss.backward()
+        results.append([loss.detach(), x.grad])
+    assert same(*results)
+    assert not made_again
+
+
 # -- what is no copy, or stays one -------------------------------------------------------------------------------------
 
 
