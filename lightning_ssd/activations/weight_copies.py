@@ -42,6 +42,8 @@ from lightning_ssd.tiers.checksum import checksum
 __all__ = ["SavedCopy", "WeightCopies"]
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
+_WEIGHT_DTYPES = _DTYPES | {torch.float32, torch.float64, torch.int8, torch.uint8}
+"""Of weights that are looked at. Others PyTorch casts with a warning (complex ones), or not at all (packed bits)."""
 _NUM_LOOKED_AT = 4
 
 
@@ -86,7 +88,9 @@ class WeightCopies:
             for weight, part in candidates:
                 memory = weight.memory.key.resolve()
                 unit = self._pager.by_storage.get(weight.memory.key.cdata)
-                if memory is None or unit is None or not weight.is_frozen or part.dtype is dtype:
+                if memory is None or unit is None or not weight.is_frozen:
+                    continue
+                if part.dtype is dtype or part.dtype not in _WEIGHT_DTYPES:
                     continue
                 source = part.of(memory)
                 if is_cast(Region.of(storage), dtype, source):

@@ -395,6 +395,29 @@ def test_what_differs_in_one_element_is_not_taken_for_a_copy(
     assert made_again == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.float4_e2m1fn_x2, torch.complex64])
+@pytest.mark.filterwarnings("error:Casting complex values")
+def test_a_weight_that_cannot_be_cast_is_left_alone(dtype: torch.dtype, opened: Make, made_again: list[int]) -> None:
+    """Though something of as many elements is saved."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            codes = torch.zeros(256 * WIDTH * dtype.itemsize, dtype=torch.uint8).view(dtype)
+            self.codes = nn.Parameter(codes.view(256, WIDTH), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.zeros(256, WIDTH, dtype=torch.bfloat16)
+
+    model = Packed()
+    x = torch.ones(256, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    with opened(model).saved_tensors():
+        loss = model(x).sum()
+    loss.backward()
+    assert same([x.grad], [torch.zeros_like(x)])
+    assert not made_again
+
+
 def test_another_sign_of_zero_is_another_value(opened: Make, made_again: list[int]) -> None:
     def given(model: Times) -> torch.Tensor:
         model.weight.zero_()
