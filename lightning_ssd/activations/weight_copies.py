@@ -42,7 +42,14 @@ from lightning_ssd.tiers.checksum import checksum
 __all__ = ["SavedCopy", "WeightCopies"]
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
-_WEIGHT_DTYPES = _DTYPES | {torch.float32, torch.float64, torch.int8, torch.uint8}
+_WEIGHT_DTYPES = _DTYPES | {
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+}
 """Of weights that are looked at. Others PyTorch casts with a warning (complex ones), or not at all (packed bits)."""
 _NUM_LOOKED_AT = 4
 
