@@ -198,6 +198,7 @@ class PagedWeights(ABC, Generic[Memory]):
                 break
             spare += moved if spare < 0 else -moved
         if changed:
+            self.residents.steps.skip()
             self.pager.border()  # what has come back is none of ours any more
         return changed
 

@@ -57,6 +57,10 @@ class StepMemory:
             self._next_look_s = now_s + _LOOK_S
             self._highest_bytes = max(self._highest_bytes, self._gauge.held_bytes())
 
+    def skip(self) -> None:
+        """Weights have moved since the step began, which its rise would count: it tells nothing."""
+        self._begin_bytes = None
+
     def end(self, *, is_seen: bool) -> None:
         """A backward is over.
 

@@ -412,6 +412,22 @@ def test_trained_weights_leave_and_come_back_with_their_gradients(
     assert seen[-1] == (0, 0)
 
 
+def test_what_comes_back_is_not_counted_twice(opened: Opened, steps: Steps) -> None:
+    """There is room for it, and for half of it besides: it stays."""
+    plain, model, seen = built(), built(), []
+
+    def between(model: nn.Module, step: int) -> None:
+        seen.append(blocks_of(guarded(model)))
+        lacking = {1: GIB, 4: -ALL_BYTES // 2}
+        if step in lacking:
+            steps.lack(lacking[step])
+
+    offloader = opened(model, activations="keep")
+    assert same(train(model, offloader, steps=14, between=between), train(plain, steps=14))
+    assert seen[4] == [0, 1, 2, 3]
+    assert seen[9:] == [[]] * 5
+
+
 def test_nothing_moves_while_a_graph_is_alive(opened: Opened, steps: Steps) -> None:
     model, ids = built(), next(batches(1))
     offloader = opened(model)
