@@ -90,6 +90,13 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         self._optimizers.append(weakref.ref(optimizer))
         self._know_optimizers()
 
+    def register_module(self, module: nn.Module) -> None:
+        residents = self.residents
+        if residents is None or module not in residents.modules or self._may_leave():
+            super().register_module(module)
+        else:  # again, where no more may leave than have left already
+            self._register(module, residents.stand_by)
+
     def _register(self, module: nn.Module, choose: Choose | None) -> None:
         super()._register(module, choose)
         self._know_optimizers()  # of those that are new among the weights

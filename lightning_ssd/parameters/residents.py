@@ -199,6 +199,13 @@ class Residents:
         )
         return _names_of(members, after)
 
+    def stand_by(self, module: nn.Module, movable: Sequence[MovableWeights]) -> frozenset[str]:
+        """Let what was decided on one module before be so; see :meth:`choose`."""
+        staying = self.reconsider(module, movable, spare_bytes=0)
+        waiting = sum(weights.nbytes for weights in movable if weights.waits)
+        self.text = f"as before, {format_size(waiting)} of weights wait on drives"
+        return staying
+
     @contextmanager
     def undecided_on_failure(self) -> Iterator[None]:
         """Where what was decided inside is not done, or only in part, what was decided before counts."""

@@ -493,6 +493,29 @@ def test_where_a_graph_may_know_addresses_nothing_begins_to_wait(
     assert asked.num_waits == 1, "streams that nobody has told of may use them"
 
 
+@pytest.mark.parametrize("num_staying", [1, NUM_BLOCKS])
+def test_registered_again_where_a_graph_may_know_addresses_as_many_wait_as_before(
+    num_staying: int, opened: Opened, card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model, asked = built(), built(), Asked()
+    monkeypatch.setattr("lightning_ssd.parameters.device_weights.accelerator_of", lambda device: asked)
+    if num_staying < NUM_BLOCKS:
+        card.has_room((2 + num_staying) * BLOCK_BYTES, coming=COMING_BYTES, others=small_bytes(model))
+    offloader = opened(model)
+    before, kept = guarded(model), offloader.stats.weights_kept_bytes
+    assert NUM_BLOCKS - len(blocks_of(before)) == num_staying
+    asked.has_graph, card.capacity_bytes = True, 0
+    caplog.set_level(logging.INFO, "lightning_ssd")
+    offloader.register_module(model)
+    assert guarded(model) == before
+    assert offloader.stats.weights_kept_bytes == kept
+    assert "as before, " in caplog.text
+    assert same(train(model, offloader), train(plain))
+    asked.has_graph = False
+    offloader.register_module(model)
+    assert len(guarded(model)) == NUM_WEIGHTS
+
+
 def test_saved_activations_that_need_room_get_it(opened: Opened, card: Card) -> None:
     model = built()
     offloader = opened(model, activations="auto")
