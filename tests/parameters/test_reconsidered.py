@@ -299,7 +299,7 @@ def test_what_an_interrupt_has_kept_from_moving_moves_in_the_next_step(
     kept_bytes = offloader.stats.weights_kept_bytes
     machine.lacks(GIB)
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_ssd.parameters.paged_weights.undisturbed", interrupted)
+        patched.setattr("lightning_ssd.parameters.mapped_weights.undisturbed", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(model, offloader, steps=2)
     train(plain, steps=1)  # the first step shows it
