@@ -124,6 +124,11 @@ class DeviceMemory:
         with _disable_current_modes():  # of somebody who traces, or fakes, what he does with the weight
             self._copies.protect(storage_bytes(storage, 0, self.nbytes))
 
+    def await_copy(self) -> None:
+        """Block until the bytes are here: streams may use them that nobody will tell of."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
     def end_use(self) -> None:
         """Of :meth:`begin_use`."""
         self.num_users = max(self.num_users - 1, 0)
@@ -331,7 +336,7 @@ class DeviceMemory:
             tensor.grad = None if gradient is None else gradient.to(host.device)
 
     def release(self) -> None:
-        """It stays in memory for good: the bytes are here, and the current stream has waited for them."""
+        """It stays in memory for good: the bytes are here, or the host has them."""
         self._is_released = True
         for tensor in self.tensors:
             own_class(tensor)

@@ -304,6 +304,7 @@ class DevicePager(DeviceMoves):
             StorageError: the drive refuses.
         """
         self._hold(unit, weight)
+        weight.memory.await_copy()
         with self._lock:
             weight.memory.end_use()
             weight.memory.release()

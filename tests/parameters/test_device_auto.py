@@ -744,3 +744,33 @@ def test_no_race(activations: str, seed: int, spill_dir: Path, card: Card, steps
     assert device.faults == []
     assert seen[1] == seen[-1] == 0
     assert 0 < seen[3] < 13
+
+
+def test_streams_that_nobody_tells_of_may_use_what_came_back(spill_dir: Path, card: Card, steps: Steps) -> None:
+    """They waited once, when the model was made, as suffices for weights that nobody changes."""
+    x = torch.ones(4, WIDTH)
+    with pretended_device(lag_s=0.02) as device, weights_of(device):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).requires_grad_(False)
+        card.models.append(model)
+        with device.stream("side"), torch.no_grad():
+            device.wait_stream("main")
+            expected = model(x)
+        device.wait_stream("side")
+        hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True, host_memory="1MiB")
+        with Offloader(policy=policy(), hardware=hardware, **on(device)).open(model) as offloader:
+            for lacking, num_steps in ((GIB, 2), (-GIB, 5)):
+                steps.lack(lacking)
+                for _ in range(num_steps):
+                    trained = x.clone().requires_grad_()
+                    with offloader.saved_tensors():
+                        loss = model(trained).sum()
+                    loss.backward()
+                    offloader.end_backward()
+                    if lacking < 0 and not guarded(model):
+                        break
+                assert bool(guarded(model)) is (lacking > 0)
+            with device.stream("side"), torch.no_grad():
+                assert torch.equal(model(x), expected)
+                for parameter in model.parameters():
+                    device.protect(parameter)  # who has the weights freed later is up to the user
+    assert device.faults == []
