@@ -252,7 +252,7 @@ WEIGHT_BYTES = NUM_BLOCKS * 8 * WIDTH * WIDTH * 4
 @pytest.mark.parametrize("is_capped", [False, pytest.param(True, marks=CAPS)], ids=["free", "capped"])
 def test_with_auto_frozen_weights_wait_as_far_as_the_card_lacks_memory(is_capped: bool, spill_dir: Path) -> None:
     make_deterministic(DEVICE)
-    expected = [value.cpu() for value in train(built().to(DEVICE), None)]
+    expected = [value.cpu() for value in train(built().to(DEVICE), None, steps=2)]  # what is found lies on the card
     policy = OffloadPolicy(parameters="auto", activations="keep")
     hardware = HardwareProfile(paths=[spill_dir], host_memory="1GiB")
     with (
@@ -268,7 +268,7 @@ def test_with_auto_frozen_weights_wait_as_far_as_the_card_lacks_memory(is_capped
         assert (waiting > 0) is is_capped
         guarded = [name for name, parameter in model.named_parameters() if is_guarded(parameter)]
         assert bool(guarded) is is_capped
-        found = [value.cpu() for value in train(model, offloader)]
+        found = [value.cpu() for value in train(model, offloader, steps=2)]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -280,7 +280,7 @@ def test_with_auto_trained_weights_wait_with_their_gradients(optimizer: str, spi
     policy = OffloadPolicy(parameters="auto", gradients="auto", optimizer_states="offload", activations="keep")
     hardware = HardwareProfile(paths=[spill_dir], host_memory="1GiB")
     weights = NUM_BLOCKS * 9 * WIDTH * WIDTH * 4
-    with allowed(6 * weights), Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader:
+    with allowed(4 * weights), Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader:
         found = train_all(offloader, optimizer)
         stats = offloader.stats
         assert stats.weights_bytes > 0
