@@ -142,14 +142,14 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         nbytes = sum(weights.storage.nbytes() for weights in new)
-        if new and self._accelerator is not None:
-            self._accelerator.synchronize()  # nobody knows which streams have used them so far
         with StatusLine(f"Writing {format_sizes(nbytes)[0]} of weights" if nbytes else None) as line:
             for place in places:
                 weight = self._begin(new.pop(0))
                 # While the model is built nobody knows what is used together: each comes by itself.
                 own = (f"{place[0]} {weight.memory.key.cdata}", None)
                 self.pager.add(own if place[1] is None else place, weight)
+                if self._accelerator is not None:
+                    self._accelerator.synchronize()  # nobody knows which streams have used it before its door was shut
                 self.pager.put_away(weight)
                 line.update()
         while trained:

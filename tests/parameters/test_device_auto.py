@@ -490,7 +490,7 @@ def test_where_a_graph_may_know_addresses_nothing_begins_to_wait(
     assert asked.num_waits == 0
     train(model, offloader)
     assert len(guarded(model)) == NUM_WEIGHTS
-    assert asked.num_waits == 1, "streams that nobody has told of may use them"
+    assert asked.num_waits == NUM_WEIGHTS, "streams that nobody has told of may use each"
 
 
 @pytest.mark.parametrize("num_staying", [1, NUM_BLOCKS])
@@ -773,4 +773,42 @@ def test_streams_that_nobody_tells_of_may_use_what_came_back(spill_dir: Path, ca
                 assert torch.equal(model(x), expected)
                 for parameter in model.parameters():
                     device.protect(parameter)  # who has the weights freed later is up to the user
+    assert device.faults == []
+
+
+def test_what_another_thread_uses_meanwhile_leaves_after_that(
+    spill_dir: Path, card: Card, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stream of its own, as an evaluation does, while others are being written."""
+    x = torch.ones(4, WIDTH)
+    with pretended_device(lag_s=0.005) as device, weights_of(device):
+        asked = Asked()
+
+        def synchronize() -> None:
+            for stream in ("main", "side"):
+                device.mark(stream).synchronize()
+
+        monkeypatch.setattr(asked, "synchronize", synchronize)
+        monkeypatch.setattr("lightning_ssd.parameters.device_weights.accelerator_of", lambda device: asked)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).requires_grad_(False)
+        card.models.append(model)
+        synchronize()
+        hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True, host_memory="1MiB")
+        with Offloader(policy=policy(), hardware=hardware, **on(device)).open(model) as offloader:
+            pager = offloader._parts.parameters.weights.pager
+            put_away = pager.put_away
+
+            def used_meanwhile(weight: Any) -> None:
+                put_away(weight)
+                with device.stream("side"), torch.no_grad():
+                    model[3](x)
+
+            monkeypatch.setattr(pager, "put_away", used_meanwhile)
+            steps.lack(GIB)
+            for _ in range(2):
+                with offloader.saved_tensors():
+                    loss = model(x.clone().requires_grad_()).sum()
+                loss.backward()
+                offloader.end_backward()
+            assert len(guarded(model)) == 4
     assert device.faults == []
