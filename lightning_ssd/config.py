@@ -95,7 +95,7 @@ class OffloadPolicy:
     """Weights: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
     SSD between its uses: those that are not trained (``requires_grad=False``), and with ``optimizer_states="offload"``
     the trained ones, too. "auto" lets only as many of these wait as memory lacks, or ``memory_budget`` requires, when
-    the model is registered and as steps show; on a GPU in one process."""
+    the model is registered and as steps show. On GPUs with one process only."""
 
     gradients: Literal["keep", "offload", "auto"] = "keep"
     """Gradients: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
