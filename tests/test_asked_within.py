@@ -196,23 +196,32 @@ def test_a_lock_that_comes_later_in_the_order(tmp_path: Path, monkeypatch: pytes
     with open_offloader(tmp_path, EAGER) as offloader:
         cache = offloader._opened()
         queue, accounting = cache._tiers.ssd._writes, cache.accounting  # type: ignore[union-attr]
-        claim, holds, asks = queue._claim, threading.Event(), threading.Event()
+        claim, claims, holds, asks = queue._claim, threading.Event(), threading.Event(), threading.Event()
 
         def claimed() -> Any:
             if not found:
+                claims.set()
                 holds.wait(30)  # the other thread, the first lock
                 asks.wait(30)
                 found.append(offloader.stats)
             return claim()
 
         monkeypatch.setattr(queue, "_claim", claimed)
-        within(60, lambda: _save_and_hold(offloader, accounting.lock, queue, holds, asks))
+        within(60, lambda: _save_and_hold(offloader, accounting.lock, queue, claims, holds, asks))
     assert len(found) == 1
 
 
-def _save_and_hold(offloader: Offloader, lock: Any, queue: Any, holds: threading.Event, asks: threading.Event) -> None:
+def _save_and_hold(
+    offloader: Offloader,
+    lock: Any,
+    queue: Any,
+    claims: threading.Event,
+    holds: threading.Event,
+    asks: threading.Event,
+) -> None:
     with offloader.saved_tensors():
         y = torch.randn(64, 64, requires_grad=True).exp()
+    assert claims.wait(30), "else all may be over before the worker has begun"
     with lock:
         holds.set()
         asks.set()
