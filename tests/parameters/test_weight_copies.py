@@ -102,6 +102,13 @@ def ids(step: int = 0) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (BATCH * 4,), generator=torch.Generator().manual_seed(step))
 
 
+def registered(model: Any, offloader: Offloader | None) -> Any:
+    """The model, which the offloader knows where there is one."""
+    if offloader is not None:
+        offloader.register_module(model)
+    return model
+
+
 def saved(offloader: Offloader | None) -> Any:
     return nullcontext() if offloader is None else offloader.saved_tensors()
 
@@ -195,9 +202,7 @@ def test_training_is_bit_for_bit_that_of_plain_pytorch(
 def test_no_copy_is_in_memory_between_forward_and_backward(opened: Make) -> None:
     alive = []
     for offloader in (None, opened(activations="keep")):
-        model = built()
-        if offloader is not None:
-            offloader.register_module(model)
+        model = registered(built(), offloader)
         with Casts() as made:
             train(model, offloader, steps=1, between=lambda made=made: alive.append(made.num_alive))
     assert alive[0] >= NUM_COPIES - 1
@@ -361,9 +366,7 @@ class Times(nn.Module):
 
 def run(given: Callable[[Times], torch.Tensor], offloader: Offloader | None = None, **options: Any) -> torch.Tensor:
     """The gradient of the input."""
-    model = Times()
-    if offloader is not None:
-        offloader.register_module(model)
+    model = registered(Times(), offloader)
     x = torch.ones(WIDTH, 4 * WIDTH, dtype=torch.bfloat16, requires_grad=True)
     tensor = given(model)
     with saved(offloader):
@@ -487,9 +490,7 @@ def test_what_an_operation_fills_after_having_saved_it(opened: Make) -> None:
 
     results = []
     for offloader in (None, opened()):
-        model = Noisy()
-        if offloader is not None:
-            offloader.register_module(model)
+        model = registered(Noisy(), offloader)
         x = torch.linspace(-1, 1, WIDTH * 4 * WIDTH).to(torch.bfloat16).view(WIDTH, -1).requires_grad_()
         torch.manual_seed(1)
         with saved(offloader):
@@ -541,9 +542,7 @@ class Shared(Times):
 def test_views_of_one_copy_go_together(activations: str, opened: Make, made_again: list[int]) -> None:
     results = []
     for offloader in (None, opened(activations=activations)):
-        model = Shared()
-        if offloader is not None:
-            offloader.register_module(model)
+        model = registered(Shared(), offloader)
         x = torch.rand(WIDTH, 4 * WIDTH, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
         x.requires_grad_()
         with Casts() as made, saved(offloader):
@@ -616,9 +615,7 @@ def _assigned(model: nn.Module) -> None:
 def test_a_change_that_leaves_the_old_bytes(change: Callable[[nn.Module], None], opened: Make) -> None:
     results = []
     for offloader in (None, opened()):
-        model = built()
-        if offloader is not None:
-            offloader.register_module(model)
+        model = registered(built(), offloader)
         adapters = [p for p in model.parameters() if p.requires_grad]
         with saved(offloader), lowered():
             loss = model(ids()).float().logsumexp(-1).mean()
@@ -631,9 +628,7 @@ def test_a_change_that_leaves_the_old_bytes(change: Callable[[nn.Module], None],
 def test_a_model_that_is_gone_before_backward(opened: Make) -> None:
     results = []
     for offloader in (None, opened()):
-        model = built()
-        if offloader is not None:
-            offloader.register_module(model)
+        model = registered(built(), offloader)
         adapters = [p for p in model.parameters() if p.requires_grad]
         with saved(offloader), lowered():
             loss = model(ids()).float().logsumexp(-1).mean()
@@ -647,9 +642,7 @@ def test_a_model_that_is_gone_before_backward(opened: Make) -> None:
 def test_after_the_offloader_was_closed(opened: Make) -> None:
     results = []
     for offloader in (None, opened(activations="keep")):
-        model = built()
-        if offloader is not None:
-            offloader.register_module(model)
+        model = registered(built(), offloader)
         with saved(offloader), lowered():
             loss = model(ids()).float().logsumexp(-1).mean()
         if offloader is not None:
@@ -691,9 +684,7 @@ def _doubled(loss: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch.Tenso
 def test_graphs(differentiate: Callable[..., list[torch.Tensor]], activations: str, opened: Make) -> None:
     results = []
     for offloader in (None, opened(activations=activations)):
-        model = built()
-        if offloader is not None:
-            offloader.register_module(model)
+        model = registered(built(), offloader)
         with saved(offloader), lowered():
             loss = model(ids()).float().logsumexp(-1).mean()
         results.append(differentiate(loss, [p for p in model.parameters() if p.requires_grad]))
@@ -721,9 +712,7 @@ def test_a_function_that_returns_the_copy_as_a_gradient(opened: Make) -> None:
 
     results = []
     for offloader in (None, opened()):
-        model = Scaled()
-        if offloader is not None:
-            offloader.register_module(model)
+        model = registered(Scaled(), offloader)
         x = torch.ones(WIDTH, 4 * WIDTH, dtype=torch.bfloat16, requires_grad=True)
         with saved(offloader):
             loss = model(x).sum()
@@ -757,9 +746,7 @@ def test_a_function_that_edits_one_of_two_views_of_a_copy(
 
     results = []
     for offloader in (None, opened()):
-        model = Multiplied()
-        if offloader is not None:
-            offloader.register_module(model)
+        model = registered(Multiplied(), offloader)
         x = torch.ones(3, WIDTH, dtype=torch.bfloat16, requires_grad=True)
         with saved(offloader):
             loss = model(x).sum()
