@@ -159,6 +159,37 @@ def test_clipping_brings_them_in_pieces(clip: str, opened: Opened, monkeypatch: 
     assert same(*found)
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clipping_takes_the_implementation_that_it_takes_in_plain_training(
+    foreach: bool | None, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CUDA card, that for lists gives a norm of a matrix other last bits than that for one tensor."""
+    called: list[str] = []
+    for owner, name in [
+        (torch, "_foreach_norm"),
+        (torch, "_foreach_mul_"),
+        (torch, "_foreach_clamp_max_"),
+        (torch.linalg, "vector_norm"),
+    ]:
+        plain = getattr(owner, name)
+
+        def told(*args: Any, _plain: Any = plain, _name: str = name, **kwargs: Any) -> Any:
+            called.append(_name)
+            return _plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, told)
+    found = []
+    for offloader in (None, opened()):
+        loop = Loop(offloader)
+        backward(loop)
+        assert offloader is None or have_left(offloader, loop.model)
+        called.clear()
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01, foreach=foreach)
+        nn.utils.clip_grad_value_(loop.model.parameters(), 1e-4, foreach=foreach)
+        found.append(list(called))
+    assert found[0] == found[1]
+
+
 class Scaled:
     """A training with a GradScaler whose scale is too large at first."""
 

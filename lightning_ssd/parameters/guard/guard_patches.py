@@ -19,8 +19,9 @@ for telling:
 * entering hooks for saved tensors that may hold a weight itself, where nobody can count it;
 * sending the memory of a weight to another process, which would not see that the weight has got other memory;
 * transforms of ``torch.func``, which wrap a tensor without asking its class;
-* the list of classes for which optimizers take their ``foreach`` or ``fused`` implementation: an optimizer that is not
-  offloaded may see weights that are away.
+* the lists of classes for which optimizers and clipping take their ``foreach`` or ``fused`` implementation: an optimizer
+  that is not offloaded may see weights that are away, and clipping sees gradients. On a CUDA card the norm that a list
+  is asked for may have another last bit than that of its tensors one by one.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ _plain_new = nn.Parameter.__new__
 _plain_set: Any = torch._C.TensorBase.set_
 _plain_subclass: Any = torch.Tensor._make_subclass
 _plain_has_torch_function: Any = torch.overrides.has_torch_function
-_foreach_types: Any = importlib.import_module("torch.optim.optimizer")._foreach_supported_types
+_FOREACH_TYPES: tuple[list[Any], ...] = tuple(
+    importlib.import_module(name)._foreach_supported_types
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")
+)
+"""What optimizers go by, and what clipping does, for which parameters are no plain tensors."""
 _WRAPPERS = {
     "torch._functorch.vmap": ("_add_batch_dim",),
     "torch._functorch.eager_transforms": ("_wrap_for_grad", "_wrap_functional_tensor"),
@@ -127,9 +132,11 @@ class _GuardPatches:
         for name in ("apply", "apply_boxed", "apply_jvp"):
             if (apply := getattr(_Backward, name, None)) is not None:
                 self._stand_in(_Backward, name, _giving_copies(apply))
-        for kind in GUARDED:
-            self._put_back.append(partial(_foreach_types.remove, kind))
-            _foreach_types.append(kind)  # as DTensor does
+        for types in _FOREACH_TYPES:
+            for kind in GUARDED:
+                if kind.own_class_when_used in types:
+                    self._put_back.append(partial(types.remove, kind))
+                    types.append(kind)  # as DTensor does
         for module_name, names in _WRAPPERS.items():
             module = importlib.import_module(module_name)
             for name in names:
