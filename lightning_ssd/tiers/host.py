@@ -25,6 +25,9 @@ __all__ = ["HostTier"]
 
 _log = logging.getLogger(__name__)
 
+_DEVICE_CHUNK_BYTES = 64 << 20
+"""A bus moves so much in about a millisecond, and each copy takes Python a part of that."""
+
 
 class HostTier:
     """Host memory: locked for a CUDA device and reached by streams of our own, plain where there is none.
@@ -45,7 +48,8 @@ class HostTier:
         copies: between the device and the host.
         pin: lock the memory for CUDA; each part once, when it is first used.
         events: gets one event per move.
-        chunk_bytes: largest single copy, so that urgent reads can overtake others there.
+        chunk_bytes: largest single copy, so that urgent reads can overtake others there; default: what takes a few
+            milliseconds at most.
         num_workers: workers per direction.
 
     Raises:
@@ -61,11 +65,11 @@ class HostTier:
         *,
         pin: bool,
         events: EventLog,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         num_workers: int = DEFAULT_WORKERS,
     ) -> None:
         self.copies = copies
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes or (_DEVICE_CHUNK_BYTES if copies.is_asynchronous else DEFAULT_CHUNK_BYTES)
         self.arena = HostArena(room, pin=pin)
         # Guards what is freed while it is read. Taken before the arena's lock, and under the locks of layers above.
         self._lock = threading.Lock()
