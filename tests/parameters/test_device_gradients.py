@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OffloaderClosedError, StorageError
@@ -330,12 +331,18 @@ def _foreach(model: nn.Module, optimizer: Any, step: int) -> None:
     model.held.append(torch.stack([g.norm() for g in gradients]).max())
 
 
+def _counted(model: nn.Module, optimizer: Any, step: int) -> None:
+    """What lists are written to in a mode leaves no sign in versions."""
+    with FlopCounterMode(display=False):
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
 def _shared(model: nn.Module, optimizer: Any, step: int) -> None:
     torch.empty(0).set_(model.blocks[0].up.weight.grad).mul_(0.5)
     model.blocks[1].up.weight.grad.set_(model.blocks[2].up.weight.grad.clone())
 
 
-UNKIND = [_array, _views, _kept, _exchanged, _one_for_two, _copied, _noise, _foreach, _shared]
+UNKIND = [_array, _views, _kept, _exchanged, _one_for_two, _copied, _noise, _foreach, _counted, _shared]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -66,6 +66,12 @@ _EXPOSING = frozenset(function for name in _NAMES_OF_EXPOSING.split() for functi
 """What may change bytes without a sign in the version: so does what ``GradScaler`` unscales with, and fused optimizers
 that unscale by themselves.
 """
+_LISTS_IN_PLACE = frozenset(
+    getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")
+)
+"""What writes to lists. The implementation that takes the tensors one by one leaves no sign in their versions while a
+mode of ``__torch_dispatch__`` (``FlopCounterMode``) is entered.
+"""
 _REPLACING = frozenset((_Tensor.data.__set__, _Tensor.set_, _Tensor.resize_, _Tensor.share_memory_))
 """What may give a parameter another storage."""
 _ADDRESSES = frozenset(function for name in ("data_ptr", "__cuda_array_interface__") for function in _functions(name))
@@ -230,8 +236,13 @@ def _ask(func: Any, args: Any, kwargs: Any) -> Any:
             return found
     if func in _ONE_BY_ONE and _may_be_cut(args, kwargs):
         return _in_pieces(func, *args, **kwargs)
-    with using(guarded, exposes=func in _EXPOSING, replaces=func in _REPLACING, pins=func in _ADDRESSES):
+    with using(guarded, exposes=_may_write_unseen(func), replaces=func in _REPLACING, pins=func in _ADDRESSES):
         return func(*args, **kwargs)
+
+
+def _may_write_unseen(func: Any) -> bool:
+    """Whether a function may change bytes without a sign in the version."""
+    return func in _EXPOSING or (func in _LISTS_IN_PLACE and bool(_Torch._C._len_torch_dispatch_stack()))
 
 
 def _may_be_cut(args: Any, kwargs: Any) -> bool:
@@ -263,7 +274,7 @@ def _in_pieces(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs:
         pieces[-1].append(tensor)
         left -= nbytes
     for piece in pieces:
-        with using(list(_guarded_in(piece)), exposes=func in _EXPOSING):
+        with using(list(_guarded_in(piece)), exposes=_may_write_unseen(func)):
             results.append(func(piece, *args, **kwargs))
     # Lists of PyTorch's are tuples; what works in place returns nothing.
     return None if results[0] is None else type(results[0])(one for result in results for one in result)

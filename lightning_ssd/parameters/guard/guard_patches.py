@@ -19,9 +19,9 @@ for telling:
 * entering hooks for saved tensors that may hold a weight itself, where nobody can count it;
 * sending the memory of a weight to another process, which would not see that the weight has got other memory;
 * transforms of ``torch.func``, which wrap a tensor without asking its class;
-* the lists of classes for which optimizers and clipping take their ``foreach`` or ``fused`` implementation: an optimizer
-  that is not offloaded may see weights that are away, and clipping sees gradients. On a CUDA card the norm that a list
-  is asked for may have another last bit than that of its tensors one by one.
+* the lists of classes for which optimizers and clipping take their ``foreach`` or ``fused`` implementation: an
+  optimizer that is not offloaded may see weights that are away, and clipping sees gradients. On a CUDA card the norm
+  that a list is asked for may have another last bit than that of its tensors one by one.
 """
 
 from __future__ import annotations
