@@ -40,8 +40,6 @@ from lightning_ssd.telemetry.stats import OptimizerStats
 __all__ = ["PagedStates", "Updating", "Visit"]
 
 _MAX_MOVES = 4
-_NUM_AHEAD = 1
-"""Subgroups whose parameters and gradients are brought in while one is updated."""
 
 Groups = Sequence[Mapping[str, Any]]
 Updating = Callable[[Sequence[Piece], Sequence[Piece]], contextlib.AbstractContextManager[None]]
@@ -288,7 +286,7 @@ class PagedStates:
         given = [[self._piece(part) for _, part in visit.active] for visit in visits]
         with StatusLine(doing) as line:
             for position, visit in enumerate(line.over(visits, lambda visit: self._expected_bytes(visit.index))):
-                following = [piece for ahead in given[position + 1 : position + 1 + _NUM_AHEAD] for piece in ahead]
+                following = given[position + 1] if position + 1 < len(given) else ()
                 with self._updating(given[position], following):
                     self._update(visit, changes, keep=position >= len(visits) - self._store.num_slots)
                     if watch is not None:
