@@ -64,7 +64,9 @@ def _hint(name: str, value: object, taken: Sequence[str]) -> str:
 
 def _check_choice(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{owner}.{name}={value!r}; allowed: {', '.join(map(repr, allowed))}")
+        near = difflib.get_close_matches(str(value).lower(), [one for one in allowed if isinstance(one, str)], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{owner}.{name}={value!r}{hint}; allowed: {', '.join(map(repr, allowed))}")
 
 
 def _check_optional_size(owner: str, name: str, value: Size | None, *, zero_means: str) -> None:
