@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import gc
 import os
 import threading
@@ -135,14 +136,14 @@ def test_bits_of_every_layout(layout: str, files: WeightFiles, gradients: PagedG
 @pytest.fixture
 def _nothing_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there is no ``/proc``."""
-    real = os.open
+    real = io.FileIO
 
-    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+    def refuse(path: Any, *args: Any, **options: Any) -> io.FileIO:
         if str(path).startswith("/proc/self/fd/"):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return real(path, flags, *args, **options)
+        return real(path, *args, **options)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(io, "FileIO", refuse)
 
 
 @pytest.mark.filterwarnings("error")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import os
 import threading
 import weakref
@@ -251,14 +252,12 @@ class FiledStorage(MappedStorage):
         """
         with self._arena.use() as direct:
             try:
-                fd = _opened_again(direct)
-                if fd is None:
+                again = _opened_again(direct)
+                if again is None:
                     self._copy_in(region)
                 else:
-                    try:
-                        _write_all(fd, region, self._extent.offset + self.start)
-                    finally:
-                        os.close(fd)
+                    with again:
+                        _write_all(again.fileno(), region, self._extent.offset + self.start)
                 begin_writing(direct, self._extent.offset, self._extent.nbytes)
             except OSError as error:
                 what = f"a weight or gradient could not be written to {self._arena.path}"
@@ -279,12 +278,14 @@ class FiledStorage(MappedStorage):
             self._arena.free(self._extent)
 
 
-def _opened_again(direct: int) -> int | None:
-    """A descriptor for writing through the page cache: the arena's own may go around it, which wants other addresses.
-    ``None``: the system gives none (no ``/proc``, or a sandbox that opens nothing in it).
+def _opened_again(direct: int) -> io.FileIO | None:
+    """The file, to be written through the page cache: the arena's own descriptor may go around it, which wants other
+    addresses. ``None``: the system gives none (no ``/proc``, or a sandbox that opens nothing in it).
+
+    An object, which closes the file if an interrupt comes before anybody has it.
     """
     try:
-        return os.open(f"/proc/self/fd/{direct}", os.O_WRONLY | os.O_CLOEXEC)
+        return io.FileIO(f"/proc/self/fd/{direct}", "r+")
     except OSError:
         return None
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_ssd.common.tensors import storage_of
 
-__all__ = ["GUARDED", "Door", "door_of", "forget_door", "guard", "is_guarded", "own_class", "using"]
+__all__ = ["GUARDED", "GUARDED_OF", "Door", "door_of", "forget_door", "guard", "is_guarded", "own_class", "using"]
 
 _PIECE_BYTES = 64 << 20
 """Of a list of tensors that a function treats one by one, so much is brought in at a time, and at least one of them."""
@@ -139,7 +139,7 @@ _doors: dict[int, weakref.ref[Door]] = {}
 def guard(tensor: torch.Tensor, door: Door) -> None:
     """Have the door asked before each use of a plain parameter, or of a plain tensor."""
     _doors[storage_of(tensor)._cdata] = weakref.ref(door)
-    tensor.__class__ = _GUARDED_OF.get(type(tensor), type(tensor))
+    tensor.__class__ = GUARDED_OF.get(type(tensor), type(tensor))
 
 
 def own_class(tensor: torch.Tensor) -> None:
@@ -318,4 +318,4 @@ class _GuardedTensor(_Guarding, torch.Tensor):
 
 GUARDED: tuple[type[torch.Tensor], ...] = (_Guarded, _GuardedTensor)
 """For lists of classes that PyTorch goes by."""
-_GUARDED_OF: dict[type[torch.Tensor], Any] = {nn.Parameter: _Guarded, torch.Tensor: _GuardedTensor}
+GUARDED_OF: dict[type[torch.Tensor], Any] = {nn.Parameter: _Guarded, torch.Tensor: _GuardedTensor}

@@ -37,7 +37,7 @@ from torch import nn
 
 from lightning_ssd.common.sent_storages import noting_sent, sending_is_noted
 from lightning_ssd.common.tensors import PLAIN_TYPES
-from lightning_ssd.parameters.guard.guard import GUARDED, door_of, is_guarded, using
+from lightning_ssd.parameters.guard.guard import GUARDED_OF, door_of, is_guarded, using
 
 __all__ = ["guard_patches", "may_hold_weights"]
 
@@ -133,8 +133,8 @@ class _GuardPatches:
             if (apply := getattr(_Backward, name, None)) is not None:
                 self._stand_in(_Backward, name, _giving_copies(apply))
         for types in _FOREACH_TYPES:
-            for kind in GUARDED:
-                if kind.own_class_when_used in types:
+            for own, kind in GUARDED_OF.items():
+                if own in types:
                     self._put_back.append(partial(types.remove, kind))
                     types.append(kind)  # as DTensor does
         for module_name, names in _WRAPPERS.items():
