@@ -337,12 +337,28 @@ def _counted(model: nn.Module, optimizer: Any, step: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
+def _halve(gradient: torch.Tensor) -> None:
+    halved = (gradient.detach() * 0.5).contiguous()
+    ctypes.memmove(gradient.data_ptr(), halved.data_ptr(), halved.nbytes)
+
+
+_OPERATORS = torch.library.Library("lightning_ssd_tests", "DEF")
+_OPERATORS.define("halve_(Tensor(a!) gradient) -> ()")
+_OPERATORS.impl("halve_", _halve, "CPU")
+
+
+def _operator(model: nn.Module, optimizer: Any, step: int) -> None:
+    """An extension's, which leaves no sign."""
+    for parameter in model.parameters():
+        torch.ops.lightning_ssd_tests.halve_(parameter.grad)
+
+
 def _shared(model: nn.Module, optimizer: Any, step: int) -> None:
     torch.empty(0).set_(model.blocks[0].up.weight.grad).mul_(0.5)
     model.blocks[1].up.weight.grad.set_(model.blocks[2].up.weight.grad.clone())
 
 
-UNKIND = [_array, _views, _kept, _exchanged, _one_for_two, _copied, _noise, _foreach, _counted, _shared]
+UNKIND = [_array, _views, _kept, _exchanged, _one_for_two, _copied, _noise, _foreach, _counted, _operator, _shared]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 
 from lightning_ssd.common.tensors import storage_of
 
@@ -236,13 +237,25 @@ def _ask(func: Any, args: Any, kwargs: Any) -> Any:
             return found
     if func in _ONE_BY_ONE and _may_be_cut(args, kwargs):
         return _in_pieces(func, *args, **kwargs)
-    with using(guarded, exposes=_may_write_unseen(func), replaces=func in _REPLACING, pins=func in _ADDRESSES):
+    with using(guarded, exposes=_may_write_unseen(func, kwargs), replaces=func in _REPLACING, pins=func in _ADDRESSES):
         return func(*args, **kwargs)
 
 
-def _may_write_unseen(func: Any) -> bool:
+def _may_write_unseen(func: Any, kwargs: Any) -> bool:
     """Whether a function may change bytes without a sign in the version."""
-    return func in _EXPOSING or (func in _LISTS_IN_PLACE and bool(_Torch._C._len_torch_dispatch_stack()))
+    if func in _EXPOSING or _is_writing_operator(func, kwargs):
+        return True
+    return (func in _LISTS_IN_PLACE or "out" in kwargs) and bool(_Torch._C._len_torch_dispatch_stack())
+
+
+def _is_writing_operator(func: Any, kwargs: Any) -> bool:
+    """Whether it is one of ``torch.ops`` that writes to an argument: few of those of extensions leave a sign."""
+    if isinstance(func, OpOverloadPacket):
+        return any(_is_writing_operator(getattr(func, name), kwargs) for name in func.overloads())
+    return isinstance(func, OpOverload) and any(
+        one.alias_info is not None and one.alias_info.is_write and (not one.kwarg_only or one.name in kwargs)
+        for one in func._schema.arguments
+    )
 
 
 def _may_be_cut(args: Any, kwargs: Any) -> bool:
@@ -274,7 +287,7 @@ def _in_pieces(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs:
         pieces[-1].append(tensor)
         left -= nbytes
     for piece in pieces:
-        with using(list(_guarded_in(piece)), exposes=_may_write_unseen(func)):
+        with using(list(_guarded_in(piece)), exposes=_may_write_unseen(func, kwargs)):
             results.append(func(piece, *args, **kwargs))
     # Lists of PyTorch's are tuples; what works in place returns nothing.
     return None if results[0] is None else type(results[0])(one for result in results for one in result)
