@@ -251,7 +251,8 @@ def _may_write_unseen(func: Any, kwargs: Any) -> bool:
 def _is_writing_operator(func: Any, kwargs: Any) -> bool:
     """Whether it is one of ``torch.ops`` that writes to an argument: few of those of extensions leave a sign."""
     if isinstance(func, OpOverloadPacket):
-        return any(_is_writing_operator(getattr(func, name), kwargs) for name in func.overloads())
+        names: Any = func.__dict__["_overload_names"]
+        return any(_is_writing_operator(getattr(func, name), kwargs) for name in names)
     return isinstance(func, OpOverload) and any(
         one.alias_info is not None and one.alias_info.is_write and (not one.kwarg_only or one.name in kwargs)
         for one in func._schema.arguments
