@@ -91,7 +91,7 @@ def test_defaults_are_valid_and_print_as_written() -> None:
         ),
         ({"memory_budget": (1 << 20) - 1}, r"memory_budget=1048575 is less than any process takes"),
         ({"activation_budget": "0GiB"}, r"OffloadPolicy.activation_budget='0GiB' leaves no memory"),
-        ({"activation_budget": "50%"}, r"'50%' is not a size; a share is not known before the first step; allowed: b"),
+        ({"activation_budget": "50%"}, r"'50%' is not a size; nobody knows of what it is a share; allowed: b"),
         ({"activation_budget": "much"}, r"OffloadPolicy.activation_budget='much' is not a size"),
         ({"wear_budget": "often"}, r"wear_budget='often' is not a size; allowed: .*, or .* such as \"1.0DWPD\"$"),
         ({"wear_budget": "1 DWP"}, r"wear_budget='1 DWP' is not a size; allowed: .*, or .* such as \"1.0DWPD\"$"),

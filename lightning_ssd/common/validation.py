@@ -57,7 +57,7 @@ def parse_size(value: Size, *, name: str = "size") -> int:
 def _size_hint(text: str) -> str:
     """What may have been meant by text that is no size."""
     if text.strip().endswith("%"):
-        return "; a share is not known before the first step"
+        return "; nobody knows of what it is a share"
     match = _SIZE.fullmatch(text)
     if match is not None and re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
         short = f"{match[1]}{match[2][0].upper()}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import io
 import gc
+import io
 import os
 import threading
 import time

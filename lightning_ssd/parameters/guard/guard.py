@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -251,7 +251,7 @@ def _may_write_unseen(func: Any, kwargs: Any) -> bool:
 def _is_writing_operator(func: Any, kwargs: Any) -> bool:
     """Whether it is one of ``torch.ops`` that writes to an argument: few of those of extensions leave a sign."""
     if isinstance(func, OpOverloadPacket):
-        names: Any = func.__dict__["_overload_names"]
+        names = cast(Any, func).overloads()
         return any(_is_writing_operator(getattr(func, name), kwargs) for name in names)
     return isinstance(func, OpOverload) and any(
         one.alias_info is not None and one.alias_info.is_write and (not one.kwarg_only or one.name in kwargs)
