@@ -140,13 +140,18 @@ def test_parts_are_whole_pages_within_the_range(start: int, offset: int, fd: int
 
 
 def test_mapped_to_be_written_to_no_page_is_a_fault(fd: int) -> None:
-    view, tensor = shown(fd, shared=True)
-    expected = in_file(fd)
-    view.bring_in(0, NBYTES, changes=True)
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    tensor[::PAGE_BYTES].bitwise_xor_(255)
-    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < NBYTES // PAGE_BYTES // 4
-    assert bytes(byte ^ 255 if at % PAGE_BYTES == 0 else byte for at, byte in enumerate(expected)) == in_file(fd)
+    """Unless the system begins to write them to the file in between: each is a fault again then. So three tries."""
+    faults = []
+    for _ in range(3):
+        view, tensor = shown(fd, shared=True)
+        expected = in_file(fd)
+        view.bring_in(0, NBYTES, changes=True)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        tensor[::PAGE_BYTES].bitwise_xor_(255)
+        faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+        changed = bytes(byte ^ 255 if at % PAGE_BYTES == 0 else byte for at, byte in enumerate(expected))
+        assert changed == in_file(fd)
+    assert min(faults) < NBYTES // PAGE_BYTES // 4, faults
 
 
 @pytest.mark.parametrize("opened", [os.O_RDONLY, os.O_RDWR | os.O_DIRECT])
