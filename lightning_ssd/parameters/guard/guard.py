@@ -330,6 +330,6 @@ class _GuardedTensor(_Guarding, torch.Tensor):
     own_class_when_used = torch.Tensor
 
 
-GUARDED: tuple[type[torch.Tensor], ...] = (_Guarded, _GuardedTensor)
-"""For lists of classes that PyTorch goes by."""
-GUARDED_OF: dict[type[torch.Tensor], Any] = {nn.Parameter: _Guarded, torch.Tensor: _GuardedTensor}
+GUARDED_OF: dict[type[torch.Tensor], Any] = {kind.own_class_when_used: kind for kind in (_Guarded, _GuardedTensor)}
+"""By the class that a tensor has when it is used; also for lists of classes that PyTorch goes by."""
+GUARDED: tuple[type[torch.Tensor], ...] = tuple(GUARDED_OF.values())
