@@ -21,9 +21,11 @@ the same program raises without us.
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import traceback
+from typing import TypeVar
 
 __all__ = [
     "FULL_ERRNOS",
@@ -40,11 +42,15 @@ __all__ = [
     "UnknownSettingError",
     "UnsuitablePathError",
     "as_storage_error",
+    "copy_of",
     "forget_frames",
 ]
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What the system says where a file system, or a user's part of it, is full."""
+
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class OffloadError(Exception):
@@ -106,6 +112,21 @@ def as_storage_error(error: OSError, what: str) -> StorageError:
     """Turn a system error into ours; ``what`` says what was tried, on which path, offset and length."""
     kind = OutOfSpaceError if error.errno in FULL_ERRNOS else StorageError
     return kind(error.errno, f"{what}: {os.strerror(error.errno or 0)}")
+
+
+def copy_of(error: _Error) -> _Error:
+    """Return the same error, to be raised while a longer-lived object holds the first one.
+
+    What is raised collects the frames that it passes, and their tensors. The first one collects none.
+    """
+    try:
+        copied = copy.copy(error)
+    except TypeError:  # its constructor wants other arguments than it keeps
+        copied = type(error).__new__(type(error), *error.args)
+        vars(copied).update(vars(error))
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied.with_traceback(error.__traceback__)
 
 
 def forget_frames(error: BaseException) -> None:

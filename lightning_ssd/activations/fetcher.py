@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import deque
 
@@ -17,7 +16,7 @@ from lightning_ssd.activations.storage_state import AWAY, State
 from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.profiling import span
 from lightning_ssd.common.waiting import Latch
-from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.errors import OffloaderClosedError, copy_of
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
@@ -73,9 +72,12 @@ class Fetcher:
         self._tier = tier
         self._consumed: deque[SavedStorage] = deque()
 
-    def close(self) -> None:
-        """Nothing is read or evicted from now on; what is in memory may still be had."""
+    def close(self) -> BaseException | None:
+        """Read and evict nothing from now on; what is in memory may still be had. Return the failure, once."""
         self.is_closed = True
+        # The caller raises it, with frames whose tensors hold their graph, and the graph may hold us.
+        failure, self.failure = self.failure, None
+        return failure
 
     def abort(self) -> None:
         """Forget the failure: another error is under way."""
@@ -268,13 +270,5 @@ class Fetcher:
             if error is not None:
                 # The traceback of what is raised holds the graph, and the graph holds the record: neither the record
                 # nor we may hold the same exception.
-                self.failure = _copy_of(error)
+                self.failure = copy_of(error)
                 raise error
-
-
-def _copy_of(error: BaseException) -> BaseException:
-    """The same error to be raised once more, without its traceback."""
-    try:
-        return copy.copy(error)
-    except TypeError:  # an exception whose constructor wants other arguments than it keeps
-        return StorageError(f"reading a saved tensor back failed: {error!r}")

@@ -452,11 +452,11 @@ class TensorCache:
         recorder, self.accounting.recorder = self.accounting.recorder, None
         if recorder is not None:
             recorder.stop()
-        self._fetcher.close()
+        failure = self._fetcher.close()
         forget_threads(self)
         self.cancel_writes()
         self._warn_of_writes()
-        return self._fetcher.failure
+        return failure
 
     # -- pack ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from lightning_ssd.common.accelerators import current_device, set_current_device
 from lightning_ssd.common.status_line import DELAY_S, StatusLine
 from lightning_ssd.common.waiting import Latch
+from lightning_ssd.errors import copy_of
 
 __all__ = ["Task", "undisturbed"]
 
@@ -96,7 +97,7 @@ class Task(Generic[T]):
         """What it has returned, once it has ended. Raises what it has raised."""
         self.wait()
         if self.error is not None:
-            raise self.error
+            raise copy_of(self.error)
         return self.value  # type: ignore[return-value]
 
 

@@ -24,7 +24,7 @@ import torch
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.common.waiting import Latch
-from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.errors import OffloaderClosedError, forget_frames
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
 from lightning_ssd.planning.residency import window_bytes
 
@@ -430,6 +430,7 @@ class Pager(ABC, Generic[Memory]):
         try:
             self._bring_in(unit)
         except BaseException as problem:  # raised where the unit is used
+            forget_frames(problem)
             error = problem
         with self._lock:
             unit.error = error

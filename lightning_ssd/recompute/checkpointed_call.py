@@ -253,7 +253,7 @@ class _Call:
             self._run_again(tensors)
             return None
         (args, kwargs), self._first = self._first, None
-        seen = _seen_by(self._saved, [], wrap=_Saved)
+        seen = _seen_by(self._saved, set(), wrap=_Saved)
         meetings = MeetingCount()
         try:
             with seen:
@@ -298,7 +298,7 @@ class _Call:
         args, kwargs = self._arguments(tensors)
         numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
         again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
-        stops: list[BaseException] = []
+        stops: set[int] = set()
         sizes: dict[int, int] = {}
         seen = _seen_by(again, stops, sizes=sizes)
         try:
@@ -306,7 +306,7 @@ class _Call:
                 run_in_context(self._run, *args, **kwargs)
         except BaseException as error:
             # Most often that of the checkpoint, which needs no more.
-            if error not in stops or not isinstance(error, Exception):
+            if id(error) not in stops or not isinstance(error, Exception):
                 again.drop()
                 if not isinstance(error, Exception) or _is_ours(error):
                     raise
@@ -318,7 +318,6 @@ class _Call:
             raise
         finally:
             seen.gen.close()  # here, and not by whoever drops the frame of an interrupt inside of contextlib
-            stops.clear()  # an exception that its own frame holds is a cycle
         again.close()
         self._compare(again, tensors, numbers)
         self._tell(sizes, tensors)
@@ -402,7 +401,7 @@ class _Saved:
 @contextmanager
 def _seen_by(
     fingerprint: Fingerprint,
-    stops: list[BaseException],
+    stops: set[int],
     *,
     wrap: Callable[[torch.Tensor, Any], Any] | None = None,
     sizes: dict[int, int] | None = None,
@@ -423,7 +422,7 @@ def _seen_by(
         try:
             packed = pack(tensor)
         except BaseException as error:
-            stops.append(error)
+            stops.add(id(error))  # not itself: nodes hold this hook, and no garbage collector sees what they hold
             raise
         return packed if wrap is None else wrap(tensor, packed)
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from lightning_ssd.common.profiling import span, spanned
 from lightning_ssd.common.waiting import Changes, Latch
-from lightning_ssd.errors import OffloaderClosedError, StorageError, forget_frames
+from lightning_ssd.errors import OffloaderClosedError, StorageError, copy_of, forget_frames
 from lightning_ssd.telemetry.events import Direction, EventLog, TransferEvent
 from lightning_ssd.tiers.read_priority import UrgentGate, patience_s
 
@@ -109,7 +109,7 @@ class Transfer(ABC):
         """
         self._ended.wait()
         if self._fault is not None:
-            raise self._fault
+            raise copy_of(self._fault)
 
 
 class TransferQueue:
@@ -206,7 +206,7 @@ class TransferQueue:
         fault = self._fault
         self._is_fault_told = fault is not None
         if fault is not None:
-            raise fault
+            raise copy_of(fault)
 
     def close(self) -> None:
         """Finish what is under way, discard what has not begun, join the workers. Idempotent.
@@ -234,7 +234,7 @@ class TransferQueue:
             fault = None if self._is_fault_told else self._fault
             self._is_fault_told = True
         if fault is not None:
-            raise fault
+            raise copy_of(fault)
 
     def _join(self) -> None:
         done = self._num_done

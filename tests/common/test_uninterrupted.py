@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +40,35 @@ def test_it_runs_elsewhere_and_its_result_comes_back() -> None:
     thread.start()
     thread.join()
     assert inner == ["mine"], "no interrupt comes there"
+
+
+def test_an_error_that_a_task_keeps_takes_no_frames_of_the_caller() -> None:
+    class Misfit(Exception):
+        def __init__(self, first: int, second: int) -> None:
+            super().__init__(f"{first} and {second}")
+            self.first = first
+
+    def work() -> None:
+        raise Misfit(1, 2) from ZeroDivisionError()
+
+    met: list[weakref.ref[threading.Event]] = []
+
+    def ask() -> None:
+        memory = threading.Event()
+        met.append(weakref.ref(memory))
+        task.result()
+
+    task = Task(work, "lightning_ssd-test")
+    task.start()
+    for _ in range(2):
+        with pytest.raises(Misfit, match="1 and 2") as caught:
+            ask()
+        assert caught.value.first == 1
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert caught.traceback[-1].name == "work"
+        del caught
+    gc.collect()
+    assert [memory() for memory in met] == [None, None]
 
 
 def test_an_interrupt_is_raised_when_the_work_has_ended_and_is_undone() -> None:

@@ -184,6 +184,24 @@ def test_a_failed_read_reaches_the_thread_that_waits(tmp_path: Path) -> None:
         offloader.abort()
 
 
+def test_what_close_raises_of_a_failed_read_keeps_nothing_alive(tmp_path: Path) -> None:
+    """The frames that it passes hold a loss, whose graph holds what knows the offloader."""
+    met: list[StorageKey] = []
+
+    def train(offloader: Offloader) -> None:
+        loss = chain(offloader)
+        met.append(StorageKey(loss.untyped_storage()))
+        with pytest.raises(StorageError):
+            loss.backward()
+        offloader.close()
+
+    with faulty(tmp_path, fail_read=always(eio)) as (offloader, _):
+        with pytest.raises(StorageError):
+            train(offloader)
+        gc.collect()
+        assert not met[0].alive()
+
+
 def test_training_goes_on_after_a_failed_read(tmp_path: Path) -> None:
     """The user catches the error and repeats the step."""
     x = floats(0, 64, 64).requires_grad_()

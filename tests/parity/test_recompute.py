@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import operator
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -143,6 +146,55 @@ def test_the_graph_holds_what_was_packed_and_nothing_else() -> None:
     del hidden
     assert gone() is None
     assert_identical(torch.autograd.grad(y.square().sum(), block.parameters()), expected)
+
+
+class Interrupt:
+    """Raises ``KeyboardInterrupt`` where PyTorch's checkpoint begins to save its n-th tensor."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name == "pack_hook" and code.co_filename == torch.utils.checkpoint.__file__:
+            self._left -= 1
+            if not self._left:
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute_offload"])
+@pytest.mark.parametrize(("number", "where"), [(6, "forward"), (18, "forward"), (26, "backward")])
+def test_a_blocks_interrupted_save_is_not_kept(activations: str, number: int, where: str, tmp_path: Path) -> None:
+    """Its frames hold all tensors of the step."""
+    model, interrupted, now = models.Perceptrons(num_blocks=2), [], "forward"
+
+    def step(x: torch.Tensor) -> None:
+        nonlocal now
+        with offloader.saved_tensors():
+            y = model(x)
+        now = "backward"
+        y.sum().backward()
+        offloader.end_backward()
+
+    def step_to_interrupt() -> None:
+        x = floats(0, 3, 17, 40)
+        interrupted.append(weakref.ref(x))
+        step(x)
+
+    with open_offloader(tmp_path, Setup(activations=activations, drained=False)) as offloader:
+        offloader.register_module(model)
+        before = sys.getprofile()
+        sys.setprofile(Interrupt(number))
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                step_to_interrupt()
+        finally:
+            sys.setprofile(before)
+        assert now == where
+        for _ in range(2):
+            step(floats(1, 3, 17, 40))
+        gc.collect()
+        assert interrupted[0]() is None
 
 
 # -- arguments and results -------------------------------------------------------------------------------------------

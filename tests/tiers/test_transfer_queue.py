@@ -355,9 +355,15 @@ def test_an_end_that_raises_ends_no_worker(where: str, events: EventLog) -> None
     queue.submit(after)
     within(PATIENCE_S, after.wait)
     assert after.calls == ["begin", "finish"]
+
+    def flush() -> None:
+        memory = Memory()
+        memories.append(weakref.ref(memory))
+        queue.wait_idle()
+
     for _ in range(2):
         with pytest.raises(LookupError, match=where):
-            within(PATIENCE_S, queue.wait_idle)
+            within(PATIENCE_S, flush)
     if where == "finish":
         assert [str(move.error) for move in moves] == ["a fault of finish"] * 5
     gc.collect()

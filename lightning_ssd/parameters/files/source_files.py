@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_ssd.common.tensors import Region
-from lightning_ssd.errors import CorruptionError, StorageError
+from lightning_ssd.errors import CorruptionError, StorageError, copy_of
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.memory.page_table import has_copies
@@ -79,7 +79,7 @@ class SourceFile:
                 "weights memory of their own: weight.data = weight.data.clone()",
             )
         if self.error is not None:
-            raise self.error
+            raise copy_of(self.error)
 
 
 class _State(NamedTuple):
@@ -142,7 +142,7 @@ class SourceStorage(MappedStorage):
                 f"{self._source.path} has given back other bytes from offset {self._offset} on ({self.nbytes:,} bytes) "
                 "than before, and its times have not changed; go on from a checkpoint, with another drive",
             )
-            raise self._source.error
+            raise copy_of(self._source.error)
 
     def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         scratch.read(self._source.fd, self._offset - self.start, self._shown_bytes, is_wanted)
