@@ -197,6 +197,9 @@ class SavedStorage:
                 return False
             self.storage = storage
             if self.home is not None:
+                # What was read back may be found alive too, dropped by us while the operation that asked still runs.
+                if self.key is self.identity and self.index not in self.home.stayed:
+                    self.accounting.counters.bytes_held_elsewhere += self.nbytes
                 self.home.stayed.add(self.index)
             if state is State.ON_DISK:  # else it is still counted
                 self.accounting.occupy(self)

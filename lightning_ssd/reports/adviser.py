@@ -9,6 +9,7 @@ from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import intersection, union_s
+from lightning_ssd.telemetry.run_summary import is_much_held_elsewhere
 from lightning_ssd.telemetry.step_record import PhaseName, StepRecord
 
 __all__ = ["advise"]
@@ -45,6 +46,18 @@ def _unusable(report: RunReport) -> str | None:
     return (
         f"Nothing was moved to a drive, because {report.unusable}. Name a directory on a local drive in "
         "HardwareProfile.paths."
+    )
+
+
+def _held_elsewhere(report: RunReport) -> str | None:
+    held, saved, kept = map(report.stat, ("bytes_held_elsewhere", "bytes_saved", "bytes_kept"))
+    if not is_much_held_elsewhere(held, saved, kept):
+        return None
+    held_text, sent_text = format_sizes(held, saved - kept)
+    return (
+        f"Of {sent_text} sent away, {held_text} never left memory, because the program holds those tensors until "
+        "backward: a module that keeps its output (self.last = h), or a hook or list that collects outputs. Keep what "
+        "is needed of them (h.detach().mean(), a smaller copy), or let go before backward (self.last = None)."
     )
 
 
@@ -184,6 +197,7 @@ _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _failures,
     _unusable,
     _nothing_offloads,
+    _held_elsewhere,
     _reads_limit,
     _writes_limit,
     _update_waits,

@@ -9,9 +9,10 @@ from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
 
-__all__ = ["RunFacts", "headline", "summarize_run"]
+__all__ = ["RunFacts", "headline", "is_much_held_elsewhere", "summarize_run"]
 
 _GIB = 1 << 30
+_MUCH = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,14 @@ def summarize_run(run: RunFacts) -> str:
     if run.num_processes > 1:
         sentences.append(f"Numbers of the first of {run.num_processes} processes.")
     return " ".join(sentences)
+
+
+def is_much_held_elsewhere(held_bytes: float, saved_bytes: float, kept_bytes: float) -> bool:
+    """Return whether so much of what was sent away never left memory that the user should know.
+
+    A little is held in any training: what a loop's variables show when backward begins.
+    """
+    return held_bytes > _MUCH * (saved_bytes - kept_bytes)
 
 
 def headline(run: RunFacts) -> str:
@@ -140,7 +149,11 @@ def _moved(stats: OffloadStats) -> str:
         stats.bytes_written, stats.bytes_host, stats.bytes_read, stats.bytes_forwarded
     )
     to_host = f" and {on_host} put into host memory" if stats.bytes_host else ""
-    return f"{written} written{to_host}, {read} read, {forwarded} taken back without a read"
+    moved = f"{written} written{to_host}, {read} read, {forwarded} taken back without a read"
+    if not is_much_held_elsewhere(stats.bytes_held_elsewhere, stats.bytes_saved, stats.bytes_kept):
+        return moved
+    held = format_sizes(stats.bytes_held_elsewhere)[0]
+    return f"{moved} (held elsewhere: {held}, whose writes freed nothing, because the program holds those tensors)"
 
 
 def _stalls(stall_s: float, run: RunFacts) -> str:

@@ -26,6 +26,9 @@ class OffloadStats:
     """Taken back before or during their write, or found still alive in memory, so that no read was needed."""
     writes_cancelled_bytes: int = 0
     """Of the forwarded bytes, those whose write never began."""
+    bytes_held_elsewhere: int = 0
+    """Of the forwarded bytes, those that were written for nothing: the program holds the tensors itself (a module that
+    keeps its output, a list), so that their memory was still there when backward asked for them."""
     stall_s: float = 0.0
     """Time that training threads waited for transfers."""
     stall_backward_s: float = 0.0
@@ -147,6 +150,7 @@ class Counters:
     bytes_host: int = 0
     bytes_forwarded: int = 0
     writes_cancelled_bytes: int = 0
+    bytes_held_elsewhere: int = 0
     stall_s: float = 0.0
     stall_backward_s: float = 0.0
     resident_bytes: int = 0

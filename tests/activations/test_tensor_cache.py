@@ -191,7 +191,38 @@ def test_what_is_alive_elsewhere_is_not_read(tmp_path: Path) -> None:
         loss.backward()
         stats = offloader.stats
         assert stats.bytes_read == 0
-        assert stats.bytes_forwarded == NBYTES
+        assert stats.bytes_forwarded == stats.bytes_held_elsewhere == NBYTES
+
+
+class Remembering(torch.nn.Module):
+    """Keeps what it has made, as a module does whose features somebody wants to see."""
+
+    last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.sin()
+        return self.last.cos()
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_what_the_program_holds_is_told_once(holds: bool, tmp_path: Path) -> None:
+    """However often backward asks for it, and not what was read back in between."""
+    blocks = torch.nn.Sequential(Remembering(), Remembering(), Remembering())
+    with open_offloader(tmp_path) as offloader:
+        x = leaf()
+        with offloader.saved_tensors():
+            loss = blocks(x * 1).sum()
+        if not holds:
+            for block in blocks:
+                block.last = None
+        offloader.flush()
+        for is_last in (False, True):
+            loss.backward(retain_graph=not is_last)
+        stats = offloader.stats
+        assert stats.bytes_saved == 6 * NBYTES
+        assert stats.bytes_written > 5 * NBYTES
+        assert stats.bytes_held_elsewhere == (3 * NBYTES if holds else 0)
+        assert stats.bytes_read > 0
 
 
 def test_writes_that_have_not_begun_are_cancelled(tmp_path: Path) -> None:

@@ -95,6 +95,10 @@ KEPT_STATES = {
     ("changes", "words"),
     [
         ({"stats": {**STATS, "failures": 2}}, "2 transfers failed"),
+        (
+            {"stats": {**STATS, "bytes_saved": 9 * MIB, "bytes_kept": 5 * MIB, "bytes_held_elsewhere": MIB}},
+            "Of 4.0 MiB sent away, 1.0 MiB never left",
+        ),
         ({"unusable": "it is full", "stats": {**STATS, "bytes_written": 0}}, "because it is full"),
         ({"hardware": {"paths": ["/a", "/b"], "read_rate": "3GB"}}, "promises 6: is another disk"),
         ({"hardware": {"write_rate": "2.1GB"}}, "HardwareProfile.write_rate promises 2.1"),

@@ -47,6 +47,17 @@ def test_a_run_that_offloaded():
     )
 
 
+def test_what_the_program_holds_is_told_where_it_is_much():
+    text = summarize_run(run(stats=replace(STATS, bytes_held_elsewhere=GIB + (GIB >> 4))))
+    assert (
+        "1.00 GiB taken back without a read (held elsewhere: 1.06 GiB, whose writes freed nothing, because the program "
+        "holds those tensors); stalled" in text
+    )
+    assert "held elsewhere" not in summarize_run(run(stats=replace(STATS, bytes_held_elsewhere=GIB)))
+    kept = replace(STATS, bytes_kept=18 * GIB, bytes_held_elsewhere=GIB // 2)
+    assert "held elsewhere: 0.50 GiB" in summarize_run(run(stats=kept))
+
+
 def test_failures_are_not_hushed_up():
     text = summarize_run(run(stats=OffloadStats(bytes_saved=1, failures=3, fallbacks=2)))
     assert "3 transfers failed; 2 times training went on with the tensor in memory or a second try." in text
