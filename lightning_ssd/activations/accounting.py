@@ -100,7 +100,7 @@ class MemoryAccounting:
     def recomputed(self, nbytes: int) -> None:
         """Blocks of one pass have saved so much again by now."""
         self._worst = replace(self._worst, recomputed_bytes=max(self._worst.recomputed_bytes, nbytes))
-        self.counters.recomputed_peak_bytes = max(self.counters.recomputed_peak_bytes, nbytes)
+        self.counters.recomputed_bytes = max(self.counters.recomputed_bytes, nbytes)
 
     def take_worst(self) -> SavedBytes | None:
         """Where saved activations were when most were saved since the last call; ``None``: none was."""

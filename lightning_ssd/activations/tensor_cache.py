@@ -426,7 +426,7 @@ class TensorCache:
             counters = self.accounting.counters
             counters.resident_peak_bytes = counters.resident_bytes
             counters.saved_peak_bytes = self.accounting.saved_bytes
-            counters.recomputed_peak_bytes = 0
+            counters.recomputed_bytes = 0
             self._passes.count_again()
 
     def flush(self) -> None:

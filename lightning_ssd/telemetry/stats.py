@@ -45,8 +45,8 @@ class OffloadStats:
     """Saved activations in memory at the worst moment."""
     saved_peak_bytes: int = 0
     """What keeping all of them would have held at its worst moment."""
-    recomputed_peak_bytes: int = 0
-    """Not among them: what blocks of one pass computed again in backward, at most."""
+    recomputed_bytes: int = 0
+    """Not among them: the sum of what blocks computed again in one backward, of the pass with most."""
     disk_bytes: int = 0
     """Size of the spill files now."""
     num_saved: int = 0
@@ -156,7 +156,7 @@ class Counters:
     resident_bytes: int = 0
     resident_peak_bytes: int = 0
     saved_peak_bytes: int = 0
-    recomputed_peak_bytes: int = 0
+    recomputed_bytes: int = 0
     num_saved: int = 0
     num_kept_small: int = 0
     num_kept_foreign: int = 0
