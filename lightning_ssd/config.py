@@ -118,7 +118,8 @@ class OffloadPolicy:
     with ``activations="auto"``; weights and gradients leave for it with ``parameters="auto"``."""
 
     activation_budget: Size | None = None
-    """The same for resident saved activations alone."""
+    """The same for resident saved activations alone, from the first step on. Where no plan keeps it, steps exceed it
+    until the first one is planned, and training stops with a ``BudgetError``."""
 
     max_slowdown: float = 1.02
     """Step time / step time with everything kept that "auto" may reach without a budget, first as predicted, then as
