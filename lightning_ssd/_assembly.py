@@ -39,7 +39,6 @@ from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.directories import HeldDirectory, created_directories, warn_shared_filesystem
 from lightning_ssd.storage.drive_probe import Rates, measure_rates
-from lightning_ssd.storage.drive_turns import open_exclusive
 from lightning_ssd.storage.encrypted import EncryptedBackend
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping
@@ -150,8 +149,6 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
 def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFiles:
     """Files of their own for the states of one optimizer.
 
-    Where several processes of a run share the machine, they find out together whether to take turns on its drives.
-
     Raises:
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
         BackendUnavailableError: ``hardware.backend`` names one that does not work here.
@@ -159,9 +156,6 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
     _refuse_other_devices(environment.device)
     with ExitStack() as stack:
         backend, directories, _ = _open_directories(stack, environment)
-        # Asked of all, since all have to take part in the trial: nodes may have different numbers of processes.
-        if environment.agree is not None and min(environment.agree([environment.num_local_processes])) > 1:
-            backend = open_exclusive(stack, backend, directories, environment.agree)
         mover = _open_mover(stack, policy, backend, environment, reload=None)
         tiers, sampler = [], Sampler(policy.verify)
         for number, directory in enumerate(directories):

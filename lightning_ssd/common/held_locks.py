@@ -42,7 +42,6 @@ _TAKE_LOCKS = frozenset(
         "parameters.pager",
         "scheduling.plan_maker",
         "scheduling.scheduler",
-        "storage.drive_turn_lock",
         "storage.encrypted",
         "storage.posix",
         "storage.spill_file",

@@ -122,17 +122,14 @@ def warn_shared_filesystem(paths: Sequence[Path]) -> None:
 MAX_VANISHED = 100
 """How often a directory is made again that another process of ours, which ends, has removed in between."""
 
-_SPILL_ADVICE = "because spill files hold training data. Remove it or take another path"
 
-
-def open_private(parent: int, path: Path, *, repair: bool = False, advice: str = _SPILL_ADVICE) -> int:
+def open_private(parent: int, path: Path, *, repair: bool = False) -> int:
     """Open (make) a 0700 directory of ours through ``parent``, so that nobody can swap it for a link in between.
 
     Args:
         parent: descriptor of the directory that ``path`` lies in. Anybody may be able to write there.
         path: only its name is looked up; the whole is for messages.
         repair: take the rights of others away instead of refusing.
-        advice: why it must be private and what to do, the end of the message.
 
     Returns:
         A descriptor of the directory, which the caller closes.
@@ -152,25 +149,25 @@ def open_private(parent: int, path: Path, *, repair: bool = False, advice: str =
     except PermissionError as error:
         # Ours we may read. Whose it is says more than that we may not.
         facts = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
-        raise _not_private(path, facts, advice) from error
+        raise _not_private(path, facts) from error
     try:
         facts = os.fstat(folder)
         is_open = facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
         if facts.st_uid == os.geteuid() and is_open and repair:
             os.fchmod(folder, 0o700)
         elif facts.st_uid != os.geteuid() or is_open:
-            raise _not_private(path, facts, advice)
+            raise _not_private(path, facts)
     except BaseException:
         os.close(folder)
         raise
     return folder
 
 
-def _not_private(path: Path, facts: os.stat_result, advice: str) -> StorageError:
+def _not_private(path: Path, facts: os.stat_result) -> StorageError:
     return StorageError(
         errno.EPERM,
         f"{path} belongs to user {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):04o}; allowed: user "
-        f"{os.geteuid()} with mode 0700, {advice}",
+        f"{os.geteuid()} with mode 0700, because spill files hold training data. Remove it or take another path",
     )
 
 

@@ -15,9 +15,9 @@ from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.spill_file import Arena
 
-__all__ = ["PROBE_BYTES", "Rates", "measure_rates", "read_back_ok"]
+__all__ = ["Rates", "measure_rates", "read_back_ok"]
 
-PROBE_BYTES = 16 << 20
+_PROBE_BYTES = 16 << 20
 """Enough for a first guess of a drive's rates: a run soon tells them better."""
 
 
@@ -33,7 +33,7 @@ def measure_rates(
     backend: Backend,
     directory: Path,
     *,
-    nbytes: int = PROBE_BYTES,
+    nbytes: int = _PROBE_BYTES,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     num_workers: int = DEFAULT_WORKERS,
 ) -> Rates:

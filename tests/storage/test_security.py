@@ -23,7 +23,6 @@ from lightning_ssd.errors import StorageError, UnsuitablePathError
 from lightning_ssd.storage import directories
 from lightning_ssd.storage import spill_file as arena_module
 from lightning_ssd.storage.directories import HeldDirectory
-from lightning_ssd.storage.drive_turn_lock import DriveLock
 from lightning_ssd.storage.spill_file import Arena
 from lightning_ssd.strategies import checkpoint_io as checkpoint_module
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
@@ -260,50 +259,6 @@ def test_parents_are_made_as_the_user_is_wont(world: Path) -> None:
     finally:
         os.umask(before)
     assert [mode_of(world / part) for part in ("data", "data/run", f"data/run/{RANK}")] == [0o755, 0o755, 0o700]
-
-
-@pytest.fixture
-def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where lock files lie."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "lightning_ssd"
-
-
-def put_strangers_file(path: Path, elsewhere: Path) -> None:
-    path.write_text("mine")
-    os.chown(path, STRANGER, STRANGER)
-
-
-def put_plain_directory(path: Path, elsewhere: Path) -> None:
-    path.mkdir()
-
-
-@pytest.mark.parametrize(
-    "put",
-    [
-        *(put_link, put_dangling_link, put_pipe, put_hard_link, put_plain_directory),
-        pytest.param(put_strangers_file, marks=needs_root, id="put_strangers_file"),
-    ],
-)
-def test_what_is_no_lock_file_of_ours_is_refused(put: Put, tmp_path: Path, locks: Path) -> None:
-    """Neither followed nor waited for. The directory is private; this is for one that was not always."""
-    DriveLock(tmp_path).close()
-    path = next(path for path in locks.iterdir() if path.suffix == ".write")
-    path.unlink()
-    put(path, tmp_path / "elsewhere")
-    num_open = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(StorageError, match=r"cannot open the lock file|allowed: a plain file"):
-        DriveLock(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == num_open
-
-
-@pytest.mark.parametrize("put", PLANTED)
-def test_what_others_put_in_the_place_of_the_lock_directory_is_refused(put: Put, tmp_path: Path, locks: Path) -> None:
-    put(locks, tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match=r"is a symbolic link or a file|belongs to user 54321"):
-        DriveLock(tmp_path)
-    if (tmp_path / "elsewhere").is_dir():
-        assert os.listdir(tmp_path / "elsewhere") == []
 
 
 def test_a_checkpoint_changes_the_mode_of_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,12 @@
-"""Tiers of host memory, closed after the test; copies that wait until they are let through; turns on a drive."""
+"""Tiers of host memory, closed after the test; copies that wait until they are let through."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from lightning_ssd.storage.drive_turn_lock import DriveLock
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers import transfer_queue
 from lightning_ssd.tiers.host import HostTier
@@ -46,18 +44,3 @@ def worker_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now_s = [0.0]
     monkeypatch.setattr(transfer_queue, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     return now_s
-
-
-@pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of the locks that turns are taken by, not that of the user."""
-    (tmp_path / "runtime").mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
-    return tmp_path / "runtime" / "lightning_ssd"
-
-
-@pytest.fixture
-def arbiter(runtime: Path, tmp_path: Path) -> Iterator[DriveLock]:
-    one = DriveLock(tmp_path)
-    yield one
-    one.close()
