@@ -39,7 +39,6 @@ from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.directories import HeldDirectory, created_directories, warn_shared_filesystem
 from lightning_ssd.storage.drive_probe import Rates, measure_rates
-from lightning_ssd.storage.encrypted import EncryptedBackend
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping
 from lightning_ssd.tiers.checksum import Sampler
@@ -278,16 +277,9 @@ def _needs(policy: OffloadPolicy, environment: Environment) -> Needs:
 
 
 def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
-    name = "parameters" if policy.parameters != "keep" else "gradients"
-    setting = f"OffloadPolicy.{name}={getattr(policy, name)!r}"
     if _is_device(environment):
         _refuse_on_device(policy, environment)
         return
-    if environment.hardware.encrypt:
-        raise ConfigError(
-            f"{setting} got HardwareProfile.encrypt=True: they are used from the file itself, "
-            f"which has them unencrypted; allowed: encrypt=False, or {name}='keep'"
-        )
     if policy.gradients != "keep" and environment.is_replicated:
         raise ConfigError(
             f"OffloadPolicy.gradients={policy.gradients!r} got several processes, which keep all gradients in the "
@@ -354,16 +346,12 @@ def _open_directories(stack: ExitStack, environment: Environment) -> tuple[Backe
         for directory in directories if environment.subdirectory else ():
             opened.callback(HeldDirectory(directory).close)
         backend, why = open_backend(
-            "posix" if hardware.encrypt else hardware.backend,
+            hardware.backend,
             directories=directories,
             device=environment.device,
             allow_unsuitable_paths=hardware.allow_unsuitable_paths,
         )
         opened.callback(backend.close)
-        if hardware.encrypt:
-            backend = EncryptedBackend(backend)
-            opened.callback(backend.close)
-            why = f"{why} (encrypt=True takes no other), with AES-256"
         stack.callback(opened.pop_all().close)
     return (backend if environment.wrap_backend is None else environment.wrap_backend(backend)), directories, why
 
@@ -424,7 +412,6 @@ def _open_plan_cache(policy: OffloadPolicy, environment: Environment) -> PlanCac
         environment.paths,
         max_slowdown=policy.max_slowdown,
         verify=policy.verify,
-        encrypt=environment.hardware.encrypt,
         backend=environment.hardware.backend,
     )
     return PlanCache(Path(policy.plan_cache).expanduser().absolute(), machine)

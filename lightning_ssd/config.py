@@ -312,21 +312,9 @@ class HardwareProfile:
     allow_unsuitable_paths: bool = False
     """Accept tmpfs (which is memory, so nothing is saved) and network file systems (which may be slow)."""
 
-    encrypt: bool = False
-    """Encrypt what goes to the drives, with a key that is drawn anew for each run and kept in memory only. Takes the
-    posix backend, a pass over the bytes in either direction, and the library ``cryptography``
-    (``pip install '.[encrypt]'`` in the checkout)."""
-
     def __post_init__(self) -> None:
         owner = type(self).__name__
         _check_choice(owner, "backend", self.backend, ("auto", "kvikio", "posix"))
-        if not isinstance(self.encrypt, bool):
-            raise ConfigError(f"{owner}.encrypt={self.encrypt!r}; allowed: True, False")
-        if self.encrypt and self.backend == "kvikio":
-            raise ConfigError(
-                f"{owner}.encrypt=True with backend='kvikio': bytes that go straight from the device to the drive "
-                "cannot be encrypted; allowed: backend='auto' or 'posix'"
-            )
         if self.host_memory != "auto":
             try:
                 parse_size(self.host_memory, name=f"{owner}.host_memory")

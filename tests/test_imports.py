@@ -72,7 +72,6 @@ RESERVED: dict[str, set[str]] = {
     "lightning": {"monitor", "strategies"},
     "pytorch_lightning": set(),
     "kvikio": {"storage.kvikio"},
-    "cryptography": {"storage.encrypted"},
     "hydra": {"cli.conf_files"},
     "omegaconf": {"cli.conf_files"},
     "wandb": {"reports.publish", "reports.wandb_account"},
@@ -204,7 +203,7 @@ def run_python(source: str) -> str:
 # that what counts is what we add to it.
 LIGHTNING_FIRST = """
 import sys
-unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "plotly", "xxhash", "cryptography")
+unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "plotly", "xxhash")
 unwanted += ("typer", "rich")
 def loaded(): return {name for name in unwanted if name in sys.modules}
 import lightning.pytorch

@@ -42,7 +42,6 @@ _TAKE_LOCKS = frozenset(
         "parameters.pager",
         "scheduling.plan_maker",
         "scheduling.scheduler",
-        "storage.encrypted",
         "storage.posix",
         "storage.spill_file",
         "tiers.host",

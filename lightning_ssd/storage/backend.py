@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Protocol
 
 from lightning_ssd.common.tensors import Region
-from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.spill_file import Arena
 
 __all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_WORKERS", "Backend", "WrappedBackend"]
@@ -62,15 +61,6 @@ class Backend(Protocol):
     def read(self, arena: Arena, region: Region, offset: int) -> None:
         """File to memory. Raises as :meth:`write`; reading behind the end of the file is a ShortTransferError."""
 
-    def map_or_read(self, arena: Arena, view: FileView, start: int, offset: int, nbytes: int) -> None:
-        """Show ``nbytes`` bytes of the file, from ``offset`` on, at ``start`` of a view: mapped, so that they cost no
-        memory; or read, where the file holds other bytes than were written. Whole pages.
-
-        Raises:
-            StorageError: they cannot be read.
-            MemoryError: they cannot be mapped.
-        """
-
     def close(self) -> None:
         """Free buffers and restore library-wide settings. Idempotent."""
 
@@ -109,9 +99,6 @@ class WrappedBackend:
 
     def read(self, arena: Arena, region: Region, offset: int) -> None:
         self.inner.read(arena, region, offset)
-
-    def map_or_read(self, arena: Arena, view: FileView, start: int, offset: int, nbytes: int) -> None:
-        self.inner.map_or_read(arena, view, start, offset, nbytes)
 
     def close(self) -> None:
         self.inner.close()

@@ -11,7 +11,6 @@ from typing import Any
 from lightning_ssd.common.profiling import spanned
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import BackendUnavailableError, ShortTransferError, StorageError
-from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.spill_file import Arena
@@ -67,9 +66,6 @@ class KvikioBackend:
     @spanned("lightning_ssd::read")
     def read(self, arena: Arena, region: Region, offset: int) -> None:
         self._move("read", arena, region, offset)
-
-    def map_or_read(self, arena: Arena, view: FileView, start: int, offset: int, nbytes: int) -> None:
-        arena.show(view, start, offset, nbytes)
 
     def close(self) -> None:
         settings, self._settings = self._settings, None

@@ -75,8 +75,6 @@ class Arena:
         """Whether the system may have lost bytes on their way to it."""
         self.is_sparse = False
         """Whether the file system cannot set space aside, so that it may be full when bytes come."""
-        self.write_numbers: Any = None
-        """Which write covers what (encryption)."""
         self._growth_bytes = growth_bytes
         self._clock = clock
         self._pid = os.getpid()

@@ -163,9 +163,9 @@ class SsdTier:
             mine.arena.free(mine.extent)
 
     def show(self, stored: StoredBytes, view: FileView, start: int, offset: int, nbytes: int) -> None:
-        """Part of a body, from ``offset`` on, at ``start`` of a view. It stays as it is until :meth:`free`."""
+        """Map part of a body, from ``offset`` on, at ``start`` of a view. It stays as it is until :meth:`free`."""
         mine = self._mine(stored)
-        self._backend.map_or_read(mine.arena, view, start, mine.extent.offset + offset, nbytes)
+        mine.arena.show(view, start, mine.extent.offset + offset, nbytes)
 
     def progress(self) -> Progress:
         return Progress(*self._writes.progress(), *self._reads.progress())

@@ -2,7 +2,6 @@
 
     python -m recipes.benchmarks.io --dir DIR [--size 2GiB] [--rounds 3] [--json FILE]
     python -m recipes.benchmarks.io --dir DIR --sweep          # which chunk size and how many workers
-    python -m recipes.benchmarks.io --dir DIR --encrypt        # what encryption costs
 
 All contenders run in turn within each round, since the rate of a drive drifts by up to two within an hour: only numbers
 of one round compare. Reported are medians over rounds, and medians of the rounds' ratios. Files are overwritten, as in
@@ -36,7 +35,6 @@ import torch
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
-from lightning_ssd.storage.encrypted import EncryptedBackend
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.filesystem import inspect_directory
 from lightning_ssd.telemetry.events import EventLog
@@ -123,9 +121,8 @@ class TierContender:
         *,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         num_workers: int = DEFAULT_WORKERS,
-        note: str = "",
     ) -> None:
-        self.name = f"ours, {num_workers} x {chunk_bytes >> 20} MiB{note}"
+        self.name = f"ours, {num_workers} x {chunk_bytes >> 20} MiB"
         self._reload = ReloadPool(2 * IN_FLIGHT_BYTES)
         self._tier = SsdTier(
             backend,
@@ -189,14 +186,9 @@ def open_tiers(
     tensors: Sequence[torch.Tensor],
     *,
     shapes: Sequence[tuple[int, int]],
-    encrypt: bool,
 ) -> list[TierContender]:
-    """One for each number of workers and chunk size, and one that encrypts where asked for. ``stack`` closes them."""
+    """Open one for each number of workers and chunk size. ``stack`` closes them."""
     made = [TierContender(backend, directory, tensors, chunk_bytes=size, num_workers=number) for number, size in shapes]
-    if encrypt:
-        encrypted = EncryptedBackend(backend)
-        stack.callback(encrypted.close)
-        made.append(TierContender(encrypted, directory, tensors, note=", encrypted"))
     for contender in made:
         stack.callback(contender.close)
     return made
@@ -370,7 +362,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-written", default="16GiB", help="refuse to write more than this in all")
     parser.add_argument("--sweep", action="store_true", help="compare chunk sizes and numbers of workers instead")
-    parser.add_argument("--encrypt", action="store_true", help="run ours with encryption, too")
     parser.add_argument("--json", type=Path, help="write environment, samples and medians here")
     return parser.parse_args(arguments)
 
@@ -380,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     nbytes = parse_size(args.size, name="--size")
     shapes = SWEEP if args.sweep else ((DEFAULT_WORKERS, DEFAULT_CHUNK_BYTES),)
-    planned = (args.rounds + 1) * nbytes * (len(shapes) + 1 + args.encrypt)
+    planned = (args.rounds + 1) * nbytes * (len(shapes) + 1)
     if planned > parse_size(args.max_written, name="--max-written"):
         sys.exit(f"this would write {planned / GIB:.1f} GiB; lower --size or --rounds, or raise --max-written")
     tensors = make_tensors(nbytes)
@@ -394,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fio = shutil.which("fio")
         other: Contender = FioContender(fio, args.dir, nbytes) if fio else PlainContender(backend, args.dir, nbytes)
         stack.callback(other.close)
-        ours = open_tiers(stack, backend, args.dir, tensors, shapes=shapes, encrypt=args.encrypt)
+        ours = open_tiers(stack, backend, args.dir, tensors, shapes=shapes)
         samples = race([other, *ours], args.rounds)
         for contender in ours:
             contender.check()

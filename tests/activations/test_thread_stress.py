@@ -109,17 +109,14 @@ def train(offloader: Offloader, seed: int, expected: list[torch.Tensor], leaves:
             offloader.end_backward()
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
 @pytest.mark.parametrize("activations", ["offload", "auto"])
-def test_packs_and_unpacks_of_many_threads(activations: str, encrypt: bool, spill_dir: Path) -> None:
+def test_packs_and_unpacks_of_many_threads(activations: str, spill_dir: Path) -> None:
     """Each of four threads packs several hundred tensors, while others collect, count and flush."""
-    if encrypt:
-        pytest.importorskip("cryptography", reason="needs the extra `encrypt`")
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.rand(size, generator=generator) for size in SIZES]
     expected = [gradient(leaf) for leaf in leaves]
     policy = OffloadPolicy(activations=activations, min_tensor_bytes=0, verify="sampled", max_slowdown=9.0)  # type: ignore[arg-type]
-    hardware = HardwareProfile(paths=spill_dir, encrypt=encrypt)
+    hardware = HardwareProfile(paths=spill_dir)
     with Offloader(policy=policy, hardware=hardware, _wrap_backend=ErraticBackend) as offloader:
         over = threading.Event()
 

@@ -31,7 +31,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 FIRST_TORCH, FIRST_LIGHTNING = (2, 9), (2, 6, 4)
 ROOT = Path(__file__).resolve().parents[2]
 PINNED_BY_US = ("torch", "lightning", "pytorch-lightning")
-TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "cryptography")
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
 FAST_TESTS = (
     "tests/test_public.py",
@@ -43,7 +43,6 @@ FAST_TESTS = (
     "tests/parity/test_functions.py",
     "tests/parity/test_inplace.py",
     "tests/storage/test_posix.py",
-    "tests/storage/test_encrypted.py",
     "tests/storage/test_security.py",
 )
 """What touches PyTorch's and Lightning's insides most, in less than two minutes on two cores."""

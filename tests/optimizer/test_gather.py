@@ -28,7 +28,7 @@ SHAPES = ((256, 300), (3,), (7, 1025), (0, 5))
 
 
 @contextmanager
-def opened(*directories: Path, encrypt: bool = False, fail_write: Fail | None = None) -> Iterator[OffloadedOptimizer]:
+def opened(*directories: Path, fail_write: Fail | None = None) -> Iterator[OffloadedOptimizer]:
     """An offloaded optimizer that has made a step; then the drives begin to fail."""
     backends: list[FaultyBackend] = []
 
@@ -36,7 +36,7 @@ def opened(*directories: Path, encrypt: bool = False, fail_write: Fail | None = 
         backends.append(FaultyBackend(backend))
         return backends[-1]
 
-    hardware = HardwareProfile(paths=list(directories), allow_unsuitable_paths=True, encrypt=encrypt)
+    hardware = HardwareProfile(paths=list(directories), allow_unsuitable_paths=True)
     with Offloader(
         policy=OffloadPolicy(optimizer_states="offload"), hardware=hardware, _wrap_backend=wrap
     ).open() as offloader:
@@ -63,12 +63,9 @@ def tensors() -> list[torch.Tensor]:
     return [torch.randn(shape).to(dtype) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
-def test_tensors_have_their_bits_while_training_goes_on(tmp_path: Path, encrypt: bool) -> None:
-    if encrypt:
-        pytest.importorskip("cryptography", reason="the extra `encrypt` is not installed")
+def test_tensors_have_their_bits_while_training_goes_on(tmp_path: Path) -> None:
     expected = [tensor.t() if tensor.ndim == 2 else tensor for tensor in tensors()]
-    with opened(tmp_path / "a", tmp_path / "b", encrypt=encrypt) as optimizer:
+    with opened(tmp_path / "a", tmp_path / "b") as optimizer:
         before = used_bytes(optimizer)
         spool = spool_of(optimizer, sum(tensor.nbytes for tensor in expected))
         found = [spool.put(tensor) for tensor in expected]

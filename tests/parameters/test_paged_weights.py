@@ -779,13 +779,6 @@ def test_nothing_frozen_is_told(opened: Callable[..., Offloader]) -> None:
         opened(Net())
 
 
-def test_encrypted_drives_are_refused(spill_dir: Path) -> None:
-    hardware = HardwareProfile(paths=[spill_dir], encrypt=True)
-    with pytest.raises(ConfigError, match=r"parameters='offload' got HardwareProfile\.encrypt=True"):
-        Offloader(policy=policy(), hardware=hardware).open()
-    assert not list(spill_dir.iterdir())
-
-
 def test_other_devices_are_refused(spill_dir: Path) -> None:
     offloader = Offloader(policy=policy(), hardware=HardwareProfile(paths=[spill_dir]), device="meta")
     with pytest.raises(ConfigError, match="allowed"):

@@ -49,13 +49,6 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"ours, 1 x 1 MiB", "ours, 2 x 4 MiB"} < {row["contender"] for row in rows}
 
 
-def test_with_encryption_beside(tmp_path: Path) -> None:
-    pytest.importorskip("cryptography", reason="needs the extra `encrypt`")
-    rows = run(tmp_path, "--encrypt")["medians"]
-    assert isinstance(rows, list)
-    assert {"ours, 2 x 16 MiB", "ours, 2 x 16 MiB, encrypted"} < {row["contender"] for row in rows}
-
-
 def test_limits_what_it_writes(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"would write 16\.0 GiB; lower --size or --rounds"):
         io.main(["--dir", str(tmp_path / "drive"), "--size", "1GiB", "--rounds", "7", "--max-written", "15GiB"])

@@ -124,7 +124,6 @@ BAD = {
     "hardware.write_rate": "x -1 0 fast",
     "hardware.read_rate": "x -1 0 [1]",
     "hardware.allow_unsuitable_paths": "maybe 1",
-    "hardware.encrypt": "maybe null",
 }
 """Values as on a command line."""
 

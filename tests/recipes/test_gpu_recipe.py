@@ -397,7 +397,7 @@ sys.meta_path = [Bare if finder is PathFinder else finder for finder in sys.meta
 """
 ABSENT = (
     *("pytest_timeout", "hypothesis", "xdist", "transformers", "tokenizers", "matplotlib", "wandb"),
-    *("cryptography", "jsonargparse", "nbclient", "nbformat"),
+    *("jsonargparse", "nbclient", "nbformat"),
 )
 
 

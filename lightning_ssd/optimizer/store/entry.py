@@ -57,7 +57,7 @@ class StoredCopy:
         return isinstance(self.tier, HostTier)
 
     def show(self, view: FileView, start: int, offset: int, nbytes: int) -> None:
-        """Part of it, from ``offset`` on, at ``start`` of a view: mapped, or (where the file is encrypted) read.
+        """Map part of it, from ``offset`` on, at ``start`` of a view.
 
         Raises:
             StorageError: it is in host memory.
