@@ -76,7 +76,6 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
     strategy_name = "ssd_offload_fsdp"
     description = "saved activations of a sharded model wait on SSD"
     is_sharded = True
-    compares_stalls = True
 
     def __init__(
         self,

@@ -43,8 +43,6 @@ class OffloadMixin(WithModule):
     """Of the name, in Lightning's registry."""
     is_sharded = False
     """Whether processes have shards of the model, or each has all of it."""
-    compares_stalls = False
-    """Whether processes tell each other how long they waited: only where every backward makes them meet anyway."""
 
     def __init__(
         self,
@@ -68,14 +66,6 @@ class OffloadMixin(WithModule):
     def stats(self) -> OffloadStats:
         """Counters of the present or last ``fit`` in this process."""
         return OffloadStats() if self.offloader is None else self.offloader.stats
-
-    @property
-    def rank_stalls_s(self) -> tuple[float, ...]:
-        """Of each process: seconds that it waited for its drives between the last two comparisons of all processes.
-
-        Empty before the first one, with one process, and with strategies that do not compare.
-        """
-        return () if self._session is None else self._session.rank_stalls_s
 
     # -- from setup to teardown ----------------------------------------------------------------------------------
 
@@ -111,7 +101,6 @@ class OffloadMixin(WithModule):
                 # With manual optimization one process may have backwards of its own, whose end would wait for who does
                 # not come: then each plans by itself.
                 meets_others=lambda: self.module.automatic_optimization,
-                compares_stalls=self.compares_stalls,
             )
         return self._session
 

@@ -1,9 +1,8 @@
-"""What a strategy has while it trains: an offloader, and what processes tell each other about it."""
+"""What a strategy has while it trains: an offloader, in agreement with those of other processes."""
 
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,13 +11,11 @@ from typing import Protocol
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ssd._environment import rank_directory
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.strategies.batch_size_finder import BatchSizeFinderAdapter
-from lightning_ssd.strategies.stragglers import StragglerMonitor
 
 __all__ = ["FitSession", "OffloadSession", "Owner", "check_options"]
 
@@ -104,12 +101,9 @@ class FitSession(OffloadSession):
         owner: looked at now, and not kept.
         trainer: about to fit.
         meets_others: once :attr:`is_set_up`; before, all processes come by alike.
-        compares_stalls: processes tell each other how long they waited.
     """
 
-    def __init__(
-        self, owner: Owner, trainer: pl.Trainer, *, meets_others: Callable[[], bool], compares_stalls: bool
-    ) -> None:
+    def __init__(self, owner: Owner, trainer: pl.Trainer, *, meets_others: Callable[[], bool]) -> None:
         directory = trainer.default_root_dir
         super().__init__(owner, default_directory=None if "://" in directory else directory, meets_others=meets_others)
         self.is_set_up = False
@@ -117,17 +111,11 @@ class FitSession(OffloadSession):
         self.num_borders = 0
         """Backwards that have ended."""
         self._size_trial = BatchSizeFinderAdapter(trainer)
-        self._stall_watch = StragglerMonitor(self._from_all) if owner.is_distributed and compares_stalls else None
 
     @property
     def meets_others(self) -> bool:
         """Whether there are other processes, and all come by alike just now."""
         return self._meets_others is not None and (not self.is_set_up or self._meets_others())
-
-    @property
-    def rank_stalls_s(self) -> tuple[float, ...]:
-        """Of each process: seconds that it waited for its drives between the last two comparisons."""
-        return () if self._stall_watch is None else self._stall_watch.stalls_s
 
     def translated(self) -> AbstractContextManager[None]:
         """For the batch-size finder, around what may raise :class:`~lightning_ssd.errors.BudgetError`."""
@@ -140,21 +128,6 @@ class FitSession(OffloadSession):
             if self._size_trial.is_on:
                 self.offloader.wait_for_plan()  # a trial is to end with a verdict, not before it
         self.num_borders += 1
-        if self._stall_watch is not None and self.meets_others and self._stall_watch.is_due():
-            states = self.offloader.optimizer_stats
-            stall_s = self.offloader.stats.stall_s + sum(optimizer.stall_s for optimizer in states)
-            warning = self._stall_watch.compare(stall_s, time.perf_counter())
-            if warning is not None:
-                rank_zero_warn(warning, category=UserWarning)
-
-    def _from_all(self, values: Sequence[float]) -> list[list[float]]:
-        """Every process' numbers, in the order of ranks."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
-        if not torch.distributed.is_initialized():
-            return [mine.tolist()]
-        gathered = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(gathered, mine)
-        return [numbers.tolist() for numbers in gathered]
 
 
 def _end_of_process(reference: weakref.ref[Offloader]) -> None:

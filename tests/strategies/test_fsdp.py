@@ -13,7 +13,6 @@ from lightning_ssd.activations.dtensor_hooks import shards_unwrapped
 from lightning_ssd.common.dtensor import as_piece, even_numel, local_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.checkpoint.sharded import saved_in_full
-from lightning_ssd.strategies.stragglers import StragglerMonitor
 from tests.support.processes import run_script
 
 SCENARIOS = (
@@ -245,32 +244,3 @@ def test_pieces_of_shards(mesh):
     assert as_piece(torch.ones(2), torch.ones(4)).shape == (2,)
     assert even_numel(whole) == 64 * 64
     assert even_numel(torch.ones(3, 5)) == 15
-
-
-# -- stalls ----------------------------------------------------------------------------------------------------------
-
-
-def test_processes_compare_their_stalls_seldom():
-    watch = StragglerMonitor(lambda values: [values])
-    assert [number for number in range(1, 260) if watch.is_due()] == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
-
-
-def compared(other_s):
-    """Two comparisons, 60 s apart, of a process that waited 2 s and another one that waited ``other_s``."""
-    told = []
-    watch = StragglerMonitor(lambda values: told.append(values) or [values, [other_s if len(told) > 1 else 0.0, 60.5]])
-    assert watch.compare(5.0, 100.0) is None
-    return watch, watch.compare(7.0, 160.0), told
-
-
-def test_a_process_that_waits_much_longer_than_others_is_named_once():
-    watch, warning, told = compared(12.0)
-    assert told == [[0.0, 0.0], [2.0, 60.0]]
-    assert watch.stalls_s == (2.0, 12.0)
-    assert "process 1 waited 12.0 s for its drives within 60.0 s, the luckiest one 2.0 s" in warning
-    assert watch.compare(9.0, 161.0) is None
-
-
-@pytest.mark.parametrize("other_s", [0.0, 2.0, 7.9])
-def test_stalls_that_differ_little_are_no_news(other_s):
-    assert compared(other_s)[1] is None

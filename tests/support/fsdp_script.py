@@ -198,8 +198,7 @@ def adamw(**options: Any) -> Any:
 def training(directory: Path) -> None:
     """FSDP2, resharded after forward or not, clipped by norm and accumulated."""
     for make in (Sharded, Unsharded):
-        strategy = compare(make, directory, gradient_clip_val=0.1, accumulate_grad_batches=2, max_epochs=2)
-        assert len(strategy.rank_stalls_s) == 2
+        compare(make, directory, gradient_clip_val=0.1, accumulate_grad_batches=2, max_epochs=2)
 
 
 def optimizers(directory: Path) -> None:
