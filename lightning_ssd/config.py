@@ -7,59 +7,22 @@ written, so that ``repr`` prints what the user wrote, and read through :func:`pa
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import math
 import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from lightning_ssd.common.validation import Size, parse_size, refuse_misread
-from lightning_ssd.errors import ConfigError, UnknownSettingError
+from lightning_ssd.errors import ConfigError
 
-__all__ = ["HardwareProfile", "OffloadPolicy", "names_mistakes"]
-
-_T = TypeVar("_T")
-
+__all__ = ["HardwareProfile", "OffloadPolicy"]
 
 _ACTIVATIONS = ("auto", "offload", "keep", "recompute", "recompute_offload")
 _BLOCKS = "blocks"
 _MIN_MEMORY_BUDGET = 1 << 20
 _WEAR = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*DWPD\s*", re.IGNORECASE)
-
-
-def names_mistakes(cls: type[_T]) -> type[_T]:
-    """Let a class that takes everything by name say which name a mistyped one is near to, or whose it is."""
-    build = cls.__init__
-    taken = [name for name in inspect.signature(build).parameters if name != "self"]
-    allowed = ", ".join(name for name in taken if not name.startswith("_"))
-
-    @functools.wraps(build)
-    def checked(self: _T, *args: Any, **settings: Any) -> None:
-        if args:
-            raise UnknownSettingError(
-                f"{cls.__name__} takes its settings by name, and got {args[0]!r} without one; allowed: {allowed}"
-            )
-        for name, value in settings.items():
-            if name not in taken:
-                hint = _hint(name, value, taken)
-                raise UnknownSettingError(f"{cls.__name__} has no setting {name}{hint}; allowed: {allowed}")
-        build(self, **settings)
-
-    cls.__init__ = checked  # type: ignore[method-assign, assignment]
-    return cls
-
-
-def _hint(name: str, value: object, taken: Sequence[str]) -> str:
-    """What may have been meant by a name that is not taken here."""
-    for argument, owner in (("policy", OffloadPolicy), ("hardware", HardwareProfile)):
-        if name in inspect.signature(owner).parameters:
-            setting = f"{owner.__name__}({name}={value!r})"
-            return f", it is one of {owner.__name__}: {argument + '=' if argument in taken else ''}{setting}"
-    near = difflib.get_close_matches(name, taken, n=1)
-    return f", did you mean {near[0]}?" if near else ""
 
 
 def _check_choice(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:
@@ -83,7 +46,6 @@ def _as_tuple(name: str, value: object, allowed: str) -> tuple[object, ...]:
     return tuple(value)
 
 
-@names_mistakes
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPolicy:
     """What is moved, and how much slower a step may get for it. Every default works without a thought."""
@@ -280,7 +242,6 @@ class OffloadPolicy:
         return parse_size(self.min_tensor_bytes)
 
 
-@names_mistakes
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
     """Where offloaded bytes go, and with what."""

@@ -4,7 +4,6 @@
 
     OffloadError
     |-- ConfigError (also ValueError)        a setting is wrong; nothing was opened or changed
-    |   `-- UnknownSettingError (TypeError)   a setting of that name does not exist
     |-- StorageError (also OSError)          a directory, file or drive refused
     |   |-- UnsuitablePathError              tmpfs, network file system, not writable
     |   |-- OutOfSpaceError                  the file system is full (ENOSPC, EDQUOT)
@@ -39,7 +38,6 @@ __all__ = [
     "RecomputeError",
     "ShortTransferError",
     "StorageError",
-    "UnknownSettingError",
     "UnsuitablePathError",
     "as_storage_error",
     "copy_of",
@@ -59,10 +57,6 @@ class OffloadError(Exception):
 
 class ConfigError(OffloadError, ValueError):
     """A setting is wrong. The message gives the dotted name, the value and what is allowed."""
-
-
-class UnknownSettingError(ConfigError, TypeError):
-    """There is no setting of that name. Also a ``TypeError``, which Python itself raises for an unknown argument."""
 
 
 class BudgetError(OffloadError, ValueError):

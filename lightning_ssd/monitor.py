@@ -20,7 +20,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_ssd._run_facts import machine_of, settings_of, versions
-from lightning_ssd.config import names_mistakes
 from lightning_ssd.memory.readings import read_memory, reset_device_peak, reset_host_peak
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.reports.charts import step_charts
@@ -39,7 +38,6 @@ _TB = 10**12
 _WITHOUT_OFFLOADER = ("time/step_s", "memory/device_peak_gib", "memory/host_peak_gib")
 
 
-@names_mistakes
 class OffloadMonitor(Callback):
     """Records memory peaks, what moved, and what it cost.
 

@@ -26,7 +26,7 @@ from lightning_ssd.common.held_locks import may_hold_lock
 from lightning_ssd.common.restore import put_back_all
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.common.validation import expect, typed
-from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
+from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.memory.readings import read_memory
 from lightning_ssd.optimizer.offloaded_optimizer import NO_OPTIMIZER, OffloadedOptimizer
@@ -48,7 +48,6 @@ from lightning_ssd.wear.meter import WearMeter
 __all__ = ["Offloader"]
 
 
-@names_mistakes
 class Offloader:
     """Moves the saved activations of one process and one device to SSD and back.
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd.common.accelerators import device_types
-from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
+from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.strategies._lightning_compat import (
@@ -49,7 +49,6 @@ from lightning_ssd.telemetry.stats import OffloadStats
 __all__ = ["SSDOffloadFabricStrategy", "register"]
 
 
-@names_mistakes
 class SSDOffloadFabricStrategy(DDPStrategy):
     """Trains with saved activations on SSD, in a loop of one's own: bit for bit the same results, with less memory.
 

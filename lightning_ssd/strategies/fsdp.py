@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_ssd.activations.dtensor_hooks import shards_unwrapped
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.common.status_line import StatusLine
-from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
+from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies.mixin import OffloadMixin
@@ -30,7 +30,6 @@ Size = int | Literal["auto"]
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
-@names_mistakes
 class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` with what the policy says on SSD, bit for bit the same.
 

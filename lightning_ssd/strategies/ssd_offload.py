@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_ssd.config import HardwareProfile, OffloadPolicy, names_mistakes
+from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies.ddp_options import StartMethod, ddp_arguments
 from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
@@ -27,7 +27,6 @@ from lightning_ssd.strategies.single_or_ddp import GroupOptions, HookOptions, Si
 __all__ = ["SSDOffloadStrategy", "register"]
 
 
-@names_mistakes
 class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
     """Trains with saved activations on SSD: bit for bit the same results, with less memory.
 

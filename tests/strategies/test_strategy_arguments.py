@@ -44,13 +44,6 @@ def test_wrong_arguments_are_refused_at_once(arguments, message):
         SSDOffloadStrategy(**arguments)
 
 
-def test_a_mistyped_argument_is_named():
-    with pytest.raises(TypeError, match="polcy, did you mean policy"):
-        SSDOffloadStrategy(polcy=OffloadPolicy())
-    with pytest.raises(TypeError, match="takes its settings by name, and got OffloadPolicy"):
-        SSDOffloadStrategy(OffloadPolicy())
-
-
 def test_devices_that_we_do_not_serve_are_refused():
     strategy = SSDOffloadStrategy(parallel_devices=[torch.device("mps")])
     with pytest.raises(ConfigError, match="got a device of type 'mps'; allowed: 'cpu', 'cuda'"):
