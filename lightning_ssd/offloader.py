@@ -22,7 +22,6 @@ from lightning_ssd.common.collectives import AllReduceMin, have_same
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.exit_guard import close_at_exit
 from lightning_ssd.common.first_calls import settle_first_calls
-from lightning_ssd.common.held_locks import may_hold_lock
 from lightning_ssd.common.restore import put_back_all
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.common.validation import expect, typed
@@ -46,6 +45,9 @@ from lightning_ssd.tiers.streams import CopyEngine, HostCopies, StreamCopies
 from lightning_ssd.wear.meter import WearMeter
 
 __all__ = ["Offloader"]
+
+_NUMBERS_S, _PATIENCE_S = 0.05, 60.0
+"""For so long those who ask for numbers, and those who end or wait for our work, wait for a lock of ours to be free."""
 
 
 class Offloader:
@@ -212,10 +214,15 @@ class Offloader:
 
         Raises:
             StorageError: a read had failed for good; the thread that waited for it has seen the same error.
-            RuntimeError: a signal handler or a finalizer calls it in the middle of our own work. Nothing is closed.
+            RuntimeError: a signal handler calls it in the middle of our own work. Nothing is closed.
         """
-        if self.is_open and not self._is_foreign:
-            _refuse_within("close", is_stepping=any(optimizer.is_stepping_here for optimizer in self._optimizers))
+        if self._cache is not None and not self._is_foreign:
+            if any(optimizer.is_stepping_here for optimizer in self._optimizers):
+                raise RuntimeError(
+                    "close() was called in the middle of a step of an offloaded optimizer, by a signal handler or a "
+                    "hook. Nothing was done. Set a flag there, and close the offloader after optimizer.step()"
+                )
+            _refuse_within("close", self._cache)
         put_back_all()
         resources, cache = self._resources, self._cache
         if resources is None or cache is None:
@@ -445,29 +452,28 @@ class Offloader:
         if wear is not None and wear.is_rated and (warning := wear.border(self._moved().bytes_written)) is not None:
             warnings.warn(warning, stacklevel=2)
         if has_counted:
-            self._snapshot()  # for whoever asks where a lock may be held
+            self._snapshot()  # for a signal handler that asks while the lock is held
 
     def wait_for_plan(self) -> None:
         """Block until the plan under way has been made; the next step follows it. Training never needs it.
 
         Raises:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
-            RuntimeError: a signal handler or a finalizer calls it in the middle of our own work.
+            RuntimeError: a signal handler calls it in the middle of our own work.
         """
         if self._parts.scheduler is not None and self.is_open:
-            self._opened()
-            _refuse_within("wait_for_plan")
+            _refuse_within("wait_for_plan", self._opened())
             self._parts.scheduler.wait()
 
     def flush(self) -> None:
         """Wait until everything queued has left. Training never needs it; tests and measurements do.
 
         Raises:
-            RuntimeError: a signal handler or a finalizer calls it in the middle of our own work.
+            RuntimeError: a signal handler calls it in the middle of our own work.
         """
         if self.is_open:
             cache = self._opened()
-            _refuse_within("flush")
+            _refuse_within("flush", cache)
             cache.flush()
 
     def _opened(self) -> TensorCache:
@@ -487,16 +493,14 @@ class Offloader:
     def stats(self) -> OffloadStats:
         """Counters since :meth:`open`; after :meth:`close` those of the end. A fork has none of its own.
 
-        A signal handler or a finalizer that runs in the middle of our own work gets those of the last backward.
+        Where a lock of ours is not free for 50 ms, because a signal handler has interrupted who holds it, those of the
+        last backward.
         """
         return self._snapshot() if self.is_open else self._last_stats
 
     @property
     def optimizer_stats(self) -> tuple[OptimizerStats, ...]:
-        """Counters of each offloaded optimizer; after :meth:`close` those of the end.
-
-        In the middle of our own work those of its last step, see :attr:`stats`.
-        """
+        """Counters of each offloaded optimizer; after :meth:`close` those of the end."""
         own = () if self._is_foreign else tuple(optimizer.stats for optimizer in self._optimizers)
         return self._last_optimizer_stats + own
 
@@ -506,7 +510,7 @@ class Offloader:
     def _snapshot(self) -> OffloadStats:
         if self._cache is None or self._is_foreign:
             return self._last_stats
-        if may_hold_lock():
+        if not self._cache.is_free_within(_NUMBERS_S):
             return self._known_stats
         known, ssd = self._known_stats, self._parts.tiers.ssd
         if ssd is None:
@@ -593,20 +597,18 @@ class Offloader:
 
     @property
     def machine(self) -> Machine | None:
-        """The tiers' rates that plans are made with; ``None`` without a planner, or in the middle of our own work (a
-        signal handler). May measure the drives.
-        """
+        """The tiers' rates that plans are made with; ``None`` without a planner. May measure the drives."""
         scheduler = self._parts.scheduler
-        if scheduler is None or not self.is_open or self._is_foreign or may_hold_lock():
+        if scheduler is None or not self.is_open or self._is_foreign:
             return None
         return scheduler.machine
 
     @property
     def drive_rates(self) -> TierRates | None:
         """Bytes per second of the drives together: what plans are made with, once there is one, else what the run has
-        shown; ``None``: nothing moves to drives, or nobody can tell in the middle of our own work. Measures nothing.
+        shown; ``None``: nothing moves to drives. Measures nothing.
         """
-        if self._cache is None or self._is_foreign or may_hold_lock():
+        if self._cache is None or self._is_foreign:
             return None
         return self._cache.drive_rates if self.plan_report is None else (self.machine or Machine()).ssd
 
@@ -641,16 +643,18 @@ class Offloader:
         )
 
     def _take_worst(self) -> SavedBytes | None:
-        return None if self._cache is None or self._is_foreign or may_hold_lock() else self._cache.take_worst()
+        if self._cache is None or self._is_foreign or not self._cache.is_free_within(_NUMBERS_S):
+            return None
+        return self._cache.take_worst()
 
 
-def _refuse_within(name: str, *, is_stepping: bool = False) -> None:
-    """Whoever has to wait for a lock cannot be served where this thread may hold one."""
-    if is_stepping or may_hold_lock():
+def _refuse_within(name: str, cache: TensorCache) -> None:
+    """Refuse what would wait for ever, because a signal handler has interrupted this thread where it holds a lock."""
+    if not cache.is_free_within(_PATIENCE_S):
         raise RuntimeError(
-            f"{name}() expects to be called between our own operations; a signal handler or a finalizer has called it "
-            "in the middle of one, and would wait for it for ever. Nothing was done. Set a flag there and call it in "
-            "the training loop, or raise an exception that ends the loop"
+            f"{name}() has waited {_PATIENCE_S:g} s for a lock that this thread seems to hold itself: a signal handler "
+            f"has interrupted our own work. Nothing was done. Set a flag there, and call {name}() in the training "
+            "loop; or raise an exception that ends the loop"
         )
 
 

@@ -55,7 +55,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "_run_facts": {"memory", "offloader"},
     "reports": {"errors", "common", "telemetry"},
-    "monitor": {"config", "memory", "telemetry", "offloader", "_run_facts", "reports"},
+    "monitor": {"memory", "telemetry", "offloader", "_run_facts", "reports"},
     "strategies": {
         *("errors", "common", "config", "telemetry", "activations", "optimizer", "optimizer.checkpoint"),
         *("_environment", "offloader", "monitor"),

@@ -35,7 +35,7 @@ from lightning_ssd.activations.storage_state import State
 from lightning_ssd.activations.weight_copies import SavedCopy, WeightCopies
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error, pytorch_wording, resized_error
 from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
-from lightning_ssd.common.waiting import Latch
+from lightning_ssd.common.waiting import Latch, is_free_within
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.memory.readings import available_bytes, level_bytes, peak_bytes
@@ -348,6 +348,10 @@ class TensorCache:
         self.cancel_writes()
         self._fetcher.abort()
         self._warned_of_writes = True
+
+    def is_free_within(self, timeout_s: float) -> bool:
+        """Wait for the accounting lock, but no longer than this; return whether it is free."""
+        return is_free_within(timeout_s, self.accounting.lock)
 
     def snapshot(self, *, disk_bytes: int, busy_s: tuple[float, float], num_retries: int) -> OffloadStats:
         """The counters, completed with what only the tier knows."""

@@ -9,13 +9,29 @@ signal between the end of their ``__enter__`` and the block.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["Changes", "Latch"]
+__all__ = ["Changes", "Latch", "is_free_within"]
 
 T = TypeVar("T")
+_LOOK_S = 0.001
+
+
+def is_free_within(timeout_s: float, lock: threading.Lock) -> bool:
+    """Wait until nothing holds the lock, but no longer than this; return whether nothing does. Do not take it.
+
+    For methods that signal handlers call: one that has interrupted who holds the lock would wait for it for ever.
+    ``acquire(timeout=)`` would do, but an interrupt right after it leaves the lock taken.
+    """
+    until_s = time.monotonic() + timeout_s
+    while lock.locked():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True
 
 
 class Latch:

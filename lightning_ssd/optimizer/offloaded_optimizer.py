@@ -20,7 +20,6 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.common.held_locks import may_hold_lock
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.optimizer.checkpoint.gather import full_nbytes, full_states
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
@@ -104,7 +103,6 @@ class OffloadedOptimizer(Optimizer):
         self._broken: str | None = None
         self._last: Snapshot | None = None
         self._last_stats: OptimizerStats | None = None
-        self._known_stats = OptimizerStats()
         self._states.register(self.param_groups)
         try:
             self._look_for_others()
@@ -264,7 +262,6 @@ class OffloadedOptimizer(Optimizer):
         self._states.rebalance()
         for warning in self._states.take_warnings():
             warnings.warn(warning, stacklevel=7)  # who calls step(), behind its hooks and the compiler's
-        self._count()  # for whoever asks where a lock may be held
         return changes.result(loss)
 
     def _prepare(self) -> None:
@@ -402,19 +399,10 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def stats(self) -> OptimizerStats:
-        """Counters since the beginning; where this thread may be in the middle of our own work, as in a signal handler,
-        those of the last step.
-        """
+        """Return the counters since the beginning. Takes no lock, so that a signal handler may ask."""
         if self._last_stats is not None:
             return self._last_stats
-        return self._known_stats if may_hold_lock() else self._count()
-
-    def _count(self) -> OptimizerStats:
-        known = self._known_stats
-        stats = replace(self._states.stats(), num_steps=self._num_steps, step_s=self._step_s)
-        if self._known_stats is known:  # else a signal handler has asked meanwhile, later than we have
-            self._known_stats = stats
-        return stats
+        return replace(self._states.stats(), num_steps=self._num_steps, step_s=self._step_s)
 
     def flush(self) -> None:
         """Wait until everything is on its drive. Training never needs it."""

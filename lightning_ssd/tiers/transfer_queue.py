@@ -149,9 +149,7 @@ class TransferQueue:
         self._seq = itertools.count(1)
         self._num_active = 0  # workers that have claimed something; of these, those that wait are not busy
         self._num_done = 0  # chunks
-        self._num_busy = 0
-        self._busy_since = 0.0
-        self._busy_s = 0.0
+        self._busy = 0, 0.0, 0.0  # workers now, since when any, seconds before; in one piece: progress() takes no lock
         self._moved_bytes = 0
         self._closed = False
         self._fault: BaseException | None = None
@@ -191,10 +189,10 @@ class TransferQueue:
                 self._announce(transfer)
 
     def progress(self) -> tuple[int, float]:
-        """Bytes moved so far, and the seconds in which at least one worker was busy."""
-        with self._lock:
-            under_way_s = time.perf_counter() - self._busy_since if self._num_busy else 0.0
-            return self._moved_bytes, self._busy_s + under_way_s
+        """Return the bytes moved so far, and the seconds in which at least one worker was busy. Takes no lock."""
+        now_s = time.perf_counter()  # first: else it may be later than what ends the busy time, and the sum would fall
+        num_busy, since_s, busy_s = self._busy
+        return self._moved_bytes, busy_s + (max(now_s - since_s, 0.0) if num_busy else 0.0)
 
     def wait_idle(self) -> None:
         """Block until every submitted move has ended.
@@ -349,12 +347,13 @@ class TransferQueue:
 
     def _count_busy(self, change: int) -> None:
         """With the lock held: one worker more or less is busy."""
-        now = time.perf_counter()
-        if self._num_busy == 0:
-            self._busy_since = now
-        self._num_busy += change
-        if self._num_busy == 0:
-            self._busy_s += now - self._busy_since
+        now_s = time.perf_counter()
+        num_busy, since_s, busy_s = self._busy
+        if num_busy == 0:
+            since_s = now_s
+        elif num_busy + change == 0:
+            busy_s += now_s - since_s
+        self._busy = num_busy + change, since_s, busy_s
 
     def _begin(self, transfer: Transfer) -> None:
         transfer.start_s = time.perf_counter()

@@ -1,0 +1,172 @@
+"""A signal handler, or a finalizer, that runs while its thread holds a lock of ours asks for numbers, and gets some."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd import Offloader
+from lightning_ssd import offloader as offloader_module
+from lightning_ssd.common.waiting import is_free_within
+from lightning_ssd.telemetry.stats import OffloadStats
+from tests.support.helpers import EAGER, PLANNING, Setup, open_offloader, within
+from tests.support.offloader_steps import step
+from tests.support.patience import PATIENCE_S
+
+AtALock = tuple[Offloader, list[Callable[[], object]]]
+
+
+@pytest.fixture
+def at_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AtALock]:
+    """An offloader, and what is called while a pack holds the lock of its accounting."""
+    calls: list[Callable[[], object]] = []
+    with open_offloader(tmp_path, EAGER) as offloader:
+        accounting = offloader._opened().accounting
+        opened = accounting.opened
+
+        def wrapped(record: Any) -> None:
+            assert accounting.lock.locked()
+            while calls:
+                calls.pop()()
+            opened(record)
+
+        monkeypatch.setattr(accounting, "opened", wrapped)
+        yield offloader, calls
+
+
+def pack(offloader: Offloader) -> None:
+    with offloader.saved_tensors():
+        torch.randn(64, 64, requires_grad=True).exp().sin().sum()
+
+
+def numbers(offloader: Offloader) -> tuple[object, ...]:
+    return offloader.stats, offloader.optimizer_stats, offloader.drain_metrics()["io/write_gib"], offloader.drive_rates
+
+
+def test_numbers_are_those_of_the_last_backward(at_a_lock: AtALock) -> None:
+    offloader, calls = at_a_lock
+    step(offloader)
+    known, found = offloader.stats, list[tuple[object, ...]]()
+    calls.append(lambda: found.append(numbers(offloader)))
+    within(60, lambda: pack(offloader))
+    assert [one[0] for one in found] == [known]
+    assert offloader.stats.num_saved > known.num_saved
+
+
+def test_a_signal_handler(at_a_lock: AtALock) -> None:
+    offloader, calls = at_a_lock
+    step(offloader)
+    known, found = offloader.stats, list[OffloadStats]()
+    calls.append(lambda: signal.raise_signal(signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, lambda *_: found.append(offloader.stats))
+    try:
+        pack(offloader)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [known]
+
+
+def test_a_finalizer(at_a_lock: AtALock) -> None:
+    offloader, calls = at_a_lock
+    found: list[object] = []
+
+    class Dashboard:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            found.append(numbers(offloader)[:3])
+
+    def die() -> None:
+        Dashboard()
+        gc.collect()
+
+    calls.append(die)
+    within(60, lambda: step(offloader))
+    assert found == [(OffloadStats(), (), 0.0)]
+
+
+def test_a_lock_that_comes_later_in_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that holds it asks, while the thread that trains holds the first one and waits for the second."""
+    found: list[OffloadStats] = []
+    with open_offloader(tmp_path, EAGER) as offloader:
+        cache = offloader._opened()
+        queue, lock = cache._tiers.ssd._writes, cache.accounting.lock  # type: ignore[union-attr]
+        claim, claims, holds = queue._claim, threading.Event(), threading.Event()
+
+        def claimed() -> Any:
+            if not found:
+                claims.set()
+                assert holds.wait(30)
+                found.append(offloader.stats)
+            return claim()
+
+        monkeypatch.setattr(queue, "_claim", claimed)
+
+        def train() -> None:
+            with offloader.saved_tensors():
+                y = torch.randn(64, 64, requires_grad=True).exp()
+            assert claims.wait(30), "else all may be over before the worker has begun"
+            with lock:
+                holds.set()
+                with queue._lock:
+                    assert found
+            y.sum().backward()
+
+        within(60, train)
+    assert len(found) == 1
+
+
+def test_whoever_holds_the_lock_of_a_queue_gets_all_numbers(tmp_path: Path) -> None:
+    with open_offloader(tmp_path, EAGER) as offloader:
+        step(offloader)
+        ssd = offloader._opened()._tiers.ssd
+        assert ssd is not None
+        expected, found = offloader.stats, list[OffloadStats]()
+
+        def ask() -> None:
+            with ssd._writes._lock, ssd._reads._lock:
+                found.append(offloader.stats)
+
+        within(60, ask)
+        assert found == [expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "setup"), [("close", EAGER), ("flush", EAGER), ("wait_for_plan", PLANNING)], ids=lambda one: str(one)[:13]
+)
+def test_what_has_to_wait_is_refused(name: str, setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloader_module, "_PATIENCE_S", 0.1)
+    with open_offloader(tmp_path, setup) as offloader:
+        step(offloader)
+        with (
+            offloader._opened().accounting.lock,
+            pytest.raises(RuntimeError, match=rf"^{name}\(\) has waited 0.1 s"),
+        ):
+            within(60, getattr(offloader, name))
+        assert offloader.is_open
+        step(offloader)
+        within(60, getattr(offloader, name))
+        assert offloader.is_open == (name != "close")
+
+
+def test_a_lock_is_waited_for_and_not_taken() -> None:
+    lock = threading.Lock()
+    assert is_free_within(0, lock)
+    with lock:
+        begin_s = time.monotonic()
+        assert not is_free_within(0.1, lock)
+        assert time.monotonic() - begin_s >= 0.1
+    assert not lock.locked()
+    lock.acquire()
+    threading.Timer(0.1, lock.release).start()
+    assert is_free_within(PATIENCE_S, lock)
+    assert not lock.locked()
