@@ -355,8 +355,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: StrategyNames) -> None:
         """Make ``Fabric(strategy="ssd_offload")`` mean this class; again (after a reload) without an error."""
-        for name in (cls.strategy_name, f"{cls.strategy_name}_activations"):
-            register_name(strategy_registry, name, cls, "saved activations wait on SSD")
+        register_name(strategy_registry, cls.strategy_name, cls, "saved activations wait on SSD")
 
 
 def _may_install() -> bool:
@@ -380,8 +379,8 @@ def register() -> None:
     other = sys.modules.get("lightning_fabric.strategies")
     if other is not None:
         # Not supported, but a Fabric of that package would call the name invalid and leave the user guessing.
-        for name in (SSDOffloadFabricStrategy.strategy_name, f"{SSDOffloadFabricStrategy.strategy_name}_activations"):
-            register_name(other.STRATEGY_REGISTRY, name, _refuse_lightning_fabric, "see lightning.fabric")
+        name = SSDOffloadFabricStrategy.strategy_name
+        register_name(other.STRATEGY_REGISTRY, name, _refuse_lightning_fabric, "see lightning.fabric")
 
 
 def _refuse_lightning_fabric() -> NoReturn:

@@ -38,7 +38,6 @@ class OffloadMixin(WithModule):
     """
 
     strategy_name: str
-    aliases: tuple[str, ...] = ()
     description: str
     """Of the name, in Lightning's registry."""
     is_sharded = False
@@ -213,8 +212,7 @@ class OffloadMixin(WithModule):
     @override
     def register_strategies(cls, strategy_registry: StrategyNames) -> None:
         """Make ``Trainer(strategy="...")`` mean this class; again (after a reload) without an error."""
-        for name in (cls.strategy_name, *cls.aliases):
-            register_name(strategy_registry, name, cls, cls.description)
+        register_name(strategy_registry, cls.strategy_name, cls, cls.description)
 
 
 def register_name(registry: StrategyNames, name: str, strategy: Callable[..., Any], description: str) -> None:

@@ -65,7 +65,6 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
     """
 
     strategy_name = "ssd_offload"
-    aliases = ("ssd_offload_activations",)
     description = "saved activations wait on SSD"
 
     def __init__(
@@ -142,8 +141,8 @@ def register() -> None:
         strategy.register_strategies(StrategyRegistry)
         if other is not None:
             # Not supported, but a Trainer of that package would call the name invalid and leave the user guessing.
-            for name in (strategy.strategy_name, *strategy.aliases):
-                register_name(other.StrategyRegistry, name, _refuse_pytorch_lightning, "see lightning.pytorch")
+            name = strategy.strategy_name
+            register_name(other.StrategyRegistry, name, _refuse_pytorch_lightning, "see lightning.pytorch")
 
 
 def _refuse_pytorch_lightning() -> NoReturn:

@@ -64,7 +64,7 @@ def test_bitwise_equal_to_plain_fabric(tmp_path, loop, settings):
     assert fabric.strategy.stats.resident_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["ssd_offload", "SSD_Offload_Activations"])
+@pytest.mark.parametrize("name", ["ssd_offload", "SSD_Offload"])
 def test_by_name_with_all_defaults(spill_dir, monkeypatch, name):
     monkeypatch.chdir(spill_dir)
     expected = Loop()(make_fabric("auto"))

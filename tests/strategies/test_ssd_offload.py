@@ -53,7 +53,7 @@ class WideNet(Net):
         super().__init__(width=1024, batch_size=256)
 
 
-@pytest.mark.parametrize("name", ["ssd_offload", "SSD_Offload_Activations"])
+@pytest.mark.parametrize("name", ["ssd_offload", "SSD_Offload"])
 def test_by_name_with_all_defaults(spill_dir, name):
     _, expected = fit(WideNet, "auto", spill_dir)
     trainer, module = fit(WideNet, name, spill_dir)
