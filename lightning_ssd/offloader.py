@@ -256,9 +256,11 @@ class Offloader:
             finally:  # a broken device can tell nothing any more
                 self._resources = self._cache = None
                 self._finalizer.detach()
-                resources.close()
-                self._last_optimizer_stats = self.optimizer_stats
-                self._optimizers, self.description = [], "closed"
+                try:
+                    resources.close()
+                finally:
+                    self._last_optimizer_stats = self.optimizer_stats
+                    self._optimizers, self.description = [], "closed"
         return failure, is_bypassed
 
     def abort(self) -> None:

@@ -126,7 +126,7 @@ class LiveStates(MutableMapping[Any, Any]):
             raise RuntimeError(f"state {WITHIN_STEP}")
 
     def _is_stored(self, key: object) -> bool:
-        return self._states.is_stored(key) if self._snapshot is None else bool(self._snapshot.state_of(key))
+        return self._states.is_stored(key) if self._snapshot is None else self._snapshot.has(key)
 
     def _lend(self, parameter: torch.Tensor) -> State:
         if self._snapshot is not None:

@@ -7,6 +7,7 @@ copies that survive failed writes, and snapshots that cost no memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -330,8 +331,9 @@ class OffloadedOptimizer(Optimizer):
         return self._states.snapshot()
 
     def state_dict(self) -> dict[str, Any]:
-        """As the inner optimizer's, readable by it. Its tensors cost no memory: their pages come from the drive as they
-        are read, and stay as they are now while training goes on.
+        """Return what the inner optimizer's gives, readable by it. Its tensors cost no memory: their pages come from
+        the drive as they are read, and stay as they are now while training goes on. Objects that are no tensors are
+        those of the training, as in a plain one.
 
         Raises:
             RuntimeError: a step is incomplete, or a signal handler asks in the middle of one.
@@ -410,24 +412,45 @@ class OffloadedOptimizer(Optimizer):
             self._states.flush()
 
     def close(self) -> None:
-        """End of training: files and threads go; ``state_dict`` still works, and keeps the disk space. Idempotent."""
+        """End of training: files and threads go; ``state_dict`` still works, and keeps the disk space. Idempotent.
+
+        Raises:
+            StorageError: some states could not be handed back; all others were, and everything is closed.
+        """
         if self._is_closed:
             return
         if os.getpid() != self._pid:  # a fork: files and threads are the parent's
             self._is_closed = True
             return
+        failures: Mapping[Any, Exception] = {}
         try:
             if self._broken is None and self._stepping_thread is None:
-                snapshot = self._snapshot()
-                snapshot.map_all()
-                self._last = snapshot
-                self._live.keep(snapshot)
+                failures = self._hand_back()
         finally:
             self._is_closed = True
-            self._last_stats = self.stats
-            if self._refusal is not None:
-                self._refusal.remove()
-            self._states.close()
+            try:
+                self._last_stats = self.stats
+                if self._refusal is not None:
+                    self._refusal.remove()
+            finally:
+                self._states.close()
+        if failures:
+            first = next(iter(failures.values()))
+            raise StorageError(
+                f"the optimizer states of {len(failures)} parameters were lost as their files were closed "
+                f"({type(first).__name__}: {first}); all others are in optimizer.state. Load a checkpoint"
+            ) from first
+
+    def _hand_back(self) -> Mapping[Any, Exception]:
+        """Let what the drives have be seen in ``state`` without files; return what cannot be, by parameter."""
+        self._look_for_others()
+        with contextlib.suppress(StorageError):  # what is lent stays in memory, and is handed back from there
+            self._live.settle()
+        snapshot = self._states.snapshot()
+        failures = snapshot.map_all()
+        self._last = snapshot
+        self._live.keep(snapshot)
+        return failures
 
 
 def _has(optimizer: Optimizer, name: str) -> bool:

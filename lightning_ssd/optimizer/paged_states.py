@@ -607,8 +607,10 @@ class PagedStates:
 
     def close(self) -> None:
         """End moves and threads, close the files, and forget what is in memory."""
-        self._files.close()
-        self._store.close()
+        try:
+            self._files.close()
+        finally:
+            self._store.close()
 
 
 def _filled(subgroup: Subgroup, storage: torch.UntypedStorage | None) -> list[State]:

@@ -133,7 +133,7 @@ def test_a_load_that_is_interrupted_ends_training(spill_dir: Path) -> None:
         saved = copy.deepcopy(optimizer.state_dict())
         pair.step(optimizer)
         wrong = copy.deepcopy(saved)
-        wrong["state"][7] = {"exp_avg": _Unmovable()}
+        wrong["state"][7] = {"exp_avg": _Interrupts()}
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(wrong)
         assert not lent_of(optimizer)
@@ -143,8 +143,10 @@ def test_a_load_that_is_interrupted_ends_training(spill_dir: Path) -> None:
         assert_same_states(optimizer.state_dict(), saved)
 
 
-class _Unmovable:
-    def __deepcopy__(self, memo: Any) -> Any:
+class _Interrupts:
+    """Optimizers rebuild what they can iterate over."""
+
+    def __iter__(self) -> Any:
         raise KeyboardInterrupt
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.optimizer.step.aliases import are_apart, spans_of, tensors_in
+from lightning_ssd.optimizer.step.copies import copied
 from lightning_ssd.optimizer.step.master_weights import MASTER
 from lightning_ssd.optimizer.step.partition import Partition, may_cut
 from lightning_ssd.optimizer.step.subgroups import Part
@@ -39,7 +39,7 @@ def load_states(
 
     Args:
         optimizer: the user's; its ``state`` is the same object before and after. Its hooks run once.
-        state_dict: what ``state_dict`` of its class gave. Nothing of it is kept.
+        state_dict: what ``state_dict`` of its class gave. Of its tensors and containers nothing is kept.
         partition: the optimizer's parameters.
         put: takes the states of a subgroup's parts; what it keeps it copies.
         keep: takes the state of a parameter that no layout gives back as it is: its tensors share memory, slices
@@ -135,7 +135,7 @@ class _Loading:
                 number = self._number_of[id(parameter)]
                 # A lazy module's, without a shape yet.
                 if self._partition.number_of(parameter) is None and number in self._states:
-                    keep(parameter, self._load_one(parameter, copy.deepcopy(self._states[number])))
+                    keep(parameter, self._load_one(parameter, copied(self._states[number], {})))
         finally:
             self._optimizer.param_groups = groups
             line.clear()
@@ -156,7 +156,7 @@ class _Loading:
             # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
             return dict(self._load_one(parameter, self._partition.cut(part, state)))
         if part.start == 0:
-            kept.append((parameter, self._load_one(parameter, copy.deepcopy(state))))
+            kept.append((parameter, self._load_one(parameter, copied(state, {}))))
         return {}
 
     def _load_one(self, parameter: torch.Tensor, state: State) -> State:

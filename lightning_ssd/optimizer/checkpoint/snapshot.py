@@ -6,15 +6,16 @@ are while training goes on. Saving them streams through the page cache.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from lightning_ssd.common.dtensor import local_of, spec_of, wrap
+from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES
+from lightning_ssd.optimizer.step.copies import copied
 from lightning_ssd.optimizer.step.layout import MOVED, Field
 from lightning_ssd.optimizer.step.partition import Partition, shared
 from lightning_ssd.optimizer.step.subgroups import Part
@@ -26,7 +27,7 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """The states of all parameters at one moment. What is in memory only is copied; flush first.
+    """The states of all parameters at one moment. Flush first: what is ahead of its drive is copied.
 
     Args:
         partition: which parameter's state is where.
@@ -37,6 +38,7 @@ class Snapshot:
     def __init__(self, partition: Partition, store: StateStore, lent: Mapping[Any, State]) -> None:
         self._partition = partition
         self._store = store
+        self._lent = lent
         self._copies: dict[int, StoredCopy] = {}
         self._views: dict[int, FileView] = {}
         self._memory: dict[int, torch.UntypedStorage] = {}
@@ -46,53 +48,84 @@ class Snapshot:
                 self._copies[index] = held
             elif held is not None:
                 self._memory[index] = held
-        # One call, so that what shares memory still does.
-        copies = copy.deepcopy(list(lent.values()))
-        self._lent: dict[Any, State] = dict(zip(lent, copies, strict=True))
         self._made: dict[Any, State] | None = None
+        self._failures: dict[Any, Exception] = {}
         self._hold = CopyPin()
         store.release_with(self._hold, list(self._copies.values()))
 
-    def map_all(self) -> None:
-        """Make all tensors now, while files are open; they outlive the files."""
-        self._made = {parameter: self.state_of(parameter) for parameter in self._partition.parameters}
+    def map_all(self) -> Mapping[Any, Exception]:
+        """Make all stored tensors now, while files are open; they outlive the files. What does not move is the very
+        object, which training goes on with.
+
+        Returns:
+            By parameter, why a state cannot be had. The others can.
+        """
+        made: dict[Any, State] = {}
+        for parameter in self._partition.parameters:
+            try:
+                made[parameter] = {} if parameter in self._lent else self._state_of(parameter, lambda value: value)
+            except Exception as error:
+                self._failures[parameter] = error
+        self._made = made
+        return self._failures
 
     def states_of(self, keys: Iterable[Any]) -> dict[Any, State]:
-        """Return all of these, by parameter; what was in memory alone is the same object in each call."""
-        return {key: self._lent[key] if key in self._lent else self.state_of(key) for key in keys}
-
-    def state_of(self, parameter: Any) -> State:
-        """What the optimizer remembers of one parameter; empty if nothing.
+        """Return all of these, by parameter, as they are now; for objects that are not copied see :func:`copied`.
 
         Raises:
-            RuntimeError: slices of the parameter disagree about what they should share.
+            RuntimeError: slices of a parameter disagree about what they should share.
+            StorageError: the state could not be had when the files were closed.
         """
         if self._made is not None:
-            return dict(self._made.get(parameter, {}))
-        number = self._partition.number_of(parameter)
-        if number is None:
-            return {}
-        if parameter in self._lent:
-            return dict(self._lent[parameter])
-        places = self._partition.places[number]
+            return {key: self.state_of(key) for key in keys}
+        memo: dict[int, Any] = {}  # one for all, so that what shares memory still does
+        return {
+            key: copied(self._lent[key], memo)
+            if key in self._lent
+            else self._state_of(key, lambda value: copied(value, memo))
+            for key in keys
+        }
+
+    def has(self, parameter: Any) -> bool:
+        """Return whether there is a state, once all are made."""
+        return parameter in self._failures or bool((self._made or {}).get(parameter))
+
+    def state_of(self, parameter: Any) -> State:
+        """Return what the optimizer remembers of one parameter, once all are made; empty if nothing.
+
+        Raises:
+            StorageError: the state could not be had when the files were closed.
+        """
+        if (error := self._failures.get(parameter)) is not None:
+            raise StorageError(
+                f"the state of a parameter of shape {tuple(parameter.shape)} was lost when the files were closed "
+                f"({type(error).__name__}: {error}); load a checkpoint"
+            ) from error
+        return dict((self._made or {}).get(parameter, {}))
+
+    def forget(self, parameter: Any) -> None:
+        """Drop a state, once all are made."""
+        self._failures.pop(parameter, None)
+        if self._made is not None:
+            self._made.pop(parameter, None)
+
+    def _state_of(self, parameter: Any, kept: Callable[[Any], Any]) -> State:
+        """The state with its stored tensors mapped; ``kept`` gives what is instead of a value that does not move."""
+        places = self._partition.places_of(parameter)
         states = [self._partition.subgroups[index].templates[part] for index, part in places]
         if not any(states):
             return {}
         result: State = {}
-        memo: dict[int, Any] = {}  # so that what shares memory still does
         for key, value in states[0].items():
-            if len(places) == 1:
-                result[key] = self._whole(*places[0], key) if value is MOVED else copy.deepcopy(value, memo)
-            elif value is MOVED:
-                result[key] = wrap(self._joined(number, key), spec_of(parameter))
+            if value is not MOVED:
+                result[key] = kept(shared([state[key] for state in states], key))
+            elif len(places) == 1:
+                result[key] = self._whole(*places[0], key)
             else:
-                result[key] = copy.deepcopy(shared([state[key] for state in states], key))
+                number = self._partition.number_of(parameter)
+                assert number is not None
+                result[key] = wrap(self._joined(number, key), spec_of(parameter))
         return result
-
-    def forget(self, parameter: Any) -> None:
-        """There is no such state any more, once all are made."""
-        if self._made is not None:
-            self._made.pop(parameter, None)
 
     def _whole(self, index: int, number: int, key: Hashable) -> torch.Tensor:
         field = self._partition.subgroups[index].field(number, key)
@@ -101,8 +134,9 @@ class Snapshot:
         view = self._views.get(index)
         if view is None:
             held = self._copies[index]
-            view = self._views[index] = FileView(held.stored.body_nbytes, keeps=self._hold)
+            view = FileView(held.stored.body_nbytes, keeps=self._hold)
             held.show(view, 0, 0, held.stored.body_nbytes)
+            self._views[index] = view  # not one that shows nothing, if that has failed
         return wrap(view.tensor(field.offset, field.dtype, field.shape, field.stride), field.spec)
 
     def _joined(self, parameter: int, key: Hashable) -> torch.Tensor:

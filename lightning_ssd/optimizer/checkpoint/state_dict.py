@@ -64,7 +64,7 @@ def saved_states(
 
 def _fingerprint(states: Mapping[Any, State]) -> list[Any]:
     return [
-        (id(key), name, id(value), [(id(tensor), tensor._version) for tensor in tensors_in(value)])
+        (id(key), name, id(value), [(id(t), None if t.is_inference() else t._version) for t in tensors_in(value)])
         for key, state in states.items()
         for name, value in state.items()
     ]

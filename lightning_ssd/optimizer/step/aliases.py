@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_ssd.common.accelerators import accelerator_of
-from lightning_ssd.common.dtensor import local_of
+from lightning_ssd.common.dtensor import is_shard, local_of
 from lightning_ssd.common.tensors import place_of, storage_of
 
 __all__ = [
@@ -142,9 +143,17 @@ class Onlookers:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors in a value: itself, or those in containers within containers."""
+    """Yield the tensors in a value: itself, or those in containers within containers.
+
+    A tensor that others are the data of (a quantized one: its codes and scales) is a container of these.
+    """
     if isinstance(value, torch.Tensor):
-        yield value
+        is_container: bool = is_traceable_wrapper_subclass(value)
+        if is_container and not is_shard(value) and depth < _MAX_DEPTH:
+            for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+                yield from tensors_in(getattr(value, name), depth + 1)
+        else:
+            yield value
     elif depth < _MAX_DEPTH and isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item, depth + 1)
@@ -186,6 +195,7 @@ def are_apart(owners: Sequence[Sequence[Span]]) -> bool:
 
 def have_elements_in_common(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether two of the tensors share memory. Columns of one matrix do not, though they lie within each other."""
+    tensors = list(tensors_in(tensors))
     spans = [spans_of(tensor) for tensor in tensors]
     if are_apart(spans):
         return False

@@ -15,6 +15,8 @@ from torch import optim
 from torch.optim import Optimizer
 
 from lightning_ssd.common.dtensor import as_piece, is_shard, local_of
+from lightning_ssd.common.tensors import PLAIN_TYPES
+from lightning_ssd.optimizer.step.copies import copied
 from lightning_ssd.optimizer.step.master_weights import has_master
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper
 from lightning_ssd.optimizer.step.subgroups import GRANULE
@@ -198,12 +200,11 @@ def _cut(whole: torch.Tensor) -> Sequence[torch.Tensor]:
 def _resized(value: object, parameter: torch.Tensor, num_elements: int, dtype: torch.dtype) -> object:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.shape == parameter.shape and value.dim() > 0:
-        local = local_of(value)
+    if value.shape == parameter.shape and value.dim() > 0 and type(local := local_of(value)) in PLAIN_TYPES:
         first = local.flatten()[:1] if local.numel() > 0 else local.new_zeros(1)
         resized = first.expand(num_elements).clone()
         return as_piece(resized.to(dtype) if value.dtype == parameter.dtype else resized, parameter)
-    return value.clone()
+    return copied(value, {})
 
 
 def _equal(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:

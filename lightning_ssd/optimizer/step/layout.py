@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +10,24 @@ import torch
 
 from lightning_ssd.common.dtensor import local_of, spec_of, wrap
 from lightning_ssd.common.rounding import round_up
-from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.optimizer.step.aliases import are_apart, is_held, is_referred_to, spans_of, tensors_in
+from lightning_ssd.optimizer.step.copies import copied
 from lightning_ssd.optimizer.step.types import State
 from lightning_ssd.tiers.copy_paths import storage_bytes
 
-__all__ = ["MIN_NBYTES", "MOVED", "Field", "Layout", "is_unchanged", "moved_out", "moves", "must_stay", "owned"]
+__all__ = [
+    "MIN_NBYTES",
+    "MOVED",
+    "Field",
+    "Layout",
+    "is_bare",
+    "is_unchanged",
+    "moved_out",
+    "moves",
+    "must_stay",
+    "owned",
+]
 
 MIN_NBYTES = 4096
 """Smaller states (step counts, biases) stay in memory."""
@@ -190,12 +200,12 @@ def _is_same(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         # Zeros of both signs are equal, but no two numbers of one type that look alike are different.
         return type(one) is type(other) and isinstance(one, int | float | str) and repr(one) == repr(other)
-    if type(one) is not type(other) or spec_of(one) != spec_of(other):
+    if not (is_bare(one) and is_bare(other)) or spec_of(one) != spec_of(other):
         return False
     one, other = local_of(one), local_of(other)
     if (one.dtype, one.shape, one.device, one.layout) != (other.dtype, other.shape, other.device, other.layout):
         return False
-    is_small = one.numel() * one.element_size() < MIN_NBYTES and type(one) in PLAIN_TYPES
+    is_small = one.numel() * one.element_size() < MIN_NBYTES
     if one.layout != torch.strided or one.stride() != other.stride() or not (is_small or moves(one, one.device)):
         return False
     return one.device.type != "meta" and torch.equal(_bytes_of(one), _bytes_of(other))
@@ -209,25 +219,31 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def owned(states: Sequence[State], device: torch.device) -> list[State]:
-    """The states, with copies of what stays in memory, so that nobody else's changes come in. What moves is copied
-    anyway.
-    """
+    """Copy what stays in memory, so that no other holder's changes come in. What moves is copied anyway."""
     return [{key: value if moves(value, device) else _copied(value) for key, value in s.items()} for s in states]
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    # A clone has the bytes of a view alone, where another copy has those of the whole storage.
+    return value.detach().clone() if is_bare(value) else copied(value, {})
 
 
 def moves(value: Any, device: torch.device) -> bool:
     """Whether a state is a plain dense tensor of some size on ``device``, or this process' part of a DTensor is."""
-    if isinstance(value, torch.Tensor):
-        value = local_of(value)
+    if not is_bare(value):
+        return False
+    value = local_of(value)
     return (
-        type(value) in PLAIN_TYPES
-        and value.layout == torch.strided
+        value.layout == torch.strided
         and value.device == device
         and value.numel() * value.dtype.itemsize >= MIN_NBYTES
         and not (value.is_conj() or value.is_neg())
         and bool(torch.ops.aten.is_non_overlapping_and_dense(value))
     )
+
+
+def is_bare(value: Any) -> bool:
+    """Whether bytes are all that a tensor is: it is of PyTorch's own class, and has no attributes and no gradient."""
+    if not isinstance(value, torch.Tensor) or value.requires_grad or vars(value):
+        return False
+    return type(local_of(value)) is torch.Tensor

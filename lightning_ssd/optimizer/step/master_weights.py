@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.common.tensors import PLAIN_TYPES, class_of
+from lightning_ssd.optimizer.step.layout import is_bare
 from lightning_ssd.optimizer.step.types import State
 
 __all__ = ["MASTER", "from_master", "has_master", "to_master"]
@@ -59,6 +60,6 @@ def from_master(piece: torch.Tensor, master: torch.Tensor, state: State) -> Stat
 
 def _widened(value: Any, piece: torch.Tensor) -> Any:
     """States that the optimizer has made for the parameter itself are of its type."""
-    if isinstance(value, torch.Tensor) and value.dtype == piece.dtype and value.numel() == piece.numel():
+    if is_bare(value) and value.dtype == piece.dtype and value.numel() == piece.numel():
         return value.float()
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 
 from lightning_ssd.common.dtensor import as_piece, even_numel, is_shard, local_of, spec_of, wrap
 from lightning_ssd.common.tensors import give_gradient
-from lightning_ssd.optimizer.step.layout import Field, Layout
+from lightning_ssd.optimizer.step.layout import Field, Layout, is_bare
 from lightning_ssd.optimizer.step.subgroups import ParameterSize, Part, make_subgroups
 from lightning_ssd.optimizer.step.types import State
 
@@ -208,7 +207,7 @@ class Partition:
         for key, value in states[0].items():
             values = [state[key] for state in states]
             if not _is_slice(value, parts[0]):
-                result[key] = copy.deepcopy(shared(values, key))
+                result[key] = _own(shared(values, key))
                 continue
             flat = torch.cat([local_of(piece).flatten() for piece in values])
             # In place: a view would hold the memory a second time.
@@ -231,7 +230,7 @@ def may_cut(state: State, parameter: torch.Tensor) -> bool:
 def _is_like(value: Any, parameter: torch.Tensor) -> bool:
     if isinstance(value, torch.Tensor):
         is_same_kind = is_shard(value) == is_shard(parameter) and value.is_floating_point()
-        return value.dim() == 0 or (value.shape == parameter.shape and is_same_kind)
+        return is_bare(value) and (value.dim() == 0 or (value.shape == parameter.shape and is_same_kind))
     return isinstance(value, bool | int | float | type(None))
 
 
@@ -242,7 +241,12 @@ def _is_slice(value: Any, part: Part) -> bool:
 def _cut(value: Any, shape: tuple[int, ...], part: Part) -> Any:
     if isinstance(value, torch.Tensor) and tuple(local_of(value).shape) == shape:
         return as_piece(local_of(value).detach().reshape(-1)[part.start : part.stop], value)
-    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return _own(value)
+
+
+def _own(value: Any) -> Any:
+    """Copy a number."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def shared(values: Sequence[Any], key: Hashable) -> Any:
