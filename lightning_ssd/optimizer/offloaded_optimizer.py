@@ -249,8 +249,8 @@ class OffloadedOptimizer(Optimizer):
         with self._live.in_step():
             visits = self._states.plan_visits(self.param_groups, self._num_steps)
             begin_s = time.perf_counter()
+            self._states.rehearse_missing(self.param_groups)  # a refusal has updated nothing, and breaks nothing
             try:
-                self._states.rehearse_missing(self.param_groups)
                 self._update(visits, changes)
                 changes.apply(self.param_groups)
             except BaseException as error:

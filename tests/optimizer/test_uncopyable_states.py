@@ -362,3 +362,35 @@ def test_checkpoints_of_the_trainer(spill_dir: Path, tmp_path: Path) -> None:
         for number, state in plain["optimizer_states"][0]["state"].items():
             for key, value in state.items():
                 assert torch.equal(mine["optimizer_states"][0]["state"][number][key].float(), value.float())
+
+
+@pytest.mark.parametrize("how", ["a gradient is missing", "a hook comes", "a closure comes", "states were there"])
+@pytest.mark.parametrize("kind", [kind for kind in VALUES if kind != "tensor without clone"])
+def test_a_rehearsal_that_comes_when_such_states_are_there(kind: str, how: str, spill_dir: Path) -> None:
+    pair = Pair(keeps(kind), SEVERAL)
+    if how == "states were there":
+        pair.step(pair.inner)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        if how == "a gradient is missing":
+            pair.step(optimizer, [0])
+        elif how == "a hook comes":
+            optimizer.register_step_post_hook(lambda *args: None)
+        elif how == "a closure comes":
+            pair.set_gradients()
+            optimizer.step(lambda: torch.zeros(()))
+            pair.twin.step(lambda: torch.zeros(()))
+        pair.step(optimizer)
+        pair.check()
+
+
+@pytest.mark.parametrize("make", [threading.Lock, lambda: Opaque(torch.zeros(4, dtype=torch.bfloat16))])
+def test_an_option_that_cannot_be_copied_is_given_as_it_is(make: Callable[[], Any], spill_dir: Path) -> None:
+    pair = Pair(adamw, SEVERAL)
+    option = make()
+    pair.inner.param_groups[0]["extra"] = option
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(2):
+            pair.step(optimizer)
+            pair.check()
+        assert optimizer.param_groups[0]["extra"] is option

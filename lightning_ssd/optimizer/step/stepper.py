@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_ssd.optimizer.step.attribute_snapshot import same
+from lightning_ssd.optimizer.step.copies import copied
 from lightning_ssd.optimizer.step.step_effects import StepEffects, preserving_effects
 from lightning_ssd.optimizer.step.types import CoupledError, State
 
@@ -278,10 +279,18 @@ class _NestedHooks(OrderedDict[int, Any]):
 
 
 def own_copy(value: Any) -> Any:
-    """Return a copy that a call may change: a tensor is cloned, containers are copied with the containers in them."""
+    """Return a copy that a call may change: a tensor is cloned, containers are copied with the containers in them.
+
+    An object that refuses to be copied, such as a lock, is given as it is.
+    """
     if isinstance(value, torch.Tensor):
-        return value.clone()
-    return _copied(value, _MAX_DEPTH, lambda item: item) if type(value) in _CONTAINERS else copy.copy(value)
+        return copied(value, {})
+    if type(value) in _CONTAINERS:
+        return _copied(value, _MAX_DEPTH, lambda item: item)
+    try:
+        return copy.copy(value)
+    except Exception:  # whatever the object raises
+        return value
 
 
 def _scratch(value: Any) -> Any:

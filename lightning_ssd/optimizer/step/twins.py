@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_ssd.common.dtensor import is_shard, local_of
 from lightning_ssd.common.tensors import PLAIN_TYPES, give_gradient
 from lightning_ssd.optimizer.step.aliases import tensors_in
+from lightning_ssd.optimizer.step.copies import copied
 from lightning_ssd.optimizer.step.stepper import own_copy
 from lightning_ssd.optimizer.step.types import State
 
@@ -86,7 +87,13 @@ class Sample:
             return None
         memo: dict[int, Any] = {id(t): self._own(t.detach()) for t in tensors_in(self._state)}
         memo[id(self._tensor)] = twin
-        return copy.deepcopy(self._state, memo)
+        for value in self._state.values():
+            if isinstance(value, torch.Tensor):
+                memo.setdefault(id(value), copied(value, memo))
+        try:
+            return copy.deepcopy(self._state, memo)
+        except Exception:  # whatever an object of the user's raises that refuses to be copied
+            return None  # the trial is then one of a first step
 
     def _blank(self) -> torch.Tensor:
         tensor = self._tensor.detach()
