@@ -131,6 +131,8 @@ _RULES: dict[str, Rule] = {
     "machine": Rule(
         "null, or its facts as in hardware", lambda value: value is None or isinstance(value, dict), "null"
     ),
+    "machine.accelerator": _TEXT,
+    "machine.precision": _TEXT,
     "machine.num_devices": _whole(1),
     "machine.num_drives": _whole(1),
     "machine.compute_efficiency": Rule("above 0, up to 1", lambda v: _is_number(v) and 0 < v <= 1, "0.4"),

@@ -63,6 +63,68 @@ def test_every_option_is_the_one_of_the_recipes(group: str, tmp_path: Path) -> N
         assert "strategy" in theirs.trainer
 
 
+# An application that trains already, and has never heard of us.
+STRANGER = """
+seed: 7
+trainer:
+  _target_: lightning.Trainer
+  accelerator: cpu
+  devices: 4
+  num_nodes: 2
+  precision: bf16-mixed
+  max_steps: 1
+  logger: false
+  enable_checkpointing: false
+  deterministic: true
+callbacks:
+  progress: {_target_: lightning.pytorch.callbacks.RichProgressBar}
+logger: {csv: {save_dir: here}}
+output_dir: elsewhere
+hydra:
+  run: {dir: runs}
+  job: {name: mine}
+  job_logging: {level: ERROR}
+"""
+OFFLOADS, HARDWARES = (
+    [f"+lightning_ssd/{group}={path.stem}" for path in sorted((CONF / "lightning_ssd" / group).glob("*.yaml"))]
+    for group in ("offload", "hardware")
+)
+TOGETHER = [["+lightning_ssd/offload=ssd", hardware] for hardware in HARDWARES]
+
+
+def of_a_stranger(directory: Path, overrides: list[str]):
+    (directory / "config.yaml").write_text(STRANGER)
+    with initialize_config_dir(str(directory), version_base="1.3"):
+        return compose("config", overrides, return_hydra_config=True)
+
+
+@pytest.mark.parametrize("overrides", [*([word] for word in OFFLOADS + HARDWARES), *TOGETHER], ids=" ".join)
+def test_an_option_changes_nothing_but_our_keys(overrides: list[str], tmp_path: Path) -> None:
+    before, after = (OmegaConf.to_container(of_a_stranger(tmp_path, words), resolve=False) for words in ([], overrides))
+    strategy = after["trainer"].pop("strategy", None)
+    ours = {key: after.pop(key) for key in ("offload", "hardware", "machine") if key in after}
+    for config in (before, after):  # Hydra's own note of what was composed
+        for note in (("overrides", "task"), ("job", "override_dirname"), ("runtime", "choices")):
+            del config["hydra"][note[0]][note[1]]
+    assert after == before
+    is_offload, is_hardware = (any(f"/{group}=" in word for word in overrides) for group in ("offload", "hardware"))
+    assert (strategy is not None) == ("offload" in ours) == is_offload
+    assert ("hardware" in ours) == ("machine" in ours) == is_hardware
+
+
+@pytest.mark.parametrize("overrides", [[word] for word in OFFLOADS], ids=" ".join)
+def test_a_policy_needs_no_profile(overrides: list[str], tmp_path: Path) -> None:
+    strategy = instantiate(of_a_stranger(tmp_path, overrides).trainer.strategy, _convert_="all")
+    assert strategy.hardware == lightning_ssd.HardwareProfile()
+
+
+@pytest.mark.parametrize("overrides", TOGETHER, ids=" ".join)
+def test_a_profile_reaches_the_strategy(overrides: list[str], tmp_path: Path) -> None:
+    config = of_a_stranger(tmp_path, overrides)
+    expected = instantiate(config.hardware, _convert_="all")
+    assert instantiate(config.trainer.strategy, _convert_="all").hardware == expected
+
+
 def test_applications_that_do_not_use_us_load_nothing_of_ours() -> None:
     code = """
         import sys

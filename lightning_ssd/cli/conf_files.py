@@ -37,13 +37,6 @@ class Described:
     name: str
     hardware: HardwareProfile
     machine: MachineProfile
-    accelerator: str
-    precision: str
-
-    @property
-    def is_accelerator(self) -> bool:
-        """Whether what trains has memory of its own."""
-        return self.accelerator not in ("cpu", "auto") or self.machine.link_gb_per_s is not None
 
 
 def load_hardware(name: str) -> Described:
@@ -65,12 +58,10 @@ def load_hardware(name: str) -> Described:
             name=path.stem,
             hardware=HardwareProfile(**_settings(plain, "hardware", HardwareProfile)),
             machine=MachineProfile(**_settings(plain, "machine", MachineProfile)),
-            accelerator=_trainer_setting(plain, "accelerator"),
-            precision=_trainer_setting(plain, "precision"),
         )
     except (OmegaConfBaseException, YAMLError, ConfigError, TypeError) as error:
         got = f"{escape_control(path)}: {error}"
-        raise CommandError("a hardware profile with hardware, machine and trainer", got, "see conf/hardware") from error
+        raise CommandError("a hardware profile with hardware and machine", got, "see conf/hardware") from error
 
 
 def model_builder(name: str, sequence: int) -> Callable[[], nn.Module]:
@@ -168,20 +159,22 @@ def _option(group: str, name: str) -> Path:
 
 
 def _refuse_near_misses(content: Any) -> None:
-    """With ``defaults:``, what is mistyped would be what they say. A profile may set other things, too, for training.
+    """Refuse a mistyped section, for which ``defaults:`` would speak, and what ``machine`` is to say of the Trainer.
+
+    A profile may set other things, too, for training.
 
     Raises:
-        ConfigError: a section, or a setting of the trainer that is read here, is probably mistyped.
+        ConfigError: there is one of them.
     """
-    trainer = content.get("trainer") if isinstance(content, DictConfig) else None
-    for prefix, keys, known in (
-        ("", content, ("hardware", "machine", "trainer")),
-        ("trainer.", trainer, ("accelerator", "precision")),
-    ):
-        for key in map(str, keys if isinstance(keys, DictConfig) else ()):
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-            if near and near[0] != key:
-                raise ConfigError(f"{prefix}{key} is not read; did you mean {prefix}{near[0]}?")
+    sections = content if isinstance(content, DictConfig) else {}
+    for key in map(str, sections):
+        near = difflib.get_close_matches(key, ("hardware", "machine"), n=1, cutoff=0.8)
+        if near and near[0] != key:
+            raise ConfigError(f"{key} is not read; did you mean {near[0]}?")
+    trainer = sections.get("trainer")
+    for key in ("accelerator", "precision"):
+        if isinstance(trainer, DictConfig) and key in trainer:
+            raise ConfigError(f"trainer.{key} is not read; write machine.{key}: {trainer[key]}")
 
 
 def _settings(plain: Any, section: str, kind: type[Any]) -> dict[str, Any]:
@@ -198,13 +191,6 @@ def _settings(plain: Any, section: str, kind: type[Any]) -> dict[str, Any]:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{section}.{key} is no setting{hint}; allowed: {', '.join(known)}")
     return {key: value for key, value in found.items() if key != "_target_"}
-
-
-def _trainer_setting(plain: Any, key: str) -> str:
-    trainer = _section(plain, "trainer")
-    if key not in trainer:
-        raise ConfigError(f"trainer.{key} is missing")
-    return str(trainer[key])
 
 
 def _section(plain: Any, section: str) -> dict[str, Any]:

@@ -115,7 +115,8 @@ def plan(
         keep_bytes = task.model.trace.saved_peak_bytes
         limit = None if budget is None else _budget_bytes(budget, keep_bytes)
         problems: list[Problem] = []
-        min_relief = 0.0 if task.described.is_accelerator else min_relief_if_mapped(OffloadPolicy().max_slowdown)
+        is_accelerator = task.described.machine.is_accelerator
+        min_relief = 0.0 if is_accelerator else min_relief_if_mapped(OffloadPolicy().max_slowdown)
         found = list(outlooks(task.model.trace, task.tiers, _life(task), limit, problems, min_relief=min_relief))
     if as_json:
         typer.echo(json.dumps(_as_json(task, found, problems), indent=2))
@@ -215,13 +216,13 @@ def _described_task(
             f"hardware {name} leaves it open",
             "set it under machine: in the profile; without --hardware this machine is timed",
         )
-    is_accelerator = described.is_accelerator
+    is_accelerator = machine.is_accelerator
     traced = trace_model(
         builder,
         batch=batch,
         sequence=sequence,
         flops_per_s=flops_per_s,
-        precision=described.precision,
+        precision=machine.precision,
         min_tensor_nbytes=OffloadPolicy().min_tensor_nbytes,
         fused_attention=is_accelerator,
         operations_per_byte=_OPERATIONS_PER_BYTE if is_accelerator else _OPERATIONS_PER_BYTE_OF_A_CPU,
@@ -274,13 +275,14 @@ def _this_machine() -> Described:
         backend.close()
     memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GB
     machine = MachineProfile(
+        accelerator="cpu",
         device_memory_gb=memory_gb,
         host_memory_gb=memory_gb,
         num_drives=len(paths),
         drive_write_gb_per_s=sum(rate.write_per_s for rate in rates) / len(paths) / _GB,
         drive_read_gb_per_s=sum(rate.read_per_s for rate in rates) / len(paths) / _GB,
     )
-    return Described("this machine", hardware, machine, "cpu", "32-true")
+    return Described("this machine", hardware, machine)
 
 
 def _with_devices(described: Described, devices: int | None) -> Described:
@@ -336,7 +338,7 @@ def _fits(task: _Task) -> Iterator[tuple[str, Fit]]:
 
     yield "nothing", fits()
     frozen = fits(parameters="offload")
-    if frozen.waiting_bytes and (machine.num_devices == 1 or not task.described.is_accelerator):
+    if frozen.waiting_bytes and (machine.num_devices == 1 or not machine.is_accelerator):
         yield "frozen weights", frozen
     yield "states", fits(optimizer_states="offload")
     if machine.num_devices == 1:
@@ -376,9 +378,13 @@ def _show(task: _Task, found: Sequence[Outlook], title: str, *, has_budget: bool
 
 
 def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
-    model, size, machine, ssd = task.model, task.model.size, task.described.machine, task.tiers.ssd
+    model, size, ssd = task.model, task.model.size, task.tiers.ssd
+    machine = task.described.machine
     trace = model.trace
-    yield "Model", [f"{escape_control(title)}, {task.described.precision}: {model.num_trained:,} trained parameters"]
+    yield (
+        "Model",
+        [f"{escape_control(title)}, {machine.precision}: {model.num_trained:,} trained parameters"],
+    )
     (saved,) = format_sizes(trace.saved_peak_bytes)
     storages = pluralize(len(trace.storages), "storage", "storages")
     blocks = pluralize(len(trace.blocks), "block", "blocks")

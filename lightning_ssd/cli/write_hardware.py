@@ -36,8 +36,6 @@ def hardware_yaml(name: str, hardware: HardwareProfile, machine: MachineProfile,
             "machine:",
             "  _target_: lightning_ssd.planning.machine_profile.MachineProfile",
             *_lines(dataclasses.asdict(machine)),
-            "trainer:",
-            *_lines({"accelerator": "auto", "devices": 1, "precision": "32-true"}),
             "",
         ]
     )

@@ -11,6 +11,7 @@ from lightning_ssd.planning.plan import Machine, TierRates
 __all__ = ["MachineProfile"]
 
 _GB = 1e9
+_NAMES = ("accelerator", "precision")
 _COUNTS = ("num_devices", "num_drives")
 
 
@@ -21,12 +22,16 @@ class MachineProfile:
     Training never reads them: it measures. ``None``: unknown, so that what needs it cannot be predicted.
     """
 
+    accelerator: str = "auto"
+    """Lightning's name of what trains, such as "cuda"."""
+    precision: str = "32-true"
+    """Lightning's name of the precision that ``device_peak_tflops`` is of."""
     num_devices: int = 1
     """Accelerators, each with a process of its own; 1 for a CPU."""
     device_memory_gb: float | None = None
     """Of each device; on a CPU the host's."""
     device_peak_tflops: float | None = None
-    """Of matrix products on each device in the precision of the profile, dense, as printed."""
+    """Of matrix products on each device in ``precision``, dense, as printed."""
     compute_efficiency: float = 0.4
     """Part of it that training reaches: 0.38 to 0.43 in bfloat16 on H100 (Llama 3, arXiv 2407.21783, section 3.3.2)."""
     link_gb_per_s: float | None = None
@@ -42,13 +47,21 @@ class MachineProfile:
         for field in fields(self):
             value = getattr(self, field.name)
             name = f"{type(self).__name__}.{field.name}={value!r}"
-            if field.name in _COUNTS:
+            if field.name in _NAMES:
+                if not (isinstance(value, str) and value):
+                    raise ConfigError(f"{name} is no name; write Lightning's, such as {field.default}")
+            elif field.name in _COUNTS:
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise ConfigError(f"{name}; allowed: an integer of at least 1")
             elif not (_is_number(value) and 0 < value < math.inf) and not (value is None and field.default is None):
                 raise ConfigError(f"{name}; allowed: a number above 0, or None (null in YAML) if unknown")
         if self.compute_efficiency > 1:
             raise ConfigError(f"{type(self).__name__}.compute_efficiency={self.compute_efficiency!r}; allowed: up to 1")
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether what trains has memory of its own."""
+        return self.accelerator not in ("cpu", "auto") or self.link_gb_per_s is not None
 
     @property
     def flops_per_s(self) -> float | None:
