@@ -8,13 +8,12 @@ Note: Where a pass begins
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from types import ModuleType, TracebackType
+from typing import Any, Self
 
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
@@ -42,6 +41,7 @@ from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.ddp_options import StartMethod, check_start_method, ddp_arguments
 from lightning_ssd.strategies.forward_context import ForwardContextPatch
 from lightning_ssd.strategies.mixin import register_name
+from lightning_ssd.strategies.one_trainer import after_import, one_trainer
 from lightning_ssd.strategies.replicas import check_model, check_policy
 from lightning_ssd.strategies.session import OffloadSession, check_options
 from lightning_ssd.telemetry.stats import OffloadStats
@@ -49,6 +49,7 @@ from lightning_ssd.telemetry.stats import OffloadStats
 __all__ = ["SSDOffloadFabricStrategy", "register"]
 
 
+@one_trainer("Fabric", "from lightning.fabric import Fabric")
 class SSDOffloadFabricStrategy(DDPStrategy):
     """Trains with saved activations on SSD, in a loop of one's own: bit for bit the same results, with less memory.
 
@@ -376,16 +377,10 @@ def _may_install() -> bool:
 def register() -> None:
     """Register the strategies' names with Fabric. Importing ``lightning_ssd`` does it."""
     SSDOffloadFabricStrategy.register_strategies(STRATEGY_REGISTRY)
-    other = sys.modules.get("lightning_fabric.strategies")
-    if other is not None:
-        # Not supported, but a Fabric of that package would call the name invalid and leave the user guessing.
-        name = SSDOffloadFabricStrategy.strategy_name
-        register_name(other.STRATEGY_REGISTRY, name, _refuse_lightning_fabric, "see lightning.fabric")
+    after_import("lightning_fabric.strategies", _register_with_lightning_fabric)
 
 
-def _refuse_lightning_fabric() -> NoReturn:
-    raise ConfigError(
-        "this Fabric comes from lightning_fabric, whose classes are not those of lightning; allowed: "
-        "lightning.fabric.Fabric. Write `from lightning.fabric import Fabric` instead of `from lightning_fabric import "
-        "Fabric`, everywhere"
-    )
+def _register_with_lightning_fabric(other: ModuleType) -> None:
+    """Let its Fabric take our strategy, which refuses it with the cause. It would call it an invalid name."""
+    SSDOffloadFabricStrategy.register_strategies(other.STRATEGY_REGISTRY)
+    other.Strategy.register(SSDOffloadFabricStrategy)

@@ -105,8 +105,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
             process_group_backend,
             timeout,
         )
-        if accelerator is not None:
-            self.accelerator = accelerator
+        self._accelerator = accelerator
         self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
         if checkpoint_io is not None:

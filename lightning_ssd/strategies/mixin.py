@@ -25,6 +25,7 @@ from lightning_ssd.strategies._lightning_compat import StrategyNames, is_compile
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.default_monitor import DefaultMonitor, check_log_metrics
+from lightning_ssd.strategies.one_trainer import one_trainer
 from lightning_ssd.strategies.session import FitSession, check_options
 from lightning_ssd.strategies.single_or_ddp import WithModule
 from lightning_ssd.telemetry.stats import OffloadStats
@@ -32,6 +33,7 @@ from lightning_ssd.telemetry.stats import OffloadStats
 __all__ = ["OffloadMixin", "register_name"]
 
 
+@one_trainer("Trainer", "import lightning as L")
 class OffloadMixin(WithModule):
     """Stands before one of Lightning's strategies among the bases of a class: files and threads live from ``setup`` to
     ``teardown`` of ``fit``; forwards run inside ``saved_tensors``, backwards end with ``end_backward``.

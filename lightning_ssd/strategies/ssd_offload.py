@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,10 +17,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
-from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies.ddp_options import StartMethod, ddp_arguments
 from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
-from lightning_ssd.strategies.mixin import OffloadMixin, register_name
+from lightning_ssd.strategies.mixin import OffloadMixin
+from lightning_ssd.strategies.one_trainer import after_import
 from lightning_ssd.strategies.replicas import check_model, check_policy
 from lightning_ssd.strategies.single_or_ddp import GroupOptions, HookOptions, SingleOrDDPStrategy
 
@@ -136,17 +136,13 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
 
 def register() -> None:
     """Register the strategies' names with Lightning. Importing ``lightning_ssd`` does it."""
-    other = sys.modules.get("pytorch_lightning.strategies")
     for strategy in (SSDOffloadStrategy, SSDOffloadFSDPStrategy):
         strategy.register_strategies(StrategyRegistry)
-        if other is not None:
-            # Not supported, but a Trainer of that package would call the name invalid and leave the user guessing.
-            name = strategy.strategy_name
-            register_name(other.StrategyRegistry, name, _refuse_pytorch_lightning, "see lightning.pytorch")
+    after_import("pytorch_lightning.strategies", _register_with_pytorch_lightning)
 
 
-def _refuse_pytorch_lightning() -> NoReturn:
-    raise ConfigError(
-        "this Trainer comes from pytorch_lightning, whose classes are not those of lightning; allowed: "
-        "lightning.pytorch.Trainer. Write `import lightning as L` instead of `import pytorch_lightning`, everywhere"
-    )
+def _register_with_pytorch_lightning(other: ModuleType) -> None:
+    """Let its Trainer take our strategies, which refuse it with the cause. It would call them invalid names."""
+    for strategy in (SSDOffloadStrategy, SSDOffloadFSDPStrategy):
+        strategy.register_strategies(other.StrategyRegistry)
+        other.Strategy.register(strategy)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_ssd import OffloadPolicy, SSDOffloadStrategy
+from tests.support.patience import PATIENCE_S
 
 YAML = """
 trainer:
@@ -81,3 +84,22 @@ def test_a_typo_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         command_line("fit", "--config", str(tmp_path / "config.yaml"))
     assert "min_tensor_byte" in capsys.readouterr().err
+
+
+def test_a_command_that_does_not_import_us(tmp_path: Path) -> None:
+    """As ``docs/your_application.md`` writes it."""
+    code = """
+        import sys
+        from lightning.pytorch.cli import LightningCLI
+        from lightning.pytorch.demos.boring_classes import BoringModel
+        assert "lightning_ssd" not in sys.modules
+        cli = LightningCLI(BoringModel, run=False, save_config_callback=None)
+        strategy = cli.trainer.strategy
+        print(type(strategy).__module__, strategy.policy.activations, *strategy.hardware.paths)
+    """
+    words = [f"--trainer.{word}" for word in ("accelerator=cpu", "logger=false", f"default_root_dir={tmp_path}")]
+    ours = ("class_path=lightning_ssd.SSDOffloadStrategy", "policy.activations=offload", f"hardware.paths=[{tmp_path}]")
+    words += [f"--trainer.strategy.{word}" for word in ours]
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.stdout.split() == ["lightning_ssd.strategies.ssd_offload", "offload", str(tmp_path)], done.stderr

@@ -121,13 +121,6 @@ def test_a_name_that_belongs_to_somebody_else_is_not_taken():
         SSDOffloadStrategy.register_strategies(registry)
 
 
-def test_a_trainer_of_pytorch_lightning_gets_a_hint(tmp_path):
-    other = pytest.importorskip("pytorch_lightning")
-    register()
-    with pytest.raises(ConfigError, match="import lightning as L"):
-        other.Trainer(strategy="ssd_offload", accelerator="cpu", logger=False, default_root_dir=tmp_path)
-
-
 def test_subclasses_keep_their_overrides(tmp_path):
     class Counting(SSDOffloadStrategy):
         steps = 0
