@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError
@@ -180,3 +182,72 @@ def test_a_directory_with_such_a_name_is_meant(spill_dir: Path) -> None:
     with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=odd)) as offloader:
         step(offloader)
         assert offloader.stats.bytes_written > 0
+
+
+# -- blocks that belong to the compiler --------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def compiled_in_place() -> nn.Module:
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        block.compile(backend="eager")
+    return model
+
+
+def compiled_as_a_whole() -> nn.Module:
+    model = nn.Sequential(Block(), Block())
+    model.compile(backend="eager")
+    return model
+
+
+def compiled_in_wrappers() -> nn.Module:
+    return nn.Sequential(*(torch.compile(Block(), backend="eager") for _ in range(3)))
+
+
+def compiled_within() -> nn.Module:
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        block.inner.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute_offload"])
+@pytest.mark.parametrize("classes", [(), ("Block",), "blocks"])
+@pytest.mark.parametrize(
+    ("build", "compiled"),
+    [(compiled_in_place, "2 Block"), (compiled_as_a_whole, "1 Sequential"), (compiled_in_wrappers, "3 Block")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_compiled_blocks_are_named_as_the_cause(
+    build: Callable[[], nn.Module], compiled: str, classes: Any, activations: Any, spill_dir: Path
+) -> None:
+    policy = OffloadPolicy(activations=activations, recompute_modules=classes)
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+        with pytest.raises(ConfigError, match=rf"\({compiled}\), which cannot be recomputed. Compile modules within"):
+            offloader.register_module(build())
+        offloader.register_module(compiled_within())  # what the message advises
+
+
+def test_a_model_without_blocks_is_asked_for_their_classes(spill_dir: Path) -> None:
+    policy = OffloadPolicy(activations="recompute")
+    refused = pytest.raises(ConfigError, match=r"Linear has no repeated blocks.*name their classes")
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir)) as offloader, refused:
+        offloader.register_module(nn.Linear(4, 4))
