@@ -14,6 +14,7 @@ import torch
 from lightning_ssd.common.collectives import AllReduceMin
 from lightning_ssd.common.validation import refuse_misread
 from lightning_ssd.config import HardwareProfile
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.memory.readings import host_available_bytes
 from lightning_ssd.storage.backend import Backend
@@ -117,7 +118,12 @@ def chosen_paths(hardware: HardwareProfile, default_directory: str | os.PathLike
         paths = [path for path in os.environ.get(PATHS_VARIABLE, "").split(os.pathsep) if path]
         refuse_misread(f"${PATHS_VARIABLE}", paths, "directories separated by ':'")
     paths = paths or [default_directory or tempfile.gettempdir()]
-    return [Path(path).expanduser().absolute() for path in paths]
+    try:
+        return [Path(path).expanduser().absolute() for path in paths]
+    except (RuntimeError, OSError) as error:  # an unknown ~user; a working directory that has been removed
+        raise ConfigError(
+            f"directories {[os.fspath(path) for path in paths]} lead nowhere: {error}. Write paths that begin with /"
+        ) from error
 
 
 def _is_discrete(device: torch.device) -> bool:

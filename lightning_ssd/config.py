@@ -288,7 +288,7 @@ class HardwareProfile:
             raise ConfigError(f"{owner}.allow_unsuitable_paths={self.allow_unsuitable_paths!r}; allowed: True, False")
         paths = _as_tuple(f"{owner}.paths", self.paths, "directory names, one per drive")
         for path in paths:
-            if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
                 raise ConfigError(f"{owner}.paths contains {path!r}; allowed: non-empty directory names, one per drive")
         refuse_misread(f"{owner}.paths", paths, 'names of directories on this machine, such as ["/mnt/a", "/mnt/b"]')
         # A frozen dataclass may only be completed through object; a single path is accepted as a tuple of one.

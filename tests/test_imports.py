@@ -44,7 +44,7 @@ IMPORTS: dict[str, set[str]] = {
     "optimizer": {
         *("errors", "common", "planning", "telemetry", "optimizer.store", "optimizer.step", "optimizer.checkpoint"),
     },
-    "_environment": {"common", "config", "memory", "telemetry", "storage", "tiers"},
+    "_environment": {"errors", "common", "config", "memory", "telemetry", "storage", "tiers"},
     "_assembly": {
         *("errors", "common", "config", "memory", "wear", "storage", "tiers", "scheduling", "activations"),
         *("parameters", "parameters.files", "optimizer.store", "_environment"),

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_ssd.errors import UnsuitablePathError
+from lightning_ssd.errors import StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.mmap import PAGE_BYTES
 
 __all__ = [
     "DirectAlignment",
     "DirectoryFacts",
     "cannot_be_made",
+    "cannot_hold",
     "check_directory",
     "direct_alignment",
     "inspect_directory",
@@ -31,6 +32,13 @@ _NETWORK_TYPES = frozenset(
     | {f"fuse.{name}" for name in ("beeond", "ceph-fuse", "davfs2", "gcsfuse", "glusterfs", "juicefs", "mount-s3")}
     | {f"fuse.{name}" for name in ("rclone", "s3fs", "sshfs")}
 )
+
+_REFUSALS = frozenset(
+    {errno.ENOENT, errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENAMETOOLONG}
+)
+"""What the system says where a directory takes no files, as those of /proc and /sys."""
+_ADVICE = "name a directory on a local SSD"
+_SETTINGS = "(HardwareProfile.paths, $LIGHTNING_SSD_PATHS)"
 
 _BLOCK_DEVICES = Path("/sys/dev/block")
 
@@ -99,6 +107,8 @@ def check_directory(path: str | os.PathLike[str], *, allow_unsuitable: bool = Fa
     """
     path = Path(path)
     make_directory(path)
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise _unsuitable(path, "lies on a file system that is mounted read-only", _ADVICE, errno.EROFS)
     if not os.access(path, os.W_OK | os.X_OK):
         raise _unsuitable(
             path, "is not writable for this user", "change its owner or mode, or name another", errno.EACCES
@@ -117,7 +127,7 @@ def refuse_unsuitable(path: Path, *, allow_unsuitable: bool) -> DirectoryFacts:
         raise _unsuitable(
             path,
             f"lies on {facts.file_system}, {facts.unsuitable}",
-            "name a directory on a local SSD, or set allow_unsuitable_paths=True",
+            f"{_ADVICE}, or set allow_unsuitable_paths=True",
             errno.EINVAL,
         )
     return facts
@@ -137,12 +147,26 @@ def make_directory(path: Path) -> None:
 
 def cannot_be_made(path: Path, error: OSError) -> UnsuitablePathError:
     """The error that says why a directory of the user's is not there, and what to do."""
-    reason = "exists and is no directory" if path.exists() else f"cannot be made ({os.strerror(error.errno or 0)})"
-    return _unsuitable(path, reason, "name a directory on a local SSD", error.errno)
+    if os.path.exists(path):  # not Path.exists(), which raises where a name is too long
+        reason = "exists and is no directory"
+    elif os.path.islink(path):
+        reason = "is a symbolic link that leads nowhere"
+    else:
+        reason = f"cannot be made ({os.strerror(error.errno or 0)})"
+    return _unsuitable(path, reason, _ADVICE, error.errno)
+
+
+def cannot_hold(path: Path, error: OSError) -> StorageError:
+    """Return the error that says why a spill file was not made in ``path``, a directory of ours, and what to do."""
+    what = f"cannot create a spill file in {path}"
+    if error.errno not in _REFUSALS:
+        return as_storage_error(error, what)
+    place = f"{path.parent} lies on {_mount_of(path.parent)[0]}"
+    return UnsuitablePathError(error.errno, f"{what} ({os.strerror(error.errno)}; {place}); {_ADVICE} {_SETTINGS}")
 
 
 def _unsuitable(path: Path, reason: str, advice: str, code: int | None) -> UnsuitablePathError:
-    return UnsuitablePathError(code, f"{path} {reason}; {advice} (HardwareProfile.paths, $LIGHTNING_SSD_PATHS)")
+    return UnsuitablePathError(code, f"{path} {reason}; {advice} {_SETTINGS}")
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:

@@ -22,6 +22,7 @@ from lightning_ssd.errors import FULL_ERRNOS, OffloaderClosedError, OutOfSpaceEr
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.directories import MAX_VANISHED, open_private
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
+from lightning_ssd.storage.filesystem import cannot_hold
 
 __all__ = ["SPACE_ADVICE", "Arena", "Extent", "ExtentAllocator"]
 
@@ -332,7 +333,7 @@ def _open_anonymous(directory: Path, name: str, *, direct: bool) -> int:
     except StorageError:
         raise
     except OSError as error:
-        raise as_storage_error(error, f"cannot create a spill file in {directory / name}") from error
+        raise cannot_hold(directory / name, error) from error
 
 
 def _create_in_private(parent: int, path: Path, flags: int) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_ssd.errors import UnsuitablePathError
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import ConfigError, UnsuitablePathError
 from lightning_ssd.storage import filesystem
 from lightning_ssd.storage.drive_probe import measure_rates, read_back_ok
 from lightning_ssd.storage.filesystem import DirectAlignment, check_directory, direct_alignment, inspect_directory
@@ -74,9 +75,11 @@ class TestCheckDirectory:
     def test_refuses_a_read_only_file_system(self, small_disk: Callable[[int], Path]) -> None:
         directory = small_disk(16)
         subprocess.run(["mount", "-o", "remount,ro", directory], check=True)
-        with pytest.raises(UnsuitablePathError, match="is not writable for this user") as caught:
+        with pytest.raises(
+            UnsuitablePathError, match="lies on a file system that is mounted read-only; name"
+        ) as caught:
             check_directory(directory)
-        assert caught.value.errno == errno.EACCES
+        assert caught.value.errno == errno.EROFS
 
     @pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
     def test_refuses_memory_unless_told(self) -> None:
@@ -159,3 +162,76 @@ class TestMeasuring:
             measure_rates(backend, tmp_path, nbytes=1 << 20)
         backend.close()
         assert os.listdir(tmp_path) == []
+
+
+def opened_in(*paths: str) -> None:
+    hardware = HardwareProfile(paths=paths)
+    with Offloader(policy=OffloadPolicy(activations="offload"), hardware=hardware):
+        pass
+
+
+class TestPathsThatCannotServe:
+    """Each gets one of our errors, with the path, what failed, and what to write; the user's own line is never bare."""
+
+    @pytest.mark.parametrize("path", ["/proc", "/proc/self/fdinfo", "/sys", "/sys/kernel", "/dev/pts"])
+    def test_file_systems_of_the_kernel(self, path: str) -> None:
+        if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK) or is_memory(path):
+            pytest.skip(f"{path} is another directory here")
+        kind = inspect_directory(path).file_system
+        with pytest.raises(UnsuitablePathError, match=rf"^cannot create a spill file in {path}/") as caught:
+            opened_in(path)
+        assert f"{path} lies on {kind}); name a directory on a local SSD (HardwareProfile.paths" in str(caught.value)
+        assert caught.value.errno in (errno.ENOENT, errno.EPERM, errno.EACCES, errno.EROFS)
+
+    @pytest.mark.parametrize(
+        ("path", "reason"),
+        [
+            ("{}/file", "exists and is no directory"),
+            ("{}/file/below", r"cannot be made \(Not a directory\)"),
+            ("{}/dangling", "is a symbolic link that leads nowhere"),
+            ("{}/loop", "is a symbolic link that leads nowhere"),
+            ("{}/" + 300 * "n", r"cannot be made \(File name too long\)"),
+            ("{}" + 25 * ("/" + 200 * "d"), r"cannot be made \(File name too long\)"),
+            ("/dev/full", "exists and is no directory"),
+            ("/dev/null/below", r"cannot be made \(Not a directory\)"),
+            ("/proc/self/below", r"cannot be made \(No such file or directory\)"),
+        ],
+    )
+    def test_what_is_no_directory(self, path: str, reason: str, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        with pytest.raises(UnsuitablePathError, match=rf"^/.* {reason}; name a directory on a local SSD"):
+            opened_in(path.format(tmp_path))
+        assert {entry.name for entry in tmp_path.iterdir()} == {"file", "dangling", "loop"}
+
+    @pytest.mark.parametrize("path", ["", "a\0b"])
+    def test_names_that_no_directory_has(self, path: str) -> None:
+        with pytest.raises(ConfigError, match=r"HardwareProfile\.paths contains '"):
+            HardwareProfile(paths=[path])
+
+    def test_an_unknown_home(self) -> None:
+        with pytest.raises(ConfigError, match=r"\['~nobody-has-this-name/spill'\] lead nowhere.*begin with /"):
+            opened_in("~nobody-has-this-name/spill")
+
+    def test_a_working_directory_that_has_gone(self, tmp_path: Path) -> None:
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        before = os.getcwd()
+        os.chdir(gone)
+        try:
+            gone.rmdir()
+            with pytest.raises(ConfigError, match=r"\['spill'\] lead nowhere: .*Write paths that begin with /"):
+                opened_in("spill")
+        finally:
+            os.chdir(before)
+
+    def test_relative_ones_and_those_of_the_home(self, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(spill_dir)
+        monkeypatch.setenv("HOME", str(spill_dir))
+        opened_in("relative", "~/home")
+        assert {entry.name for entry in spill_dir.iterdir()} == {"relative", "home"}
+
+
+def is_memory(path: str) -> bool:
+    return inspect_directory(path).is_memory
