@@ -11,6 +11,7 @@
     |   `-- CorruptionError                  what was read back differs from what was written
     |-- BudgetError (also ValueError)        no plan keeps the memory budget; names the smallest possible one
     |-- RecomputeError (also RuntimeError)   a block cannot run again as it ran in forward; it is kept from then on
+    |-- HooksRefusedError (also RuntimeError) a transform of torch.func was called in an offloaded forward
     |-- BackendUnavailableError              a backend was asked for by name and cannot work here
     `-- OffloaderClosedError                 used before it was opened or after it was closed
 
@@ -32,6 +33,7 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "CorruptionError",
+    "HooksRefusedError",
     "OffloadError",
     "OffloaderClosedError",
     "OutOfSpaceError",
@@ -92,6 +94,10 @@ class RecomputeError(OffloadError, RuntimeError):
 
     Raised before any gradient of the block is used. From then on the block is kept.
     """
+
+
+class HooksRefusedError(OffloadError, RuntimeError):
+    """A transform of ``torch.func`` refuses the saved-tensor hooks of a forward. The message says what to call."""
 
 
 class BackendUnavailableError(OffloadError):

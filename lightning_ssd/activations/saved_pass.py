@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.common.status_line import StatusLine
+from lightning_ssd.errors import HooksRefusedError, OffloadError
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.scheduling.clock import Stamp
 from lightning_ssd.scheduling.pass_profile import PassProfile, PassTimes, ProfileBook, profile_of
@@ -42,6 +43,18 @@ class PassBegin:
     """Tensors that autograd had handed to us by then."""
     highest_bytes: int = 0
     """The most memory that had been in use by then; 0 where nobody asks."""
+
+
+def _explain_refusal(error: RuntimeError) -> None:
+    """Raise our error for PyTorch's, where a transform refuses hooks (``doesnt_support_saved_tensors_hooks``)."""
+    text = str(error)
+    if "torch.func." in text and "support saved tensor hooks" in text:
+        raise HooksRefusedError(
+            "torch.func.grad, vjp, jacrev and hessian refuse saved-tensor hooks, by which lightning_ssd offloads what "
+            "this forward saves. Write torch.autograd.grad(f(x), x, create_graph=True), or "
+            "torch.autograd.functional.vjp, jacobian or hessian, in their place. In a loop of your own you may also "
+            "call them outside of `with offloader.saved_tensors():`"
+        ) from error
 
 
 class SavedTensorHooks(Protocol):
@@ -148,6 +161,8 @@ class SavedPass:
             self._kept = None
             if self.recorder is not None:
                 self.recorder.forward_ended()
+        if isinstance(exc, RuntimeError) and not isinstance(exc, OffloadError) and not self.is_plain:
+            _explain_refusal(exc)
 
     def keep_until_over(self, owner: object) -> None:
         """Hold an object until the forward is over, so that it does not die meanwhile."""

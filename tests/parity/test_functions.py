@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tests.support.helpers import SETUPS, Session, assert_same, open_offloader
+from lightning_ssd.errors import HooksRefusedError
+from tests.support.helpers import SETUPS, Session, assert_identical, assert_same, open_offloader
 
 Program = Callable[[Session], Any]
 
@@ -272,14 +273,74 @@ def test_what_is_noted_on_a_constant(is_held: bool, tmp_path: Path) -> None:
             assert offloader.stats.num_saved > 0
 
 
-def test_torch_func_is_answered_as_by_pytorch(tmp_path: Path) -> None:
-    """Function transforms refuse all saved-tensor hooks; they work beside our context."""
+def waves(t: torch.Tensor) -> torch.Tensor:
+    return (t.sin() * t.exp()).sum()
+
+
+REFUSING: dict[str, Callable[[torch.Tensor], Any]] = {
+    "grad": lambda x: torch.func.grad(waves)(x),
+    "vjp": lambda x: torch.func.vjp(waves, x)[1](torch.tensor(1.0))[0],
+    "jacrev": lambda x: torch.func.jacrev(waves)(x),
+    "hessian": lambda x: torch.func.hessian(waves)(x),
+    "per-sample": lambda x: torch.func.vmap(torch.func.grad(waves))(x),
+}
+# What the message says to write in their place. Only of a hessian the order of sums, and so the last bit, differs.
+INSTEAD: dict[str, Callable[[torch.Tensor], Any]] = {
+    "grad": lambda x: torch.autograd.grad(waves(y := x.clone().requires_grad_()), y, create_graph=True)[0].detach(),
+    "vjp": lambda x: torch.autograd.functional.vjp(waves, x)[1],
+    "jacrev": lambda x: torch.autograd.functional.jacobian(waves, x),
+    "hessian": lambda x: torch.autograd.functional.hessian(waves, x),
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
+def test_transforms_that_refuse_hooks_are_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
+    """They work beside our context; within it, an error of ours names what works."""
+    x = torch.rand(5, 6)
+    expected = REFUSING[name](x)
     with open_offloader(tmp_path) as offloader:
-        x = torch.rand(40, 50)
-        expected = torch.func.grad(lambda t: t.sin().sum())(x)
-        with offloader.saved_tensors(), pytest.raises(RuntimeError, match="hooks"):
-            torch.func.grad(lambda t: t.sin().sum())(x)
-        assert torch.equal(torch.func.grad(lambda t: t.sin().sum())(x), expected)
+        with (
+            pytest.raises(HooksRefusedError, match=r"Write torch\.autograd\.grad") as caught,
+            offloader.saved_tensors(),
+            offloader.saved_tensors(),
+        ):  # the outer one adds nothing
+            REFUSING[name](x)
+        assert isinstance(caught.value, RuntimeError)  # as PyTorch's own is
+        assert not isinstance(caught.value.__cause__, HooksRefusedError)
+        assert torch.equal(REFUSING[name](x), expected)
+        if name in INSTEAD:
+            plain = INSTEAD[name](x)
+            torch.testing.assert_close(plain, expected)
+            with offloader.saved_tensors():
+                assert torch.equal(INSTEAD[name](x), plain)
+            offloader.end_backward()
+
+
+def test_other_errors_of_a_forward_stay_what_they_are(tmp_path: Path) -> None:
+    with open_offloader(tmp_path) as offloader, pytest.raises(RuntimeError) as caught, offloader.saved_tensors():
+        torch.ones(2) @ torch.ones(3)
+    assert type(caught.value) is RuntimeError
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda x: torch.func.vmap(lambda v: v.sin().exp())(x),
+        lambda x: torch.func.jvp(waves, (x,), (x,)),
+        lambda x: torch.func.jacfwd(waves)(x),
+    ],
+    ids=["vmap", "jvp", "jacfwd"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
+def test_transforms_that_take_hooks_have_their_bits(transform: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+    x = torch.rand(5, 6)
+    expected = transform(x)
+    with open_offloader(tmp_path) as offloader:
+        with offloader.saved_tensors():
+            assert_identical(transform(x), expected)
+            assert_identical(transform(x.clone().requires_grad_()), expected)
+        offloader.end_backward()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
