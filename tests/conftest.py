@@ -45,6 +45,7 @@ _SET_BY_OTHERS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning, while it looks for devices
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
     "TRITON_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "WANDB_MODE",  # WandbLogger(offline=True)
     "WANDB_SERVICE",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.saved_storage import SavedStorage
+from lightning_ssd.common.compiler import hide_from_compiler
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.errors import HooksRefusedError, OffloadError
 from lightning_ssd.recompute.blocks import Blocks
@@ -97,7 +97,7 @@ class SavedPass:
         recompute_all: bool = False,
     ) -> None:
         self._blocks = blocks
-        self._recompute_all = recompute_all
+        self.recomputes_all = recompute_all
         self.signature = signature
         self.cursor: PlanCursor | None = None  # none: the cache moves whatever is large enough
         self.limit_bytes: int | None = None  # without a plan: forward waits for writes above it
@@ -127,7 +127,7 @@ class SavedPass:
         self._position: dict[int, int] = {}
 
     def __enter__(self) -> None:
-        _stay_out_of_compiled_code()
+        hide_from_compiler()
         self._hooks.enter(self)
         if self.is_plain:
             self._installed.append(_NOTHING)
@@ -214,7 +214,7 @@ class SavedPass:
 
     def block_enters(self, name: str) -> bool:
         """Whether this call of a block is to be recomputed in backward."""
-        recompute = self._recompute_all or (self.cursor is not None and self.cursor.block(self._num_blocks))
+        recompute = self.recomputes_all or (self.cursor is not None and self.cursor.block(self._num_blocks))
         self._num_blocks += 1
         if self.recorder is not None:
             self.recorder.block_enters(name, recompute=recompute)
@@ -284,20 +284,3 @@ class SavedPass:
             stayed=frozenset(self.stayed),
         )
         return profile_of(times, self.order, write_rate=write_rate, read_rate=read_rate)
-
-
-def _stay_out_of_compiled_code() -> None:
-    """Have the compiler run our hooks as they are.
-
-    Autograd calls them from within a compiled region too, where the compiler would otherwise trace and compile the
-    hooks themselves, and fail. ``torch.compiler.disable`` would do, at a microsecond per call; and importing the
-    compiler takes seconds, so that it is left alone until somebody else has imported it.
-    """
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    package = __name__.partition(".")[0]
-    if rules is not None and package not in _told_compiler:
-        _told_compiler.add(package)
-        rules.add(package)
-
-
-_told_compiler: set[str] = set()

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lightning_ssd.cli.model_size import model_size
 from lightning_ssd.cli.output import CommandError
+from lightning_ssd.common.compiler import uncompiled
 from lightning_ssd.common.first_calls import settle_first_calls
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.memory.readings import host_available_bytes
@@ -85,7 +86,8 @@ def trace_model(
     """
     settle_first_calls()  # not under fake tensors, where it would count as done
     try:
-        with warnings.catch_warnings(), _no_log_of_fakes(), FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        with warnings.catch_warnings(), _no_log_of_fakes(), uncompiled(), fakes:
             warnings.simplefilter("ignore")
             model = build_here(build)
             inputs = example_batch(model, batch, sequence)

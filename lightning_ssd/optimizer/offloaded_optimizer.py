@@ -21,6 +21,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd.common.compiler import compiler_is_at_work
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.optimizer.checkpoint.gather import full_nbytes, full_states
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
@@ -221,6 +222,12 @@ class OffloadedOptimizer(Optimizer):
             ConfigError: the optimizer turns out to couple its parameters, or two of them share memory.
         """
         self._check_steps()
+        if compiler_is_at_work():
+            raise ConfigError(
+                f"the step of {type(self.inner).__name__} runs under torch.compile, and OffloadPolicy.optimizer_states="
+                "'offload' updates some of the states at a time, so that other code would be compiled, with other "
+                "bits. Call step() outside of compiled functions, or use optimizer_states='keep'"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -3,6 +3,9 @@
 Where the observer wants it, a call of a block is recomputed in backward, see ``checkpointed_call.py``. The hooks of
 the block run once all the same, because only its ``forward`` is repeated. Those of the modules inside of it run again,
 as in every checkpoint.
+
+A block that ``torch.compile`` compiles, alone or with what is around it, runs as if it had no stand-in. Whether it is
+compiled is asked in each call, because users compile after they have registered a model.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_ssd.common.compiler import compiler_is_at_work
 from lightning_ssd.common.dtensor import has_groups_within
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.restore import put_back_all
+from lightning_ssd.recompute.block_discovery import belongs_to_compiler
 from lightning_ssd.recompute.call_inputs import CallInputs
 from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.checkpointed_call import (
@@ -43,6 +48,11 @@ class BlockObserver(Protocol):
     @property
     def wants_inputs(self) -> bool:
         """Whether to be told of inputs, and to learn which blocks cannot be recomputed. Costs some microseconds."""
+        ...
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether every call of a block is to be recomputed, whatever a plan says."""
         ...
 
     def block_enters(self, name: str) -> bool:
@@ -100,6 +110,7 @@ class Blocks:
         self._active = _Active()
         self._wrappers: list[_Wrapper] = []
         self._warned: set[str] = set()
+        self._has_warned = False
         taken: set[nn.Module] = set()
         for name, module in modules.items():
             if module not in taken:
@@ -145,6 +156,22 @@ class Blocks:
             yield
         finally:
             self._active.observer = before
+        if before is None and observer.recomputes_all:
+            self._warn_of_bypassed()
+
+    def _warn_of_bypassed(self) -> None:
+        """Warn once that blocks were compiled, or given another forward, after they were registered."""
+        if self._has_warned:
+            return
+        bypassed = [(wrapper.name, reason) for wrapper in self._wrappers if (reason := wrapper.is_bypassed())]
+        if bypassed:
+            self._has_warned = True
+            name, reason = bypassed[0]
+            warnings.warn(
+                f"{len(bypassed)} of {len(self._wrappers)} blocks are not recomputed since they were registered "
+                f"(block {name!r}: {reason}); what they save is offloaded or kept instead",
+                stacklevel=3,
+            )
 
     def remove(self) -> None:
         """Give every block its forward back. Idempotent.
@@ -159,7 +186,8 @@ class Blocks:
 class _Wrapper(MethodPatch):
     """The ``forward`` of one block."""
 
-    __slots__ = ("_active", "_block", "_edits", "_is_allowed", "_refusal", "_warned", "_watched", "name")
+    # With a ``__dict__``, on which Dynamo puts a guard. It stays empty.
+    __slots__ = ("__dict__", "_active", "_block", "_edits", "_is_allowed", "_refusal", "_warned", "_watched", "name")
 
     def __init__(
         self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
@@ -180,9 +208,23 @@ class _Wrapper(MethodPatch):
         super().remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self._active.observer is None or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():  # traced, so that it names no function of ours
+            if self._earlier is not None:
+                return self._earlier(*args, **kwargs)
+            module = self._module()
+            return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
+        if self._active.observer is None or not torch.is_grad_enabled() or compiler_is_at_work():
             return self.__wrapped__(*args, **kwargs)
         return self._observed(args, kwargs)
+
+    def is_bypassed(self) -> str | None:
+        """Return why calls of the module no longer come here as they are; ``None``: they do, as far as it can be seen."""
+        module = self._module()
+        if module is None:
+            return None
+        if belongs_to_compiler(module):
+            return "it is compiled"
+        return None if module.__dict__.get("forward") is self else "its forward was replaced"
 
     def _observed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         active, observer = self._active, self._active.observer

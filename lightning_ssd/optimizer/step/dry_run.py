@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_ssd.common.compiler import uncompiled
 from lightning_ssd.common.dtensor import address_of, local_of
 from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.errors import ConfigError
@@ -227,7 +228,7 @@ class DryRun:
     def _trial(self, sample: Sample, twins: Sequence[torch.Tensor], touched: _Touched) -> Iterator[None]:
         """Around calls with copies, of which nothing remains."""
         effects = preserving_effects(self._optimizer, [sample.tensor.device])
-        with effects, introduced(self._optimizer, sample.tensor, twins), touched:
+        with effects, introduced(self._optimizer, sample.tensor, twins), uncompiled(), touched:
             yield
 
     def _evaluate(self, sample: Sample, group: int, closure: Closure, touched: _Touched) -> None:

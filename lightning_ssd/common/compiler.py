@@ -1,0 +1,55 @@
+"""What ``torch.compile`` sees of this package, and what user code that is only tried hides from it."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+__all__ = ["compiler_is_at_work", "hide_from_compiler", "uncompiled"]
+
+_frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_PACKAGE = __name__.partition(".")[0]
+_TRACED = f"{_PACKAGE}.recompute.blocks"
+"""Stands in for the forward of blocks, so that the compiler has to look through it: a graph would be split there."""
+_hidden: list[str] = []
+
+
+def compiler_is_at_work() -> bool:
+    """Return whether this call is traced, or is called by code that ``torch.compile`` runs as it is.
+
+    What PyTorch disables the compiler for (``torch.utils.checkpoint``) would also disable it for code below that plain
+    training compiles, which then has other bits.
+    """
+    return torch.compiler.is_compiling() or _frame_callback() is not None
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled functions as they were written, for a trial of user code under a mode of ``__torch_dispatch__``.
+
+    Dynamo compiles nothing under such a mode. It marks what it meets there as never to be compiled, for the whole
+    process, unless it is told to stand aside.
+    """
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def hide_from_compiler() -> None:
+    """Have the compiler run this package as it is, except the stand-ins for the forward of blocks.
+
+    Autograd calls saved-tensor hooks from within a compiled region too, where Dynamo would trace the hooks and fail.
+    ``torch.compiler.disable`` costs a microsecond per call. Importing Dynamo takes seconds, so that nothing happens
+    until user code has imported it.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is None or _hidden:
+        return
+    for parent in (_PACKAGE, _TRACED.rpartition(".")[0]):
+        _hidden.extend(found.name for found in pkgutil.iter_modules(sys.modules[parent].__path__, f"{parent}."))
+    for name in _hidden:
+        if not _TRACED.startswith(name):
+            rules.add(name)

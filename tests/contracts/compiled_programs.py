@@ -1,0 +1,332 @@
+"""Random programs beside ``torch.compile`` with real code generation, some changed after they were registered.
+
+The graphs are few and small, so that inductor's cache has nearly all of them.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.utils.parametrize
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+
+__all__ = ["CHANGES", "COMPILED", "MODES", "WHEN", "CompiledProgram", "Counted", "compiler_blocker"]
+
+MODES: dict[str, dict[str, Any]] = {
+    "offload": {"activations": "offload"},
+    "recompute": {"activations": "recompute"},
+    "recompute_offload": {"activations": "recompute_offload"},
+    "auto": {"activations": "auto", "activation_budget": 1 << 16},
+    "states": {"activations": "keep", "optimizer_states": "offload"},
+    "everything": {
+        "activations": "recompute_offload",
+        "parameters": "offload",
+        "gradients": "offload",
+        "optimizer_states": "offload",
+    },
+}
+WHEN = ("before registering", "after registering", "after a step")
+WIDTH = 32
+
+
+def compiler_blocker() -> str | None:
+    """Return why inductor generates no code on this machine; ``None``: it does."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        return "inductor needs a C++ compiler, and there is none"
+    return None
+
+
+class Counted:
+    """Inductor, and how many graphs it has been given."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        self.num_graphs += 1
+        return compile_fx(module, inputs)
+
+    def compile(self, what: Any, *, full: bool = True) -> Any:
+        return torch.compile(what, backend=self, dynamic=False, fullgraph=full)
+
+
+class Cube(torch.autograd.Function):
+    """Saves an input and an output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        result = x * x * x * 0.25
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x, result = ctx.saved_tensors
+        return grad * (0.75 * x * x + 0 * result)
+
+
+def smooth(x: torch.Tensor) -> torch.Tensor:
+    """Several operations that inductor fuses: other bits than one by one."""
+    return torch.sin(nn.functional.gelu(x) * torch.sigmoid(x))
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sigmoid() * 2
+
+
+class Block(nn.Module):
+    def __init__(self, *, has_function: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = Up()
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.act: Callable[[torch.Tensor], torch.Tensor] = smooth
+        self.has_function = has_function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(self.act(self.up(self.norm(x))))
+        return x + (Cube.apply(y) if self.has_function else y)
+
+
+def whole_loss(y: torch.Tensor) -> torch.Tensor:
+    return y.square().log_softmax(-1).mean()
+
+
+class Compiling(torch.optim.Optimizer):
+    """Updates each parameter by a compiled function, as Muon's Newton-Schulz iteration."""
+
+    def __init__(self, params: Any, update: Callable[..., None]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    if not self.state[p]:
+                        self.state[p]["momentum"] = torch.zeros_like(p)
+                    self.update(p, p.grad, self.state[p]["momentum"])
+
+
+def update(p: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor) -> None:
+    momentum.lerp_(grad, 0.1)
+    direction = momentum / (momentum.norm() + 1e-7)
+    p.add_(direction.sigmoid().mul(momentum).exp() - 1, alpha=-0.1)
+
+
+def _compile_blocks(model: nn.Module, how: Counted, full: bool) -> None:
+    for block in model.children():
+        block.compile(backend=how, dynamic=False, fullgraph=full)
+
+
+def _wrap_blocks(model: nn.Module, how: Counted, full: bool) -> None:
+    for name, block in list(model.named_children()):
+        setattr(model, name, how.compile(block, full=full))
+
+
+def _compile_forwards(model: nn.Module, how: Counted, full: bool) -> None:
+    for block in model.children():
+        block.forward = how.compile(block.forward, full=full)  # type: ignore[method-assign]
+
+
+def _compile_model(model: nn.Module, how: Counted, full: bool) -> None:
+    model.compile(backend=how, dynamic=False, fullgraph=full)
+
+
+def _compile_parts(model: nn.Module, how: Counted, full: bool) -> None:
+    for block in model.children():
+        getattr(block, "_orig_mod", block).up.compile(backend=how, dynamic=False, fullgraph=full)
+
+
+def _compile_functions(model: nn.Module, how: Counted, full: bool) -> None:
+    act = how.compile(smooth, full=full)
+    for block in model.children():
+        block.act = act
+
+
+COMPILED: dict[str, Callable[[nn.Module, Counted, bool], None]] = {
+    "nothing": lambda model, how, full: None,
+    "block.compile()": _compile_blocks,
+    "torch.compile(block)": _wrap_blocks,
+    "block.forward": _compile_forwards,
+    "model.compile()": _compile_model,
+    "torch.compile(model)": lambda model, how, full: None,  # of what is called, see below
+    "a part of a block": _compile_parts,
+    "a function in a block": _compile_functions,
+    "the loss": lambda model, how, full: None,
+}
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def _replace_forward(model: nn.Module) -> None:
+    for block in list(model.children())[:2]:
+        block.forward = lambda x, old=block.forward: old(x) * 0.5  # type: ignore[method-assign, misc]
+
+
+def _parametrize(model: nn.Module) -> None:
+    for block in model.children():
+        torch.nn.utils.parametrize.register_parametrization(block.down, "weight", Doubled())  # type: ignore[arg-type]
+
+
+def _add_hooks(model: nn.Module) -> None:
+    for block in model.children():
+        block.register_forward_hook(lambda module, args, result: result * 0.75)
+        block.up.register_forward_pre_hook(lambda module, args: (args[0] + 0.125,))  # type: ignore[union-attr]
+
+
+def _freeze(model: nn.Module) -> None:
+    next(iter(model.children())).requires_grad_(False)
+
+
+def _unfreeze(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+
+
+def _script(model: nn.Module) -> None:
+    for block in model.children():
+        block.up = torch.jit.script(block.up)
+
+
+def _replace_part(model: nn.Module) -> None:
+    for block in model.children():
+        block.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+
+CHANGES: dict[str, Callable[[nn.Module], None]] = {
+    "nothing": lambda model: None,
+    "forward replaced": _replace_forward,
+    "parametrized": _parametrize,
+    "hooks added": _add_hooks,
+    "frozen": _freeze,
+    "unfrozen": _unfreeze,
+    "scripted": _script,
+    "a part replaced": _replace_part,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """A training of three steps."""
+
+    compiled: str = "nothing"
+    when: str = "after registering"
+    change: str = "nothing"
+    full: bool = True
+    has_function: bool = False
+    is_chunked: bool = False
+    optimizer: str = "AdamW"
+    seed: int = 0
+
+    @classmethod
+    def random(cls, seed: int) -> CompiledProgram:
+        choice = random.Random(seed).choice
+        compiled = choice(list(COMPILED))
+        # What is changed is compiled otherwise than it was registered, or not at all.
+        changes = [name for name in CHANGES if name != "scripted" or compiled in ("nothing", "the loss")]
+        return cls(
+            compiled=compiled,
+            when=choice(WHEN),
+            change=choice(changes),
+            full=choice([True, False]),
+            has_function=choice([True, False]),
+            is_chunked=choice([True, False]),
+            optimizer=choice(["AdamW", "SGD", "Compiling"]),
+            seed=seed,
+        )
+
+    def run(self, policy: dict[str, Any] | None, directory: Path) -> tuple[list[torch.Tensor], int]:
+        """Train. Returns losses, gradients and weights of all steps, and how many graphs were compiled.
+
+        Args:
+            policy: of the offloader; ``None``: plain PyTorch, with none.
+        """
+        torch.compiler.reset()
+        torch.manual_seed(self.seed)
+        how, found = Counted(), []
+        model = nn.Sequential(*[Block(has_function=self.has_function) for _ in range(3)])
+        if self.change == "unfrozen":
+            model[0].requires_grad_(False)
+        with _offloader(policy, directory) as offloader:
+            self._at("before registering", model, how)
+            if offloader is not None:
+                offloader.register_module(model)
+            self._at("after registering", model, how)
+            optimizer = self._optimizer(model, how)
+            if offloader is not None:
+                optimizer = offloader.offload_optimizer(optimizer)
+            for step in range(3):
+                if step == 1:
+                    self._at("after a step", model, how)
+                is_compiled = step > 0 or self.when != "after a step"
+                if step == 0 or (step == 1 and not self.when == "before registering"):
+                    run = (
+                        how.compile(model, full=self.full)
+                        if is_compiled and self._is("torch.compile(model)")
+                        else model
+                    )
+                    loss_of = how.compile(whole_loss) if is_compiled and self._is("the loss") else whole_loss
+                x = torch.randn(16, WIDTH)
+                with nullcontext() if offloader is None else offloader.saved_tensors():
+                    loss = self._loss(run(x), loss_of)
+                loss.backward()
+                if offloader is not None:
+                    offloader.end_backward()
+                found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+                optimizer.step()
+                optimizer.zero_grad()
+                found += [p.detach().clone() for p in model.parameters()]
+            if offloader is not None:
+                offloader.drain_metrics()
+        return found, how.num_graphs
+
+    def _is(self, compiled: str) -> bool:
+        return self.compiled == compiled
+
+    def _at(self, when: str, model: nn.Module, how: Counted) -> None:
+        if when == self.when:
+            COMPILED[self.compiled](model, how, self.full)
+        if when == "after registering":
+            CHANGES[self.change](model)
+
+    def _loss(self, y: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        if not self.is_chunked:
+            return loss_of(y)
+        return torch.stack([loss_of(part) for part in y.chunk(2)]).sum()
+
+    def _optimizer(self, model: nn.Module, how: Counted) -> torch.optim.Optimizer:
+        if self.optimizer == "Compiling":
+            return Compiling(model.parameters(), how.compile(update))
+        kind: Any = getattr(torch.optim, self.optimizer)
+        return kind(model.parameters(), lr=0.01)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _offloader(policy: dict[str, Any] | None, directory: Path) -> Iterator[Offloader | None]:
+    if policy is None:
+        yield None
+        return
+    hardware = HardwareProfile(paths=(str(directory),))
+    with Offloader(policy=OffloadPolicy(**policy, min_tensor_bytes=1), hardware=hardware) as offloader:
+        yield offloader
