@@ -32,7 +32,8 @@ def uncompiled() -> AbstractContextManager[Any]:
     """Run compiled functions as they were written, for a trial of user code under a mode of ``__torch_dispatch__``.
 
     Dynamo compiles nothing under such a mode. It marks what it meets there as never to be compiled, for the whole
-    process, unless it is told to stand aside.
+    process, unless it is told to stand aside. That, too, holds for the whole process: compiled functions that other
+    threads call meanwhile run as they were written.
     """
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance

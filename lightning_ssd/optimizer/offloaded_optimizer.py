@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -219,29 +218,22 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             StorageError: states cannot be read. The step is incomplete, and later ones are refused: resume from a
                 checkpoint. States that cannot be *written* stay in memory, with one warning.
-            ConfigError: the optimizer turns out to couple its parameters, or two of them share memory.
+            ConfigError: the optimizer turns out to couple its parameters, two of them share memory, or
+                ``torch.compile`` compiles what calls this.
         """
-        self._check_steps()
         if compiler_is_at_work():
             raise ConfigError(
                 f"the step of {type(self.inner).__name__} runs under torch.compile, and OffloadPolicy.optimizer_states="
                 "'offload' updates some of the states at a time, so that other code would be compiled, with other "
-                "bits. Call step() outside of compiled functions, or use optimizer_states='keep'"
+                "bits. Compile the model's blocks (block.compile()) and call step() outside of compiled functions, or "
+                "use optimizer_states='keep'"
             )
+        self._check_open()
+        self._check_whole("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        return self._step(closure, loss)
-
-    @_disable_dynamo
-    def _check_steps(self) -> None:
-        self._check_open()
-        self._check_whole("step()")
-
-    @_disable_dynamo
-    def _step(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
-        """Once the closure has been called. The compiler does not look into it: traced calls would not be alike."""
         own, thread = vars(self), threading.get_ident()
         try:
             own["_stepping_thread"] = thread
@@ -269,7 +261,7 @@ class OffloadedOptimizer(Optimizer):
         self._step_s += time.perf_counter() - begin_s
         self._states.rebalance()
         for warning in self._states.take_warnings():
-            warnings.warn(warning, stacklevel=7)  # who calls step(), behind its hooks and the compiler's
+            warnings.warn(warning, stacklevel=4)  # who calls step(), behind its hooks
         return changes.result(loss)
 
     def _prepare(self) -> None:

@@ -142,6 +142,8 @@ class Pager(ABC, Generic[Memory]):
         self.is_closed = False
         self.has_told_of_casts = False
         """Whether the log has what autocast's copies of the weights take."""
+        self.has_told_of_splits = False
+        """Whether the user knows that compiled code is divided where weights come."""
         self._window_bytes: int | None = None
         self._pid = os.getpid()
         # Guards units and what is counted. A leaf lock; again from a signal handler, which may come while it is held.

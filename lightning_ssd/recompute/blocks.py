@@ -151,18 +151,20 @@ class Blocks:
         if before is None and observer.wants_inputs:
             for wrapper in self._wrappers:
                 wrapper.begin_measuring()
+        looks_for_bypassed = before is None and observer.recomputes_all and not self._has_warned
+        if looks_for_bypassed:
+            for wrapper in self._wrappers:
+                wrapper.is_reached = False
         try:
             self._active.observer = observer
             yield
         finally:
             self._active.observer = before
-        if before is None and observer.recomputes_all:
+        if looks_for_bypassed:
             self._warn_of_bypassed()
 
     def _warn_of_bypassed(self) -> None:
-        """Warn once that blocks were compiled, or given another forward, after they were registered."""
-        if self._has_warned:
-            return
+        """Warn that blocks were compiled, or given a forward that does not call theirs, after they were registered."""
         bypassed = [(wrapper.name, reason) for wrapper in self._wrappers if (reason := wrapper.is_bypassed())]
         if bypassed:
             self._has_warned = True
@@ -187,12 +189,24 @@ class _Wrapper(MethodPatch):
     """The ``forward`` of one block."""
 
     # With a ``__dict__``, on which Dynamo puts a guard. It stays empty.
-    __slots__ = ("__dict__", "_active", "_block", "_edits", "_is_allowed", "_refusal", "_warned", "_watched", "name")
+    __slots__ = (
+        "__dict__",
+        "_active",
+        "_block",
+        "_edits",
+        "_is_allowed",
+        "_refusal",
+        "_warned",
+        "_watched",
+        "is_reached",
+        "name",
+    )
 
     def __init__(
         self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
     ) -> None:
         self.name = block.name
+        self.is_reached = False
         self._block = block
         self._active = active
         self._warned = warned
@@ -218,15 +232,19 @@ class _Wrapper(MethodPatch):
         return self._observed(args, kwargs)
 
     def is_bypassed(self) -> str | None:
-        """Return why calls of the module no longer come here as they are; ``None``: they do, as far as it can be seen."""
+        """Return why calls of the module no longer come here; ``None``: they do, as far as is seen."""
         module = self._module()
-        if module is None:
+        if module is None or self.is_reached:
             return None
         if belongs_to_compiler(module):
             return "it is compiled"
-        return None if module.__dict__.get("forward") is self else "its forward was replaced"
+        forward = module.__dict__.get("forward")
+        while forward is not self and isinstance(forward, MethodPatch):
+            forward = forward._earlier
+        return None if forward is self else "its forward was replaced"
 
     def _observed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.is_reached = True
         active, observer = self._active, self._active.observer
         module = self._module()
         if observer is None or module is None or torch._C._current_autograd_node() is not None:

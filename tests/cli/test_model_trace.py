@@ -193,6 +193,32 @@ def test_fused_attention_saves_no_matrix(fused: bool) -> None:
     assert found.flops == forward + backward  # a fused backward computes the matrix again
 
 
+@torch.compile(backend=lambda graph, inputs: _graphs.append(graph) or graph.forward)  # type: ignore[untyped-decorator]
+def smooth(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * x.sigmoid()
+
+
+_graphs: list[torch.fx.GraphModule] = []
+
+
+class Smooth(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(SEQUENCE, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = smooth(super().forward(x.float()))
+        return result
+
+
+def test_a_function_can_be_compiled_after_it_was_traced() -> None:
+    """Dynamo marks what it meets under fake tensors as never to be compiled."""
+    torch.compiler.reset()
+    traced(f"{__name__}:Smooth")
+    assert not _graphs
+    smooth(torch.ones(2))
+    assert len(_graphs) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "match"),
     [("NeedsValues", "do not depend on the values"), ("NoLoss", "a loss with gradients")],

@@ -61,19 +61,19 @@ class Counted:
         return torch.compile(what, backend=self, dynamic=False, fullgraph=full)
 
 
-class Cube(torch.autograd.Function):
+class Tanh(torch.autograd.Function):
     """Saves an input and an output."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        result = x * x * x * 0.25
+        result = x.tanh()
         ctx.save_for_backward(x, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x, result = ctx.saved_tensors
-        return grad * (0.75 * x * x + 0 * result)
+        return grad * (1 - result * result + 0 * x)
 
 
 def smooth(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.down(self.act(self.up(self.norm(x))))
-        return x + (Cube.apply(y) if self.has_function else y)
+        return x + (Tanh.apply(y) if self.has_function else y)
 
 
 def whole_loss(y: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class Compiling(torch.optim.Optimizer):
 def update(p: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor) -> None:
     momentum.lerp_(grad, 0.1)
     direction = momentum / (momentum.norm() + 1e-7)
-    p.add_(direction.sigmoid().mul(momentum).exp() - 1, alpha=-0.1)
+    p.add_(direction.sigmoid().mul(momentum).tanh(), alpha=-0.1)
 
 
 def _compile_blocks(model: nn.Module, how: Counted, full: bool) -> None:
@@ -209,6 +209,13 @@ def _script(model: nn.Module) -> None:
         block.up = torch.jit.script(block.up)
 
 
+def _forget_scripts() -> None:
+    """TorchScript optimizes code by what it saw in earlier calls, for all modules of a class."""
+    torch._C._jit_clear_class_registry()
+    torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
+    torch.jit._state._clear_class_state()
+
+
 def _replace_part(model: nn.Module) -> None:
     for block in model.children():
         block.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
@@ -263,6 +270,7 @@ class CompiledProgram:
             policy: of the offloader; ``None``: plain PyTorch, with none.
         """
         torch.compiler.reset()
+        _forget_scripts()
         torch.manual_seed(self.seed)
         how, found = Counted(), []
         model = nn.Sequential(*[Block(has_function=self.has_function) for _ in range(3)])
@@ -280,7 +288,7 @@ class CompiledProgram:
                 if step == 1:
                     self._at("after a step", model, how)
                 is_compiled = step > 0 or self.when != "after a step"
-                if step == 0 or (step == 1 and not self.when == "before registering"):
+                if step == 0 or (step == 1 and self.when != "before registering"):
                     run = (
                         how.compile(model, full=self.full)
                         if is_compiled and self._is("torch.compile(model)")

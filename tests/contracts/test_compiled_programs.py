@@ -82,6 +82,12 @@ def test_blocks_that_are_compiled_later_are_told_of_once(tmp_path: Path) -> None
     assert "block '0': it is compiled" in found[0]
 
 
+def test_blocks_that_are_compiled_before_are_refused_where_all_is_recomputed(tmp_path: Path) -> None:
+    program = CompiledProgram("block.compile()", "before registering")
+    with pytest.raises(ConfigError, match=r"but compiled or scripted ones.*activations='offload'"):
+        program.run(MODES["recompute"], tmp_path)
+
+
 @pytest.mark.parametrize("has_activations", [False, True])
 def test_a_compiled_step_is_refused_where_states_are_offloaded(has_activations: bool, tmp_path: Path) -> None:
     """As PyTorch's tutorial compiles an optimizer. Compiled for some of the parameters at a time, it has other bits."""
@@ -92,11 +98,12 @@ def test_a_compiled_step_is_refused_where_states_are_offloaded(has_activations: 
         with offloader.saved_tensors():
             weight.sin().sum().backward()
         offloader.end_backward()
-        before = weight.detach().clone()
-        step: Any = torch.compile(lambda: optimizer.step())
+        before, evaluations = weight.detach().clone(), []
+        step: Any = torch.compile(lambda: optimizer.step(lambda: evaluations.append(1)))
         with pytest.raises(ConfigError, match=r"AdamW runs under torch\.compile.*optimizer_states='keep'"):
             step()
         assert torch.equal(weight, before)
+        assert not evaluations
         optimizer.step()
         assert not torch.equal(weight, before), "as it is, it goes on"
 
@@ -111,7 +118,7 @@ def fuzz(seed: int, directory: Path) -> None:
     try:
         compare(program, mode, directory)
     except OffloadError:
-        assert mode in ("recompute", "recompute_offload", "auto"), f"{program}, {mode}"
+        assert MODES[mode]["activations"] in ("recompute", "recompute_offload", "auto"), f"{program}, {mode}"
 
 
 @pytest.mark.exhaustive

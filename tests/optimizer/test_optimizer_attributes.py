@@ -65,23 +65,6 @@ def test_attributes_reach_the_step(spill_dir: Path) -> None:
             del optimizer.extra
 
 
-@pytest.mark.parametrize("has_closure", [False, True])
-def test_a_compiled_step_is_the_step_as_it_is(has_closure: bool, spill_dir: Path) -> None:
-    """As PyTorch's tutorial compiles an optimizer. Each call of the inner one would be traced by itself."""
-    pair = Pair(lambda p: torch.optim.AdamW(p, lr=0.1), ((128, 150),) * 6)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-
-        @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
-        def step() -> None:
-            optimizer.step((lambda: 1.0) if has_closure else None)
-
-        for _ in range(3):
-            pair.set_gradients()
-            step()
-            pair.twin.step()
-        pair.check(optimizer)
-
-
 class Counter:
     num_steps = 0
 

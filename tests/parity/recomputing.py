@@ -30,6 +30,8 @@ NONE: Chooses = lambda index: False  # noqa: E731
 class Recomputing(Session):
     """Runs a program with some of the block calls of each pass recomputed; counts what is repeated in backward."""
 
+    recomputes_all = False
+
     def __init__(self, chooses: Chooses, *, classes: tuple[str, ...] = (), wants_inputs: bool = False, **extra: Any):
         super().__init__(**extra)
         self.chooses = chooses

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from tests.parity.models import Perceptrons, floats, gpt2_training, mean_square
 from tests.support.helpers import DRAINED, EAGER, Training, assert_parity
 
@@ -73,3 +74,42 @@ def test_compiled_after_the_context_was_used(tmp_path: Path) -> None:
 
     training = Training(Broken, lambda step: {"x": floats(step, 9, 17, 40)}, mean_square, prepare=whole)
     assert_parity(training, tmp_path, setups=[DRAINED, EAGER])
+
+
+# -- weights that wait -----------------------------------------------------------------------------------------------
+
+
+def wrapped_blocks(model: nn.Module) -> nn.Module:
+    assert isinstance(model, Perceptrons)
+    model.blocks = nn.ModuleList([torch.compile(block, backend=BACKEND) for block in model.blocks])  # type: ignore[misc]
+    return model
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize(("prepare", "is_told"), [(by_block, False), (wrapped_blocks, False), (whole, True)])
+def test_code_that_weights_divide_is_told_of_once(
+    prepare: Callable[[nn.Module], nn.Module], is_told: bool, is_early: bool, tmp_path: Path
+) -> None:
+    policy = OffloadPolicy(
+        activations="keep", parameters="offload", gradients="offload", optimizer_states="offload", min_tensor_bytes=1
+    )
+    model = Perceptrons()
+    if is_early:
+        prepare(model)
+    hardware = HardwareProfile(paths=(str(tmp_path),))
+    with warnings.catch_warnings(record=True) as caught, Offloader(policy=policy, hardware=hardware) as offloader:
+        warnings.simplefilter("always")
+        offloader.register_module(model)
+        if not is_early:
+            prepare(model)
+        optimizer = offloader.offload_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            with offloader.saved_tensors():
+                loss = model(floats(step, 9, 17, 40)).square().mean()
+            loss.backward()
+            offloader.end_backward()
+            optimizer.step()
+        assert offloader.stats.weights_bytes > 0
+    told = [str(warning.message) for warning in caught if "divides compiled code" in str(warning.message)]
+    assert len(told) == (is_told and not is_early)  # compiled before, the whole is one unit
+    assert all("Compile each block by itself (block.compile()) before the model is registered" in text for text in told)

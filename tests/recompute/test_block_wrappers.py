@@ -188,6 +188,27 @@ def test_two_at_once_in_any_order(first: int) -> None:
     nothing_of_ours(block)
 
 
+class WatchOfAll(Watch):
+    recomputes_all = True
+
+
+def test_a_block_that_got_another_forward_is_told_of_once() -> None:
+    """Unless that calls ours, or ours only has another stand-in in front of it. Warnings are errors here."""
+    model, x = chain(3), torch.ones(2, 6)
+    replaced, around, unused = model.children()
+    with Blocks(find_blocks(model)) as blocks, Blocks({"unused": unused}):
+        around.forward = lambda x, ours=around.forward: 2 * ours(x)  # type: ignore[method-assign, misc]
+        for _ in range(2):
+            with blocks.observe(WatchOfAll(recompute=True)):
+                around(replaced(x)).sum().backward()
+        replaced.forward = torch.tanh  # type: ignore[assignment]
+        is_told = pytest.warns(UserWarning, match=r"1 of 3 blocks .*block '0': its forward was replaced")
+        with is_told, blocks.observe(WatchOfAll(recompute=True)):
+            around(replaced(x)).sum().backward()
+        with blocks.observe(WatchOfAll(recompute=True)):
+            around(replaced(x)).sum().backward()
+
+
 def test_a_module_in_two_places_has_one_wrapper() -> None:
     block = Half()
     with Blocks({"a": block, "b": block}) as blocks:

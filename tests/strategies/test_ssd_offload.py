@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import RandomSampler
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
@@ -280,6 +281,14 @@ def test_compiled_blocks_do_not_warn_and_are_exact(tmp_path):
                 block.compile(backend="eager")
 
     assert_same_training(Regional, tmp_path, max_steps=2)
+
+
+@pytest.mark.filterwarnings("ignore")  # of whole modules, and of what PyTorch does while it compiles them
+def test_a_step_within_a_compiled_training_step_is_refused(tmp_path):
+    policy = OffloadPolicy(optimizer_states="offload")
+    strategy = SSDOffloadStrategy(policy=policy, hardware=HardwareProfile(paths=tmp_path, allow_unsuitable_paths=True))
+    with pytest.raises(ConfigError, match=r"AdamW runs under torch\.compile.*block\.compile\(\)"):
+        fit(lambda: torch.compile(ManualNet(), backend="eager"), strategy, tmp_path, max_steps=1)
 
 
 def test_the_blocks_of_these_tests_are_large_enough():

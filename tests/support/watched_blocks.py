@@ -15,6 +15,8 @@ from lightning_ssd.common.method_patch import MethodPatch
 class Watch:
     """An observer that writes down what it is told."""
 
+    recomputes_all = False
+
     def __init__(self, *, recompute: bool = False, wants_inputs: bool = False) -> None:
         self.recompute = recompute
         self.wants_inputs = wants_inputs
