@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,15 +29,38 @@ def compiler_is_at_work() -> bool:
     return torch.compiler.is_compiling() or _frame_callback() is not None
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+class _Uncompiled(AbstractContextManager[None]):
+    """The stance of the process, which the first entry sets and the last exit takes back, whatever their order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # a leaf lock, under which only Dynamo's own code runs
+        self._num_entered = 0
+        self._stance: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_entered += 1
+            if self._num_entered == 1:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._num_entered -= 1
+            if self._num_entered == 0 and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+
+
+_uncompiled = _Uncompiled()
+
+
+def uncompiled() -> AbstractContextManager[None]:
     """Run compiled functions as they were written, for a trial of user code under a mode of ``__torch_dispatch__``.
 
     Dynamo compiles nothing under such a mode. It marks what it meets there as never to be compiled, for the whole
-    process, unless it is told to stand aside. That, too, holds for the whole process: compiled functions that other
-    threads call meanwhile run as they were written.
+    process, unless it is told to stand aside. Other threads run uncompiled meanwhile, too.
     """
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return _uncompiled
 
 
 def hide_from_compiler() -> None:
@@ -50,7 +74,7 @@ def hide_from_compiler() -> None:
     if rules is None or _hidden:
         return
     for parent in (_PACKAGE, _TRACED.rpartition(".")[0]):
-        _hidden.extend(found.name for found in pkgutil.iter_modules(sys.modules[parent].__path__, f"{parent}."))
-    for name in _hidden:
-        if not _TRACED.startswith(name):
-            rules.add(name)
+        for found in pkgutil.iter_modules(sys.modules[parent].__path__, f"{parent}."):
+            if not _TRACED.startswith(found.name):
+                rules.add(found.name)
+    _hidden.append(_PACKAGE)

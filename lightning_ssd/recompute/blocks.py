@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -116,7 +117,7 @@ class Blocks:
             if module not in taken:
                 taken.add(module)
                 block = Recomputable(name=name, full=full, is_agreed=is_agreed)
-                self._wrappers.append(_Wrapper(block, module, self._active, self._warned, may_recompute))
+                self._wrappers.append(_stand_in(block, module, self._active, self._warned, may_recompute))
 
     def __enter__(self) -> Blocks:
         return self
@@ -185,6 +186,21 @@ class Blocks:
         self._wrappers.clear()
 
 
+def _stand_in(
+    block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
+) -> _Wrapper:
+    """Return the stand-in that a module had before, anew, or its first one.
+
+    Dynamo guards on its identity: another one each time is compiled for again, until it gives up and compiles nothing.
+    """
+    before = _stand_ins.get(module)
+    if before is not None and before.is_free:
+        before.__init__(block, module, active, warned, may_recompute)  # type: ignore[misc]
+        return before
+    _stand_ins[module] = stand_in = _Wrapper(block, module, active, warned, may_recompute)
+    return stand_in
+
+
 class _Wrapper(MethodPatch):
     """The ``forward`` of one block."""
 
@@ -230,6 +246,12 @@ class _Wrapper(MethodPatch):
         if self._active.observer is None or not torch.is_grad_enabled() or compiler_is_at_work():
             return self.__wrapped__(*args, **kwargs)
         return self._observed(args, kwargs)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it was removed, and nothing holds on to it as the forward of its module."""
+        module = self._module()
+        return self._is_removed and module is not None and module.__dict__.get("forward") is not self
 
     def is_bypassed(self) -> str | None:
         """Return why calls of the module no longer come here; ``None``: they do, as far as is seen."""
@@ -309,3 +331,6 @@ class _Wrapper(MethodPatch):
 
     def _why_edited(self) -> str | None:
         return self._edits or next((watched.reason for watched in self._watched if watched.reason is not None), None)
+
+
+_stand_ins: weakref.WeakKeyDictionary[nn.Module, _Wrapper] = weakref.WeakKeyDictionary()
