@@ -22,7 +22,7 @@ from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.memory.gauge import DeviceGauge, Gauge, HostGauge
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.host_room import HostRoom
-from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc, reuses_holes
+from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.device_gradients import DeviceGradients
@@ -33,8 +33,8 @@ from lightning_ssd.parameters.mapped_weights import MappedWeights
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_parameters import PagedParameters
 from lightning_ssd.parameters.residents import Needs, Residents
-from lightning_ssd.scheduling.memory_limits import MemoryConstraints, min_relief_if_mapped
-from lightning_ssd.scheduling.plan_cache import PlanCache, machine_of
+from lightning_ssd.scheduling.memory_limits import MemoryConstraints
+from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.directories import HeldDirectory, created_directories, warn_shared_filesystem
@@ -55,10 +55,6 @@ _SPARE_BYTES = 256 << 20
 _DEFAULT_SLOWDOWN = OffloadPolicy().max_slowdown
 _log = logging.getLogger(__name__)
 
-_TIMES_MAPPED, _TIMES_MAPPED_WITH_REUSE = 2.0, 0.5
-"""A byte that moves on a CPU is mapped anew about so often, where malloc does not reuse the holes of tensors and where
-it does. Measured at blocks of GPT-2 small: 3.5 with glibc 2.36, 0.35 with 2.41, 0 with tcmalloc."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
@@ -72,6 +68,7 @@ class Components:
     scheduler: Scheduler | None = None
     heap_policy: HeapPolicy = field(default_factory=HeapPolicy)
     parameters: PagedParameters = field(default_factory=PagedParameters)
+    cpu: CpuCosts | None = None
 
 
 NOTHING = Components(description="closed")
@@ -109,12 +106,14 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
         description = "blocks are recomputed, all else is kept in memory and counted"
         return Components(description=description, heap_policy=heap_policy)
     backend, directories, why = _open_directories(stack, environment)
+    mapping_s = measure_mapping() if is_mapped else 0.0
+    cpu = CpuCosts.here(mapping_s) if is_mapped else None
     reload = None
     if not environment.copies.is_asynchronous:
         reload = ReloadPool(_SPARE_BYTES)
         stack.callback(reload.close)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload)
-    host = _open_host(stack, environment) if policy.activations == "auto" else None
+    host = _open_host(stack, environment)
     wear = open_wear_meter(environment)
     scheduler = None
     if policy.activations == "auto":
@@ -127,12 +126,11 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
             place=_place(environment.paths),
             expected=environment.expected_rates,
             num_directories=len(directories),
-            probe_cost=_mapping_cost if is_mapped else None,
+            cost_s_per_byte=0.0 if cpu is None else mapping_s / cpu.num_threads,
         )
-        constraints = _constraints(policy, wear.capacity_bytes, environment.num_local_processes, is_mapped=is_mapped)
+        constraints = _constraints(policy, wear.capacity_bytes, environment.num_local_processes)
         num_sharing = 1 if environment.is_discrete else environment.num_local_processes
-        cache = _open_plan_cache(policy, environment)
-        scheduler = Scheduler(constraints, meter.machine, agree=environment.agree, num_sharing=num_sharing, cache=cache)
+        scheduler = Scheduler(constraints, meter.machine, agree=environment.agree, num_sharing=num_sharing)
         stack.callback(scheduler.close)
     description = f"{why}; in {', '.join(map(escape_control, directories))}"
     return Components(
@@ -142,6 +140,7 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
         wear=wear,
         scheduler=scheduler,
         heap_policy=heap_policy,
+        cpu=cpu,
     )
 
 
@@ -368,23 +367,15 @@ def _measure_one(backend: Backend, directories: Sequence[Path]) -> Rates:
     return measure_rates(backend, directories[-1])
 
 
-def _mapping_cost() -> float:
-    """A first guess, in seconds per moved byte."""
-    return (_TIMES_MAPPED_WITH_REUSE if reuses_holes() else _TIMES_MAPPED) * measure_mapping()
-
-
 def _place(paths: Sequence[Path]) -> str:
     return f"{'the directory' if len(paths) == 1 else 'the directories'} {', '.join(map(escape_control, paths))}"
 
 
-def _constraints(
-    policy: OffloadPolicy, capacity_bytes: int, num_processes: int, *, is_mapped: bool
-) -> MemoryConstraints:
+def _constraints(policy: OffloadPolicy, capacity_bytes: int, num_processes: int) -> MemoryConstraints:
     memory, activations = policy.budget_nbytes
     wear = policy.wear_bytes_per_day(capacity_bytes)
     return MemoryConstraints(
         max_slowdown=policy.max_slowdown,
-        min_relief=min_relief_if_mapped(policy.max_slowdown) if is_mapped else 0.0,
         activation_budget=activations,
         memory_budget=memory,
         wear_bytes_per_day=None if wear is None else wear // num_processes,
@@ -402,19 +393,6 @@ def _tell_of_slowdown(policy: OffloadPolicy) -> None:
         reason = "beside a budget, under which the fastest plan is chosen"
     if reason and policy.max_slowdown != _DEFAULT_SLOWDOWN:
         _log.warning("max_slowdown=%s has no effect %s; leave one out", policy.max_slowdown, reason)
-
-
-def _open_plan_cache(policy: OffloadPolicy, environment: Environment) -> PlanCache | None:
-    if policy.plan_cache is None:
-        return None
-    machine = machine_of(
-        environment.device,
-        environment.paths,
-        max_slowdown=policy.max_slowdown,
-        verify=policy.verify,
-        backend=environment.hardware.backend,
-    )
-    return PlanCache(Path(policy.plan_cache).expanduser().absolute(), machine)
 
 
 def _open_ssd(

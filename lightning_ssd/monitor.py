@@ -262,7 +262,7 @@ class OffloadMonitor(Callback):
             num_processes=trainer.world_size,
             unusable=None if offloader is None else offloader.unusable,
             plan=None if plan is None else plan.text(),
-            slowdown=None if plan is None else plan.slowdown,
+            overhead=None if plan is None else (plan.measured_overhead, plan.causes()),
             drive_life_days=metrics.get("wear/drive_life_days"),
         )
         self.summary = summarize_run(facts)

@@ -184,6 +184,7 @@ class Offloader:
             heap_policy=parts.heap_policy,
             weights=parts.parameters.pager,
             steps=parts.parameters.steps,
+            cpu=parts.cpu,
             meter=None if ssd is None else BandwidthMeter(ssd, expected=environment.expected_rates),
         )
         stack.callback(self._cache.close)

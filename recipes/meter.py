@@ -80,7 +80,7 @@ class StepMeter:
 
     @property
     def typical_peak_above_rest_bytes(self) -> int:
-        """The same in the median step: where now and then one keeps everything, to be compared with."""
+        """The same in the median step."""
         return int(statistics.median(self.peaks_bytes or [0]))
 
     def _read(self) -> tuple[int, int]:

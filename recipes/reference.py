@@ -44,10 +44,8 @@ _METRICS = """\
 `OffloadMonitor` logs these to the Trainer's loggers; `offloader.drain_metrics()` gives them to loops of your own. A row
 over several steps, or of several processes, is merged as the last columns say. A key without a value is absent.
 
-Within a budget other plans are tried between steps of the best one. The values of `plan/` are of the plan that the step
-has followed: they go back and forth while plans are compared, and come to rest afterwards. `plan/num_plans` counts
-plans that were made from a profile, not trials. `plan/slowdown_ratio` and `plan/moving_cost_s_per_gib` are absent then:
-nothing is compared with keeping everything.
+`plan/overhead_ratio` is what moving took from a pass, relative to the pass without it: `io/stall_s`, `io/hook_s` and
+`io/cpu_s`. Contention for memory bandwidth is not in it. `plan/num_plans` counts the plans that were put in force.
 """
 
 

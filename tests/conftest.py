@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from lightning_ssd import _assembly
-from lightning_ssd.scheduling.move_search import MoveSearch
-
 if TYPE_CHECKING:
     from tests.support.state_stores import Drive
 
@@ -122,17 +119,6 @@ def determinism_put_back() -> Iterator[None]:
     yield
     torch.set_deterministic_debug_mode(mode)
     torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
-@pytest.fixture(autouse=True)
-def plans_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moving does not pay for models as small as those of the tests: measured, most of it would be given up.
-
-    Tests of the measuring override this.
-    """
-    monkeypatch.setattr(MoveSearch, "_judge", lambda search, *_: search._settle())
-    monkeypatch.setattr(MoveSearch, "_look_again", lambda *_: None)
-    monkeypatch.setattr(_assembly, "_mapping_cost", lambda: 0.0)
 
 
 @pytest.fixture

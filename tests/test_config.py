@@ -101,12 +101,6 @@ def test_defaults_are_valid_and_print_as_written() -> None:
             {"recompute_modules": "torch.nn.Linear"},
             r"recompute_modules contains 'torch.nn.Linear'; allowed: names of c",
         ),
-        ({"plan_cache": 5}, r"OffloadPolicy.plan_cache=5 is a int; allowed: the path of a file, such as"),
-        ({"plan_cache": ""}, r"OffloadPolicy.plan_cache='' is a directory; allowed: the path of a file"),
-        ({"plan_cache": "~"}, r"OffloadPolicy.plan_cache='~' is a directory; allowed: the path of a file"),
-        ({"plan_cache": "~nobody-here/x"}, r"plan_cache='~nobody-here/x' is not a path of this system; allowed"),
-        ({"plan_cache": "a\0b"}, r"plan_cache='a.x00b' is not a path of this system; allowed"),
-        ({"plan_cache": "/"}, r"OffloadPolicy.plan_cache='/' is a directory; allowed: the path of a file"),
         ({"recompute_modules": ["Block", ""]}, r"recompute_modules contains ''"),
         ({"recompute_modules": [3]}, r"recompute_modules contains 3"),
         ({"recompute_modules": ("blocks", "Block")}, r"names classes besides \"blocks\".*allowed: one or the other"),
@@ -128,22 +122,6 @@ def test_a_budget_that_nobody_would_keep_is_refused(activations: Any, budget: st
         OffloadPolicy(activations=activations, **{budget: "1GiB"})  # type: ignore[arg-type]
     OffloadPolicy(activations="auto", **{budget: "1GiB"})  # type: ignore[arg-type]
     OffloadPolicy(activations=activations)
-
-
-@pytest.mark.parametrize(
-    ("settings", "beside"),
-    [
-        ({"activations": "offload"}, "activations='offload'"),
-        ({"activations": "keep"}, "activations='keep'"),
-        ({"memory_budget": "1GiB"}, "memory_budget='1GiB'"),
-        ({"activation_budget": "1GiB"}, "activation_budget='1GiB'"),
-    ],
-    ids=str,
-)
-def test_a_plan_cache_that_nobody_would_use_is_refused(settings: dict[str, Any], beside: str) -> None:
-    with pytest.raises(ConfigError, match=rf"plan_cache='plans.json' with {beside} would be ignored; allowed"):
-        OffloadPolicy(plan_cache="plans.json", **settings)
-    assert OffloadPolicy(plan_cache=Path("plans.json"), wear_budget="1TB").plan_cache == Path("plans.json")
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep"])

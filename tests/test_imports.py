@@ -27,7 +27,7 @@ IMPORTS: dict[str, set[str]] = {
     "storage": {"errors", "common", "memory"},
     "wear": {"errors", "storage"},
     "tiers": {"errors", "common", "planning", "memory", "telemetry", "storage"},
-    "scheduling": {"errors", "common", "planning", "memory", "telemetry"},
+    "scheduling": {"errors", "common", "planning", "telemetry"},
     "parameters.files": {"errors", "common", "memory", "storage", "tiers"},
     "parameters.guard": {"common"},
     "parameters": {

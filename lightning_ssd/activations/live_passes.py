@@ -13,7 +13,8 @@ from lightning_ssd.activations.saved_pass import PassBegin, SavedPass
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.scheduling.clock import Clock, Stamp
-from lightning_ssd.scheduling.finished_pass import FinishedPass, PlainPass
+from lightning_ssd.scheduling.finished_pass import FinishedPass
+from lightning_ssd.scheduling.overhead import CpuCosts, page_faults
 from lightning_ssd.scheduling.pass_profile import PassProfile, ProfileBook
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.recorder import Recorder
@@ -66,7 +67,9 @@ class LivePasses:
         runs_late: Python runs ahead of the device, so that what moves can pile up before any of it has gone.
         heap_policy: told before each pass whether memory is to return while it runs.
         keeps_all: no pass ever moves or recomputes anything.
-        wants_hooks: whether somebody goes by what backward asks for, whatever is moved.
+        wants_hooks: whether weights go by what backward asks for, whatever is moved.
+        cpu: what workers and page faults take from the computation; ``None``: nothing, because it runs on a device.
+        worker_s: CPU time of the tiers' workers until now.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class LivePasses:
         heap_policy: HeapPolicy,
         keeps_all: bool = False,
         wants_hooks: Callable[[], bool] = lambda: False,
+        cpu: CpuCosts | None = None,
+        worker_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.book = ProfileBook()
         self._accounting = accounting
@@ -94,10 +99,12 @@ class LivePasses:
         self._heap_policy = heap_policy
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
         # The oldest go, where nobody ends a backward.
-        self._finished: deque[FinishedPass | PlainPass] = deque(maxlen=_MAX_PASSES)
+        self._finished: deque[FinishedPass] = deque(maxlen=_MAX_PASSES)
         self._may_be_forgotten = scheduler is not None
         self._kept_anyway = keeps_all
         self._wants_hooks = wants_hooks
+        self._cpu = cpu
+        self._worker_s = worker_s
         self._seen: dict[Hashable, _Seen] = {}
         self._looked_s = 0.0
         self._last_available: int | None = None
@@ -127,7 +134,7 @@ class LivePasses:
                 return False
         if not self._needs_no_hooks(signature, _always):
             return False
-        current.begin = PassBegin(self._clock.stamp(), 0, 0, 0, 0)
+        current.begin = self._begin_of(current, 0)
         current.is_plain = True
         self._accounting.counters.num_plain_passes += 1
         self._passes.append(current)
@@ -157,6 +164,12 @@ class LivePasses:
                 "this saved_tensors() context was entered before, and the backward of that pass is over; "
                 "call offloader.saved_tensors() anew for each forward"
             )
+        if current.begin is not None:  # another forward of the same pass goes on like the one before
+            if not current.is_plain:
+                self._set_heap_mode(current.cursor, self._memory_of(current.signature))
+            if current not in self._passes:
+                self._passes.append(current)
+            return
         counters, level_bytes = self._accounting.counters, 0
         keeps: Callable[[int], bool] = _never
         if self._scheduler is not None and self._scheduler.returns_memory(current.signature):
@@ -170,24 +183,21 @@ class LivePasses:
                 resident_bytes=counters.resident_bytes,
                 available_bytes=available_bytes,
             )
-            if wants_trace and current.recorder is None and not self._saves_nothing(current.signature):
+            if wants_trace and not self._saves_nothing(current.signature):
                 current.recorder = Recorder(self._clock, self._level)
             keeps = current.cursor.keeps
         elif self._kept_anyway:
             keeps = _always
         elif self._runs_late and available_bytes is not None:
             current.limit_bytes = counters.resident_bytes + int(_SAVED_SHARE * available_bytes)
-        is_told = self._scheduler is None or self._scheduler.learns_without_hooks(current.signature)
-        may_be_plain = current.begin is None and current.recorder is None and is_told
-        if may_be_plain and self._needs_no_hooks(current.signature, keeps):
+        if current.recorder is None and self._needs_no_hooks(current.signature, keeps):
             current.is_plain = True
             counters.num_plain_passes += 1
             self._last_plain = current.signature
         self._set_heap_mode(current.cursor, available_bytes)
-        if current.begin is None:
-            current.begin = self._begin_of(current, level_bytes)
-            if not current.is_plain:
-                self._accounting.window_peak_bytes = counters.resident_bytes
+        current.begin = self._begin_of(current, level_bytes)
+        if not current.is_plain:
+            self._accounting.window_peak_bytes = counters.resident_bytes
         if current not in self._passes:
             self._passes.append(current)
 
@@ -199,7 +209,11 @@ class LivePasses:
             level_bytes=level_bytes,
             written_bytes=counters.bytes_written,
             read_bytes=counters.bytes_read,
+            host_bytes=counters.bytes_host,
             num_packed=counters.num_packed,
+            hook_s=counters.hook_s,
+            worker_s=0.0 if self._cpu is None else self._worker_s(),
+            num_faults=0 if self._cpu is None else page_faults(),
             highest_bytes=self._highest() if is_limited else 0,
         )
 
@@ -331,14 +345,8 @@ class LivePasses:
         Args:
             all_freed: only those whose graphs are gone; else a backward has just ended, and those that were in it are.
         """
-        plain = [] if all_freed else [p for p in self._passes if p.is_plain and p.is_over and not p.is_finished]
-        num_open = self.num_open
-        for current in plain:
-            current.is_finished = True
-            if current.begin is not None and self._scheduler is not None:
-                is_timed = num_open == 1  # nobody knows which of several the backward was of
-                end = self._clock.stamp()
-                self._finished.append(PlainPass(current.signature, self._clock, current.begin.stamp, end, is_timed))
+        for current in [] if all_freed else self._passes:
+            current.is_finished = current.is_finished or (current.is_plain and current.is_over)
         for current in self._passes:
             if not (all_freed or current.records or current.is_plain) and current.is_over and self._has_saved(current):
                 self._see(current)
@@ -348,10 +356,24 @@ class LivePasses:
                 continue
             current.is_finished = True
             self._see(current)
-            if current.cursor is not None and current.begin is not None and self._scheduler is not None:
-                self._finished.append(self._sum_up(current, current.cursor, current.begin))
+            if current.begin is None:
+                continue
+            cpu_s = self._cpu_s(current.begin)
+            self._accounting.counters.cpu_s += cpu_s
+            if current.cursor is not None and self._scheduler is not None:
+                self._finished.append(self._sum_up(current, current.cursor, current.begin, cpu_s))
 
-    def _sum_up(self, current: SavedPass, cursor: PlanCursor, begin: PassBegin) -> FinishedPass:
+    def _cpu_s(self, begin: PassBegin) -> float:
+        if self._cpu is None:
+            return 0.0
+        counters = self._accounting.counters
+        return self._cpu.seconds(
+            worker_s=self._worker_s() - begin.worker_s,
+            num_faults=page_faults() - begin.num_faults,
+            moved_bytes=counters.bytes_written - begin.written_bytes + counters.bytes_host - begin.host_bytes,
+        )
+
+    def _sum_up(self, current: SavedPass, cursor: PlanCursor, begin: PassBegin, cpu_s: float) -> FinishedPass:
         counters = self._accounting.counters
         # From now on it is read outside of the lock: a graph that goes on elsewhere tells it nothing more.
         recorder, current.recorder = current.recorder, None
@@ -370,6 +392,9 @@ class LivePasses:
             peak_bytes=self._accounting.window_peak_bytes,
             written_bytes=counters.bytes_written - begin.written_bytes,
             read_bytes=counters.bytes_read - begin.read_bytes,
+            moved_bytes=counters.bytes_written - begin.written_bytes + counters.bytes_host - begin.host_bytes,
+            hook_s=counters.hook_s - begin.hook_s,
+            cpu_s=cpu_s,
             highest_bytes=highest_bytes if highest_bytes > begin.highest_bytes else 0,
         )
 
@@ -412,5 +437,5 @@ def _heap_mode(cursor: PlanCursor | None) -> HeapMode:
     if cursor is None:
         return HeapMode.TRIM
     if not cursor.may_move:
-        return HeapMode.REUSE if cursor.is_resting else HeapMode.RELAXED
+        return HeapMode.RELAXED
     return HeapMode.MAP_EACH if cursor.returns_memory else HeapMode.TRIM

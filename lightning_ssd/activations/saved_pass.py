@@ -36,13 +36,17 @@ class PassBegin:
 
     stamp: Stamp
     level_bytes: int
-    """Of all memory in use but saved tensors; 0 where nobody plans."""
+    """Of all memory in use but saved tensors; 0 without a scheduler."""
     written_bytes: int
     read_bytes: int
+    host_bytes: int
     num_packed: int
     """Tensors that autograd had handed to us by then."""
+    hook_s: float
+    worker_s: float
+    num_faults: int
     highest_bytes: int = 0
-    """The most memory that had been in use by then; 0 where nobody asks."""
+    """The most memory that had been in use by then; 0 where no limit asks for it."""
 
 
 def _explain_refusal(error: RuntimeError) -> None:

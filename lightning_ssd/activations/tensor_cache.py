@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
@@ -46,6 +47,7 @@ from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.recompute.global_modes import forget_threads, note_thread, training_threads
 from lightning_ssd.scheduling.clock import clock_of
+from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.scheduling.stalls import Stalls
@@ -95,7 +97,8 @@ class TensorCache:
         heap_policy: told what becomes of freed memory: before each pass, and when one finds too little room.
         weights: told when backward asks for one that waits on a drive between its uses.
         meter: of the rates of the drives; default: one that knows nothing before the run has told.
-        steps: told when saved tensors have come or gone, and when a backward is over; ``None``: nobody wants to know.
+        steps: told when saved tensors have come or gone, and when a backward is over; ``None``: nothing is.
+        cpu: what workers and page faults take from the computation; ``None``: nothing.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class TensorCache:
         weights: Pager[Any] | None = None,
         meter: BandwidthMeter | None = None,
         steps: StepMemory | None = None,
+        cpu: CpuCosts | None = None,
     ) -> None:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
         self._heap_policy = heap_policy or HeapPolicy()
@@ -152,6 +156,8 @@ class TensorCache:
             heap_policy=self._heap_policy,
             keeps_all=tiers.ssd is None and not recompute,
             wants_hooks=self._has_weights,
+            cpu=cpu,
+            worker_s=self._worker_s,
         )
         self._known_available_bytes: int | None = None
         self._budget = PrefetchBudget()
@@ -166,6 +172,10 @@ class TensorCache:
             copies=copies,
             tier=tiers.ssd,
         )
+
+    def _worker_s(self) -> float:
+        """Return the CPU time of the drives' workers."""
+        return 0.0 if self._tiers.ssd is None else self._tiers.ssd.cpu_s
 
     def _has_weights(self) -> bool:
         """Whether any weight waits on a drive."""
@@ -529,6 +539,7 @@ class TensorCache:
     ) -> Kept | SavedTensor:
         if self._fetcher.is_closed:  # hooks that are there still: an interrupt came when their pass was to remove them
             return keep(tensor, tensor._is_view())
+        begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
         # All that PyTorch is asked for comes first: it lets go of the GIL, which a worker that has just been told of a
         # write would hold while this thread, and the cores that compute for it, wait.
         probe, spec, origin = VersionProbe(tensor), TensorSpec.of(tensor), Origin.of(tensor)
@@ -545,7 +556,20 @@ class TensorCache:
             self._fetcher.wait_for_room(current, nbytes, room)
         self._run_ahead.wait()
         self._copies.protect(tensor)
+        self._count_hook(begin_s, waited_s, lease.record.produced)
         return SavedTensor(lease, spec, probe, origin)
+
+    def _count_hook(self, begin_s: float, waited_s: float, mark: StreamEvent | None) -> None:
+        """Count the time since the hook began, without its waits.
+
+        Args:
+            begin_s: by ``time.perf_counter``.
+            waited_s: of the stalls by then.
+            mark: in the stream, from when the hook ran; a device that has not passed it yet has missed nothing.
+        """
+        if mark is None or mark is PASSED or mark.query():
+            hook_s = time.perf_counter() - begin_s - (self._stalls.waited_s - waited_s)
+            self._counters.hook_s += max(hook_s, 0.0)
 
     def _find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe
@@ -605,7 +629,7 @@ class TensorCache:
         return self._fetcher.admit(nbytes, limit)
 
     def _place(self, current: SavedPass, nbytes: int) -> Placement:
-        """Return where a storage goes."""
+        """Return where a storage goes. Host memory stands for the first tier that has room."""
         if self._tiers.ssd is None:
             return Placement.KEEP
         if current.cursor is not None:
@@ -616,7 +640,7 @@ class TensorCache:
             return placement
         if current.expects_keep(self._passes.book, nbytes):
             return Placement.KEEP  # wanted at once
-        return Placement.SSD
+        return Placement.HOST
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
@@ -643,6 +667,7 @@ class TensorCache:
         if (version := probe.version) != probe.saved:
             description = spec.dtype, self._device, spec.size
             raise inplace_error(description, origin, version=version, expected=probe.saved)
+        begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
         storage = self._fetcher.fetch(lease.record)
         if storage.nbytes() < lease.record.nbytes:
             raise resized_error(lease.record.nbytes, storage.nbytes())
@@ -650,4 +675,5 @@ class TensorCache:
         self._copies.protect(tensor)
         self._handed_out.add(tensor, lease.record.lease)
         self._fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL
+        self._count_hook(begin_s, waited_s, None)
         return tensor

@@ -42,7 +42,7 @@ from lightning_ssd.planning.recompute_trace import recomputable, recomputed
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.what_fits import Fit, ModelSize, fit
-from lightning_ssd.scheduling.memory_limits import min_relief_if_mapped
+from lightning_ssd.scheduling.memory_limits import MIN_RELIEF
 from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.wear.endurance import Drive, life_days
@@ -115,13 +115,11 @@ def plan(
         keep_bytes = task.model.trace.saved_peak_bytes
         limit = None if budget is None else _budget_bytes(budget, keep_bytes)
         problems: list[Problem] = []
-        is_accelerator = task.described.machine.is_accelerator
-        min_relief = 0.0 if is_accelerator else min_relief_if_mapped(OffloadPolicy().max_slowdown)
-        found = list(outlooks(task.model.trace, task.tiers, _life(task), limit, problems, min_relief=min_relief))
+        found = list(outlooks(task.model.trace, task.tiers, _life(task), limit, problems))
     if as_json:
         typer.echo(json.dumps(_as_json(task, found, problems), indent=2))
     else:
-        _show(task, found, f"{model}, batch {batch} x {sequence}", has_budget=limit is not None)
+        _show(task, found, f"{model}, batch {batch} x {sequence}")
         show_problems(problems)
     if problems:
         raise typer.Exit(FAILED)
@@ -136,8 +134,6 @@ def outlooks(
     life: Callable[[Prediction], float | None],
     budget_bytes: int | None,
     problems: list[Problem],
-    *,
-    min_relief: float,
 ) -> Iterator[Outlook]:
     """Predict each mode.
 
@@ -147,7 +143,6 @@ def outlooks(
         life: days that the drives last.
         budget_bytes: for the planned ones; ``None``: the lowest peak within the default slowdown.
         problems: gets what no plan can do.
-        min_relief: share of the peak for which nothing is moved, without a budget.
     """
 
     def outlook(mode: str, prediction: Prediction, num_recomputed: int = 0) -> Outlook:
@@ -166,7 +161,7 @@ def outlooks(
             continue
         goal = PlanObjective(
             max_slowdown=OffloadPolicy().max_slowdown,
-            min_relief=min_relief,
+            min_relief=MIN_RELIEF,
             budget_bytes=budget_bytes,
             recompute=may_recompute,
         )
@@ -346,7 +341,7 @@ def _fits(task: _Task) -> Iterator[tuple[str, Fit]]:
         yield "states, weights, gradients", fits(optimizer_states="offload", parameters="offload", gradients="offload")
 
 
-def _show(task: _Task, found: Sequence[Outlook], title: str, *, has_budget: bool) -> None:
+def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
     out = console()
     out.print(facts_table(_facts(task, title)))
     out.print()
@@ -354,11 +349,6 @@ def _show(task: _Task, found: Sequence[Outlook], title: str, *, has_budget: bool
     out.print()
     out.print(_fits_table(task))
     notes = ["Predicted, not measured. A step is forward and backward of one batch on each device."]
-    if any(outlook.mode == "auto" for outlook in found) and not has_budget:
-        notes.append(
-            "'auto' is told with its plan. Without a budget its first steps, and some later ones, keep everything to "
-            "compare, so that a run's highest peak is that of 'keep'."
-        )
     room = task.described.machine.device_memory_gb
     mark = "" if room is None else f"; ! marks more than {room * _GB / _GIB:.3g} GiB"
     notes.append(f"'in all' adds weights, gradients and AdamW's states, not temporaries{mark}.")

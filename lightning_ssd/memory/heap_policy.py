@@ -23,7 +23,6 @@ _MIN_RELAXED_S = 0.2
 """Between borders that are closer than this, changing to and fro would cost more than it saves."""
 _LOOK_S = 0.001
 """In a millisecond little is allocated."""
-_LOOK_KEPT_S = 0.005
 _SLACK_SHARE = 1 / 8
 _FREE_SHARE, _MORE_SHARE, _MAX_FREE_SHARE = 1 / 2, 1 / 8, 3 / 4
 """Of what moving makes room for, free memory that may stay where nobody has asked for less memory: the heap of passes
@@ -39,9 +38,7 @@ class HeapMode(enum.Enum):
     """What becomes of freed memory while one pass runs."""
 
     RELAXED = enum.auto()
-    """It stays or goes as malloc sees fit: the pass keeps everything, and is what others are compared with."""
-    REUSE = enum.auto()
-    """It stays: many passes are going to keep everything."""
+    """It stays or goes as malloc sees fit: the pass keeps everything."""
     TRIM = enum.auto()
     """It stays for the tensors to come, up to what the pass is expected to take, and is given back above that."""
     MAP_EACH = enum.auto()
@@ -54,16 +51,14 @@ class HeapPolicy:
     glibc keeps freed tensors for those to come. That is fast, because pages that are mapped anew cost a fault each, and
     harmless as long as the process is no larger than at the worst moment of such passes, where all of it was in use.
     What is resident beyond that and some slack is given back (``malloc_trim``) if it is free; if it is in use, the
-    worst moment is a worse one than was known. Where nobody has asked for less memory, half of what moving makes room
-    for may stay besides, by the largest size that the process had in passes that kept everything.
+    worst moment is a worse one than was known. Where no budget asks for less memory, half of what moving makes room for
+    may stay besides.
 
     Where the limit is one of all memory, or there is little, nothing may stay: glibc maps each tensor on its own
-    (:class:`~lightning_ssd.memory.malloc.MallocThreshold`). A pass that keeps everything has glibc as it is without us:
-    it is what moving is held against.
+    (:class:`~lightning_ssd.memory.malloc.MallocThreshold`). A pass that keeps everything has glibc as it is without us.
 
     Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
-    move and between them, large tensors lie in the heap, too, and the heap gets huge pages. So it is where moving was
-    given up, in passes that none is compared with.
+    move and between them, large tensors lie in the heap, too, and the heap gets huge pages.
 
     A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
 
@@ -80,13 +75,13 @@ class HeapPolicy:
         self._level = level or (self._resident.read if self._resident is not None else lambda: 0)
         self._last_border_s = 0.0
         self._next_look_s = 0.0
-        self._is_watched = self._is_kept = self._is_scarce = self._has_holes = False
+        self._is_watched = self._is_scarce = self._has_holes = False
         self._needed_bytes = 0
         """Resident at the worst moment of such passes, without what was free; as far as it is known."""
         self._unheaped_bytes: int | None = None
         """Of :func:`besides_blocks_bytes`, what was there when nothing was free; ``None``: nobody knows."""
-        self._kept_bytes = 0
-        """Resident at the worst moment of the latest such pass that kept everything and was looked at."""
+        self._saved_bytes = 0
+        """Of all that the next pass saves, moved or not; of these, what stays in memory at the worst moment:"""
         self._peak_bytes = 0
         self._is_limited = True
         self._slack_bytes = _MIN_SLACK_BYTES
@@ -101,14 +96,13 @@ class HeapPolicy:
             return
         if mode is HeapMode.TRIM and self._is_scarce:
             mode = HeapMode.MAP_EACH
-        keeps = mode in (HeapMode.RELAXED, HeapMode.REUSE)
+        keeps = mode is HeapMode.RELAXED
         if keeps and self._has_holes:
             # What keeps everything needs other holes than those that moved tensors have left: these would stay resident
             # beside it.
             trim()
         self._has_holes = not keeps
         self._is_watched = mode is HeapMode.TRIM
-        self._is_kept = keeps and self._huge is not None
         self._next_look_s = 0.0
         if mode is HeapMode.MAP_EACH:
             self._threshold.fix()
@@ -136,7 +130,7 @@ class HeapPolicy:
             self._free_share = _FREE_SHARE
             self._trimmed.clear()
         self._needed_bytes = max(self._needed_bytes - self._slack_bytes // 8, 0)
-        self._peak_bytes = peak_bytes
+        self._saved_bytes, self._peak_bytes = saved_bytes, peak_bytes
         self._is_limited = is_limited
 
     @property
@@ -150,19 +144,17 @@ class HeapPolicy:
 
     def look(self, resident_bytes: int) -> None:
         """So much is taken by saved tensors now. Called often, by workers too, so that nothing is raised."""
-        if not (self._is_watched or self._is_kept):
+        if not self._is_watched:
             return
-        now_s, is_first = time.perf_counter(), self._next_look_s == 0.0
+        now_s = time.perf_counter()
         if now_s < self._next_look_s:
             return
-        self._next_look_s = now_s + (_LOOK_S if self._is_watched else _LOOK_KEPT_S)
-        if self._is_watched and self._huge is not None:
+        self._next_look_s = now_s + _LOOK_S
+        if self._huge is not None:
             self._huge.look()
         try:
             level = self._level()
-            if not self._is_watched:
-                self._kept_bytes = level if is_first else max(self._kept_bytes, level)
-            elif level > self._needed_bytes + self._may_be_free_bytes:
+            if level > self._needed_bytes + self._may_be_free_bytes:
                 self._needed_bytes = max(self._needed_bytes, self._without_free(level))
         except (OSError, ValueError, IndexError):
             # Out of file descriptors, say, or somebody has closed ours: memory can return a millisecond later.
@@ -172,7 +164,7 @@ class HeapPolicy:
     def _may_be_free_bytes(self) -> int:
         if self._is_limited or not self._needed_bytes:
             return self._slack_bytes
-        return max(self._slack_bytes, int(self._free_share * (self._kept_bytes - self._needed_bytes)))
+        return max(self._slack_bytes, int(self._free_share * (self._saved_bytes - self._peak_bytes)))
 
     def _without_free(self, level: int) -> int:
         """Give free memory back if there is much of it; return what is needed."""
@@ -194,7 +186,7 @@ class HeapPolicy:
             if sum(self._trimmed) == _NUM_TRIMMED:
                 self._free_share = min(self._free_share + _MORE_SHARE, _MAX_FREE_SHARE)
                 self._trimmed.clear()
-        self._is_watched = self._is_kept = self._has_trimmed = False
+        self._is_watched = self._has_trimmed = False
         now_s = time.perf_counter()
         if self._threshold is not None and self._huge is None and now_s - self._last_border_s > _MIN_RELAXED_S:
             self._threshold.restore()

@@ -38,7 +38,6 @@ class RecomputeVariant:
 
     def __init__(self, trace: Trace, blocks: frozenset[int], *, max_units: int = _MAX_UNITS) -> None:
         self.blocks = blocks
-        self.keep_step_s = trace.end_s
         self.trace, self.old = recomputed(trace, blocks)
         self.lives = Lifetimes(self.trace)
         self.units = Units.of(self.trace, max_units=max_units)

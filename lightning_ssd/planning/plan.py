@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_ssd.planning.placement import Placement
 
-__all__ = ["Machine", "Plan", "PlanObjective", "Prediction", "Route", "TierRates"]
-
-Route = tuple[tuple[Placement, ...], frozenset[int], int]
-"""See :attr:`Plan.route`."""
+__all__ = ["Machine", "Plan", "PlanObjective", "Prediction", "TierRates"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +30,14 @@ class Machine:
     host: TierRates | None = None
     cost_s_per_byte: float = 0.0
     """What each moved byte takes from the training thread besides waiting for it: memory that is mapped anew, cores
-    that workers take, Python. Below 0 where moving is faster than keeping: what moves lies in memory that is reused."""
+    that workers take, Python."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanObjective:
     """What a plan must reach."""
 
-    max_slowdown: float = 1.02
+    max_slowdown: float = 1.05
     """Without a budget: the lowest peak of resident saved activations at no more than this, relative to keeping all."""
     min_relief: float = 0.0
     """Without a budget: share of the peak that moving must take away; for less, everything is kept."""
@@ -90,11 +87,6 @@ class Plan:
     inputs: tuple[tuple[int, Placement], ...] = ()
     """(block, where its input goes) for blocks to recompute that the trace did not recompute yet: their inputs are not
     among its storages."""
-
-    @property
-    def route(self) -> Route:
-        """What a pass that follows it does; equal for plans that differ in what they promise alone."""
-        return self.placements, self.recompute, self.ahead_bytes
 
     def moved_bytes(self, sizes: Sequence[int]) -> int:
         """Of storages of these sizes, in pack order: what goes to a tier.

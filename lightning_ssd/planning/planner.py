@@ -26,13 +26,12 @@ from lightning_ssd.planning.candidates import Candidate, RecomputeVariant, famil
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, Plan, PlanObjective, Prediction
 from lightning_ssd.planning.recompute_trace import inner_storages, input_of
-from lightning_ssd.planning.simulator import LEAST_SHARE, predict
+from lightning_ssd.planning.simulator import predict
 from lightning_ssd.planning.trace import Trace
 
 __all__ = [
     "BudgetTooSmall",
     "ScoredCandidate",
-    "alternatives",
     "judge",
     "make_plan",
     "recomputing_budget",
@@ -43,7 +42,6 @@ TOLERANCE = 1.002
 """Plans closer than this are equal."""
 _ROUNDING = 1 + 1e-9
 _MAX_PLAYED = 24
-_NUM_AMOUNTS = 8
 _MAX_SMALLEST = 4
 _MAX_LIMITS = 4
 _MAX_TRIALS = 32
@@ -95,10 +93,10 @@ class _Choice:
 def make_plan(trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
     """Plan a pass.
 
-    Without a budget: the lowest peak at no more than ``max_slowdown`` times the trace's own length, or everything kept
-    where that would relieve less than ``min_relief`` of the peak. With one: the fastest plan that stays under it.
-    Blocks that the trace already recomputes stay recomputed, and its length counts as that of keeping everything,
-    because what they would save otherwise is not in it.
+    Without a budget: the lowest peak at no more than ``max_slowdown`` times the predicted length with everything kept.
+    Everything is kept where that would relieve less than ``min_relief`` of the peak. With a budget: the fastest plan
+    that stays under it. Blocks that the trace already recomputes stay recomputed, because what they would save
+    otherwise is not in it.
 
     Takes well under 5 s for 4,000 storages; deterministic.
 
@@ -126,7 +124,7 @@ def _make(trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
     all_kept = RecomputeVariant(trace, frozenset())
     keep = _Choice.of(all_kept, (Placement.KEEP,) * len(trace.storages), machine, None, 0)
     if budget is not None and keep.prediction.peak_bytes <= budget:
-        return _plan(trace, goal, keep, machine)
+        return _plan(trace, goal, keep, keep.prediction.step_s)
     candidates = [c for v in variants(trace, goal) for c in family(v, machine, goal)]
     if budget is None:
         choice = _lowest(candidates, machine, goal, keep)
@@ -135,44 +133,7 @@ def _make(trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
         choice, max_peak = _fastest(candidates, machine, goal, budget), budget
     choice = _without_idle_moves(choice, machine, max_peak)
     max_step_s = goal.max_slowdown * keep.prediction.step_s * _ROUNDING if budget is None else math.inf
-    return _plan(trace, goal, _with_small_window(choice, machine, max_peak, max_step_s), machine)
-
-
-def alternatives(trace: Trace, machine: Machine, goal: PlanObjective, plan: Plan) -> tuple[Plan, ...]:
-    """Other plans within the same budget, for somebody who measures which one is the fastest.
-
-    They are of the same family, and recompute what the trace does: for each of several amounts that move the fastest
-    one by its bound, of those that move the best ranked, of those that spread, and of those with a part on the host;
-    and the plan itself with half and twice the window.
-
-    Args:
-        trace: that the plan was made from.
-        machine: with which it was made.
-        goal: of the plan; without a budget there are none.
-        plan: the first choice, which is not among them; without one that moves there are none.
-
-    Returns:
-        The fastest first, as the simulator says. No peak that it predicts is above the budget.
-    """
-    machine, budget = usable(machine), goal.budget_bytes
-    if budget is None or plan.recompute != trace.recomputed or not plan.moves:
-        return ()
-    variant = RecomputeVariant(trace, frozenset())
-    fastest: dict[tuple[int, bool, bool], ScoredCandidate] = {}
-    total = sum(variant.units.trace.storages[i].nbytes for i in variant.ranking)
-    for one in sorted(judge(family(variant, machine, goal), machine, goal), key=lambda j: j.bound.step_s):
-        candidate = one.candidate
-        moved = [i for i in variant.ranking if candidate.placements[i] is not Placement.KEEP]
-        is_spread = tuple(moved) != variant.ranking[: len(moved)]
-        amount = round(_NUM_AMOUNTS * candidate.moved_bytes / max(total, 1))
-        fastest.setdefault((amount, is_spread, candidate.host_bytes > 0), one)
-    choices = [_played(one, machine, budget) for one in list(fastest.values())[:_MAX_PLAYED]]
-    for window in (plan.ahead_bytes // 2, 2 * plan.ahead_bytes):
-        choices.append(_Choice.of(variant, plan.placements[: len(variant.old)], machine, budget, window))
-    fitting = [choice for choice in choices if choice.prediction.peak_bytes <= budget]
-    fitting.sort(key=lambda choice: choice.prediction.step_s)
-    made = {one.route: one for one in (_plan(trace, goal, choice, machine) for choice in fitting)}
-    return tuple(one for route, one in made.items() if route != plan.route)
+    return _plan(trace, goal, _with_small_window(choice, machine, max_peak, max_step_s), keep.prediction.step_s)
 
 
 def smallest_budget(trace: Trace, machine: Machine, goal: PlanObjective) -> int:
@@ -190,8 +151,10 @@ def recomputing_budget(trace: Trace, machine: Machine, goal: PlanObjective) -> i
     return least if least < smallest_budget(trace, machine, goal) else None
 
 
-def judge(candidates: Iterable[Candidate], machine: Machine, goal: PlanObjective) -> Iterator[ScoredCandidate]:
-    """Those candidates that reach the goal by their bounds, each with its best window.
+def judge(
+    candidates: Iterable[Candidate], machine: Machine, goal: PlanObjective, *, max_step_s: float
+) -> Iterator[ScoredCandidate]:
+    """Yield those candidates that reach the goal by their bounds, each with its best window.
 
     With a budget that is the widest one (least stall) whose floor is under the budget; without, the narrowest one
     (lowest peak) that is not too slow and holds two storages. Both are found by bisection: the bound is monotone.
@@ -204,7 +167,7 @@ def judge(candidates: Iterable[Candidate], machine: Machine, goal: PlanObjective
             found = _widest(candidate, machine, goal.budget_bytes)
             best_s = min(best_s, math.inf if found is None else found.bound.step_s)
         else:
-            found = _narrowest(candidate, machine, goal.max_slowdown * candidate.variant.keep_step_s * _ROUNDING)
+            found = _narrowest(candidate, machine, max_step_s)
         if found is not None:
             yield found
 
@@ -247,8 +210,9 @@ def _judged(candidate: Candidate, machine: Machine, limit: int | None, window: i
 
 def _lowest(candidates: Sequence[Candidate], machine: Machine, goal: PlanObjective, keep: _Choice) -> _Choice:
     """The lowest peak that is not too slow."""
-    judged = sorted(judge(candidates, machine, goal), key=lambda j: (j.bound.peak_bytes, j.bound.step_s))
     max_step_s = goal.max_slowdown * keep.prediction.step_s * _ROUNDING
+    found = judge(candidates, machine, goal, max_step_s=max_step_s)
+    judged = sorted(found, key=lambda j: (j.bound.peak_bytes, j.bound.step_s))
     best_bytes = judged[0].bound.peak_bytes if judged else 0
     equal = [j for j in judged if j.bound.peak_bytes <= best_bytes * TOLERANCE]
     equal.sort(key=lambda j: (j.candidate.moved_bytes, j.candidate.host_bytes, j.bound.peak_bytes))
@@ -265,7 +229,9 @@ def _fastest(candidates: Sequence[Candidate], machine: Machine, goal: PlanObject
     smallest, last_resort = _smallest(candidates, machine)
     if budget < smallest:
         raise BudgetTooSmall(budget, smallest)
-    judged = sorted(judge(candidates, machine, goal), key=lambda j: (j.bound.step_s, j.candidate.moved_bytes))
+    judged = sorted(
+        judge(candidates, machine, goal, max_step_s=math.inf), key=lambda j: (j.bound.step_s, j.candidate.moved_bytes)
+    )
     best_s = judged[0].bound.step_s if judged else 0.0
     equal = [j for j in judged if j.bound.step_s <= best_s * TOLERANCE]
     equal.sort(key=lambda j: (j.candidate.moved_bytes, j.candidate.host_bytes, j.bound.step_s))
@@ -359,7 +325,7 @@ def _with_small_window(choice: _Choice, machine: Machine, max_peak: int, max_ste
     return min(fast, key=lambda t: (t.window < steps[1], t.window))
 
 
-def _plan(trace: Trace, goal: PlanObjective, choice: _Choice, machine: Machine) -> Plan:
+def _plan(trace: Trace, goal: PlanObjective, choice: _Choice, keep_step_s: float) -> Plan:
     placements = [Placement.RECOMPUTE] * len(trace.storages)
     inner = inner_storages(trace, choice.variant.blocks)
     inputs = []
@@ -379,6 +345,6 @@ def _plan(trace: Trace, goal: PlanObjective, choice: _Choice, machine: Machine) 
         limit_bytes=limit,
         ahead_bytes=choice.window,
         prediction=choice.prediction,
-        keep_step_s=max(trace.end_s - machine.cost_s_per_byte * trace.moved_bytes, LEAST_SHARE * trace.end_s),
+        keep_step_s=keep_step_s,
         inputs=tuple(sorted(inputs)),
     )

@@ -131,16 +131,21 @@ def _nothing_offloads(report: RunReport) -> str | None:
     return f'Saved activations take {format_sizes(saved)[0]} at their peak; activations="auto" moves what pays.'
 
 
-def _given_up(report: RunReport) -> str | None:
+def _costs_more(report: RunReport) -> str | None:
     plan = report.plan
-    if plan is None or plan.get("state") != "resting" or plan.get("slowdown") is None:
+    if plan is None or plan.get("measured_overhead") is None or report.policy is None:
+        return None
+    if report.policy.get("memory_budget") or report.policy.get("activation_budget"):
+        return None  # what these cost is not promised
+    promised = float(report.policy.get("max_slowdown", 1.0)) - 1
+    if plan["measured_overhead"] <= promised:
         return None
     malloc = str(report.machine.get("malloc", ""))
     is_dear = report.machine.get("device") == "cpu" and malloc.startswith("glibc") and "whole pages" not in malloc
     cheaper = " Moving is cheaper with THP_MEM_ALLOC_ENABLE=1 in the environment of the next run." if is_dear else ""
     return (
-        f"Moving was given up, because steps took {plan['slowdown']:.2f} times as long with it.{cheaper} Where memory "
-        "matters more than that, activation_budget or a larger max_slowdown moves all the same."
+        f"Moving took {100 * plan['measured_overhead']:.1f} % of a pass, more than the {100 * promised:.0f} % that "
+        f"max_slowdown allows.{cheaper}"
     )
 
 
@@ -202,7 +207,7 @@ _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _writes_limit,
     _update_waits,
     _slower_than_told,
-    _given_up,
+    _costs_more,
     _states_stay,
     _wears,
     _predictions,

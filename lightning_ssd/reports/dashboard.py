@@ -74,7 +74,7 @@ DASHBOARD = (
             Panel("Waiting, share of the step", ("io/stall_ratio",)),
             Panel("Waiting in forward, backward and update (s)", (
                 "io/stall_forward_s", "io/stall_backward_s", "io/stall_update_s")),
-            Panel("Moved steps / kept steps", ("plan/slowdown_ratio",)),
+            Panel("Overhead / pass", ("plan/predicted_overhead_ratio", "plan/overhead_ratio")),
             Panel("Computed again in backward (GiB)", ("plan/recomputed_gib",)),
         ),
     ),

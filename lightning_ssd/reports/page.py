@@ -139,8 +139,10 @@ def _fit(report: RunReport) -> str:
 
 
 def _cost(report: RunReport) -> str:
-    slowdown = None if report.plan is None else report.plan.get("slowdown")
-    told = "" if slowdown is None else f"<p>Steps that move take {slowdown:.2f} times as long as those that keep.</p>"
+    plan = report.plan or {}
+    told = ""
+    if plan.get("measured_overhead") is not None:
+        told = f"<p>Moving took {100 * plan['measured_overhead']:.1f} % of the time of a pass without it.</p>"
     record = report.records[-1] if report.records else None
     return told if record is None else told + _phases(record)
 

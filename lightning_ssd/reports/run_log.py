@@ -16,8 +16,8 @@ _FIRST = 2
 class RunLog:
     """Rows over the whole run, and the last few recorded steps.
 
-    Steps 2, 4, 8, 16 ... are recorded, and the last one: the first ones tell of the search for a plan, the last one of
-    what came of it, and what recording costs is a smaller and smaller share of the run.
+    Steps 2, 4, 8, 16 ... are recorded, and the last one: the first ones tell how a plan comes about, the last one
+    what came of it. What recording costs is a smaller and smaller share of the run.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ class Agreement:
     def meet(
         self, agree: AllReduceMin, own: Machine, *, limit_bytes: int | None, floor_bytes: int
     ) -> tuple[float, int]:
-        """Wait for the others; then plan with the slowest drive, and with a host tier only if all have one.
+        """Wait for the others; then plan with the slowest drive, the highest cost, and host memory if all have it.
 
         Args:
             agree: that :meth:`border` has returned.
@@ -47,13 +47,14 @@ class Agreement:
             The smallest limit and the largest floor of all.
         """
         ssd, host = own.ssd or _NOTHING, own.host
-        write, read, capacity, limit, negative_floor = agree(
+        write, read, capacity, limit, negative_floor, negative_cost = agree(
             [
                 ssd.write_bytes_per_s,
                 ssd.read_bytes_per_s,
                 0.0 if host is None else float(host.capacity_bytes or 0),
                 math.inf if limit_bytes is None else float(limit_bytes),
                 float(-floor_bytes),
+                -own.cost_s_per_byte,
             ]
         )
         unusable = ssd.unusable
@@ -61,7 +62,7 @@ class Agreement:
             unusable = "another process of this run has none that could be measured"
         ssd = replace(ssd, write_bytes_per_s=write, read_bytes_per_s=read, unusable=unusable)
         self.machine = Machine(
-            cost_s_per_byte=own.cost_s_per_byte,
+            cost_s_per_byte=-negative_cost,
             ssd=None if own.ssd is None else ssd,
             host=None if host is None or not capacity else replace(host, capacity_bytes=int(capacity)),
         )

@@ -1,12 +1,13 @@
-"""When to plan again: measured against predicted, with patience and hysteresis. Pure."""
+"""When to plan again: measured against promised, with patience and hysteresis. Pure."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_ssd.planning.bandwidth import leaves_band
+from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Prediction, TierRates
+from lightning_ssd.scheduling.overhead import Overhead
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
 
 __all__ = ["DriftDetector", "Measured", "is_worth_switching"]
@@ -17,6 +18,8 @@ _MAX_PAUSE = 64
 _MIN_GAIN = 0.02
 _MIN_RELIEF = 0.05
 _MIN_SPARED = 0.2
+_LITTLE = 0.5
+"""Of the promised overhead: a plan that takes less may move more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +27,7 @@ class Measured:
     """One pass that followed a plan."""
 
     step_s: float
-    stall_s: float
+    overhead: Overhead = field(default_factory=Overhead)
     peak_bytes: int
     written_bytes: int
     read_bytes: int
@@ -35,9 +38,8 @@ class Measured:
 class DriftDetector:
     """Looks at the passes that follow one kind of plan.
 
-    A reason must hold in two passes one after the other before it counts, since a machine hiccups; after each new
-    plan it pauses for a number of passes that doubles, since a machine that is noisy by nature would be planned for
-    ever.
+    A reason must hold in two passes one after the other before it counts, since a machine hiccups. After each new plan
+    it pauses for a number of passes that doubles, since a machine that is noisy by nature would be planned for ever.
     """
 
     def __init__(self) -> None:
@@ -45,28 +47,18 @@ class DriftDetector:
         self._pause = _FIRST_PAUSE
         self._num_to_skip = 0
 
-    def passed(
-        self,
-        known: StoredPlan,
-        measured: Measured,
-        rates: TierRates,
-        *,
-        times_too: bool = True,
-        expected_s: float | None = None,
-    ) -> str | None:
+    def passed(self, known: StoredPlan, measured: Measured, rates: TierRates) -> str | None:
         """Return why to plan again, or ``None``.
 
         Args:
             known: the plan that was followed.
             measured: the pass.
             rates: of the drives by now.
-            times_too: whether what the pass took counts; else somebody compares it with keeping everything.
-            expected_s: that it was to take; ``None``: what the plan predicts.
         """
         if self._num_to_skip:
             self._num_to_skip -= 1
             return None
-        reason = _doubt(known, measured, rates, times_too=times_too, expected_s=expected_s)
+        reason = _doubt(known, measured, rates)
         self._num_doubts = 0 if reason is None else self._num_doubts + 1
         if self._num_doubts < _PATIENCE:
             return None
@@ -75,19 +67,22 @@ class DriftDetector:
         return reason
 
 
-def _doubt(
-    known: StoredPlan, measured: Measured, rates: TierRates, *, times_too: bool, expected_s: float | None
-) -> str | None:
-    prediction, goal = known.plan.prediction, known.goal
-    expected_s = prediction.step_s if expected_s is None else expected_s
+def _doubt(known: StoredPlan, measured: Measured, rates: TierRates) -> str | None:
     if measured.limit_bytes is not None and measured.peak_bytes > measured.limit_bytes:
         return f"{measured.peak_bytes} bytes were resident under a budget of {measured.limit_bytes}"
-    compute_s = measured.step_s - measured.stall_s
-    most_s = math.inf if goal.budget_bytes is not None else (goal.max_slowdown - 1) * compute_s + prediction.stall_s
-    if times_too and measured.stall_s > most_s:
-        return f"{measured.stall_s:.3g} s of stalls in a pass of {measured.step_s:.3g} s"
-    if times_too and _left(expected_s, measured.step_s):
-        return f"a pass took {measured.step_s:.3g} s where {expected_s:.3g} s were predicted"
+    if measured.limit_bytes is None and known.goal.budget_bytes is not None:
+        return "memory is no longer scarce"
+    if known.goal.budget_bytes is None and known.plan.moves:
+        allowed, ratio = known.goal.max_slowdown - 1, measured.overhead.ratio(measured.step_s)
+        told = f"an overhead of {100 * ratio:.1f} % where {100 * known.predicted_overhead:.1f} % was predicted"
+        if ratio > allowed and ratio > known.predicted_overhead:
+            return told
+        is_partial = any(
+            placement is Placement.KEEP and storage.movable
+            for placement, storage in zip(known.plan.placements, known.trace.storages, strict=True)
+        )
+        if is_partial and ratio < _LITTLE * min(allowed, known.predicted_overhead):
+            return told
     if measured.written_bytes and _left(known.rates.write_bytes_per_s, rates.write_bytes_per_s):
         return f"writing runs at {rates.write_bytes_per_s:.3g} bytes/s, not {known.rates.write_bytes_per_s:.3g}"
     if measured.read_bytes and _left(known.rates.read_bytes_per_s, rates.read_bytes_per_s):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.recorder import Recorder
 
-__all__ = ["FinishedPass", "PlainPass"]
+__all__ = ["FinishedPass"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,20 +29,15 @@ class FinishedPass:
     """All memory in use when it began, but saved tensors."""
     stalls: tuple[tuple[Stamp, Stamp], ...]
     """Begin and end of each wait for a transfer."""
+    hook_s: float = 0.0
+    """Of the training thread inside the hooks, without these waits."""
+    cpu_s: float = 0.0
+    """That workers and page faults took from the computation meanwhile."""
     peak_bytes: int
     """Resident saved activations at the worst moment."""
     written_bytes: int
     read_bytes: int
+    moved_bytes: int = 0
+    """That went to a drive or to host memory."""
     highest_bytes: int = 0
-    """All memory in use at the worst moment; 0 where nobody asks, or something before the pass had as much."""
-
-
-class PlainPass(NamedTuple):
-    """A pass whose backward is over, and that ran without hooks: all that is known is that it kept everything."""
-
-    signature: Hashable
-    clock: Clock
-    begin: Stamp
-    end: Stamp
-    is_timed: bool
-    """It alone ran between its begin and its end."""
+    """All memory in use at the worst moment; 0 where no limit asks for it, or an earlier pass had as much."""

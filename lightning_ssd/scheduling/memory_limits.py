@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from lightning_ssd.common.formatting import format_size
 from lightning_ssd.errors import BudgetError
 
-__all__ = ["Limits", "MemoryConstraints", "NonActivationMemory", "min_relief_if_mapped"]
+__all__ = ["MIN_RELIEF", "Limits", "MemoryConstraints", "NonActivationMemory"]
 
-_MIN_RELIEF, _MIN_RELIEF_IF_SLOW, _SLOW = 0.25, 0.05, 1.1
-"""A pass that moves anything on a CPU gives back what is free, and maps it anew, however little it moves. For a relief
-of 5 to 21 per cent that was measured to take 7 to 11 per cent of the time (docs/results/bench_plan_cpu.md)."""
+MIN_RELIEF = 0.1
+"""Of the peak: nothing is moved for less, so that passes run without hooks."""
 _KEEP_SHARE = 0.4
-"""Of the available memory, what a pass without a plan may keep: gradients and optimizer states are still to come."""
+"""Of the available memory, what a pass without a plan may take: gradients and optimizer states are still to come."""
 _USABLE_SHARE = 0.9
 """Of all memory that there is, what plans may count on: allocators waste some, and other processes grow."""
 _BAND = (0.95, 1.25)
@@ -29,21 +28,12 @@ _MOST_UNSEEN = 3
 large. More was something else, such as a compiler, and need not come again."""
 
 
-def min_relief_if_mapped(max_slowdown: float) -> float:
-    """Return the share of the peak that is worth moving anything on a CPU, for who accepts such a slowdown.
-
-    Args:
-        max_slowdown: of the policy.
-    """
-    return _MIN_RELIEF if max_slowdown < _SLOW else _MIN_RELIEF_IF_SLOW
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryConstraints:
     """What the policy asks for, in bytes."""
 
     max_slowdown: float
-    min_relief: float = 0.0
+    min_relief: float = MIN_RELIEF
     """Of the peak: without a budget, nothing is moved for less."""
     activation_budget: int | None = None
     memory_budget: int | None = None
@@ -123,7 +113,7 @@ class Limits:
         self._usable_bytes = 0
 
     def look(self, level_bytes: int, available_bytes: int | None) -> int:
-        """A pass begins. Returns how much it may keep without a plan.
+        """A pass begins. Returns how much it may take without a plan; 0: as much as the limit allows.
 
         Args:
             level_bytes: memory in use now.

@@ -9,10 +9,10 @@ from functools import partial
 from lightning_ssd.common.profiling import span
 from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.errors import OffloaderClosedError
-from lightning_ssd.planning.plan import Machine, PlanObjective
-from lightning_ssd.planning.planner import alternatives, make_plan
+from lightning_ssd.planning.plan import Machine, Plan, PlanObjective
+from lightning_ssd.planning.planner import make_plan
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.scheduling.pass_kind import PlanChoice, PlanInProgress, TracedPass
+from lightning_ssd.scheduling.pass_kind import PlanInProgress, TracedPass
 
 __all__ = ["PlanMaker"]
 
@@ -28,7 +28,7 @@ class PlanMaker:
         # One plan at a time. A leaf lock: a plan is made of numbers alone.
         self._planning = threading.Lock()
         self._is_closed = False
-        self._tasks: deque[Task[PlanChoice]] = deque(maxlen=max_tasks)
+        self._tasks: deque[Task[Plan]] = deque(maxlen=max_tasks)
 
     def begin(self, traced: TracedPass, goal: PlanObjective, machine: Machine) -> PlanInProgress:
         """Have a plan made for a pass."""
@@ -38,13 +38,12 @@ class PlanMaker:
         task.start()
         return PlanInProgress(task, traced, goal, machine)
 
-    def _make(self, trace: Trace, machine: Machine, goal: PlanObjective) -> PlanChoice:
+    def _make(self, trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
         with self._planning:
             if self._is_closed:
                 raise OffloaderClosedError("the offloader was closed before this plan was begun")
             with span("lightning_ssd::plan"):
-                plan = make_plan(trace, machine, goal)
-                return PlanChoice(plan, alternatives(trace, machine, goal, plan))
+                return make_plan(trace, machine, goal)
 
     def close(self) -> None:
         """Wait for the plan that is being made; those that were not begun are dropped."""

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_ssd.common.formatting import format_sizes, pluralize
-from lightning_ssd.planning.plan import Prediction
 from lightning_ssd.scheduling.drift import Measured
+from lightning_ssd.scheduling.overhead import Overhead
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
-from lightning_ssd.scheduling.search_phase import State
 
 __all__ = ["DAY_S", "Comparison", "PlanReport"]
 
 DAY_S = 86_400
 _WINDOW = 64
+_CAUSES = ("stall_s", "hook_s", "cpu_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +38,12 @@ class PlanReport:
     """How many passes were measured."""
     num_plans: int
     """How many plans have been put in force, for all kinds of passes together."""
-    slowdown: float | None = None
-    """Typical time of the passes that moved, relative to those that kept everything, both measured."""
-    state: State | None = None
-    """What the search for how much may be moved is doing; ``None``: under a budget there is none, and the plan of
-    the latest pass may be one on trial."""
-    promised_step_s: float | None = None
-    """What was predicted before the first pass that followed the plan. :attr:`predicted_step_s` is of the latest pass,
-    and leans on what those before it took."""
-    promised_peak_bytes: int | None = None
+    predicted_overhead: float = 0.0
+    """Relative to the same pass with everything kept."""
+    measured_overhead: float = 0.0
+    """The same, measured where it arises: see :class:`~lightning_ssd.scheduling.overhead.Overhead`."""
+    measured_hook_s: float = 0.0
+    measured_cpu_s: float = 0.0
 
     allowed_bytes_per_day: int | None = None
     """What the wear budget lets this process write."""
@@ -54,25 +51,24 @@ class PlanReport:
     """Where that is not even enough for one storage per pass: what the plan would write if it might. Else 0."""
 
     def text(self) -> str:
-        """One sentence; one more each where moving was given up, and where the wear budget forbids it."""
+        """Return one sentence, and one more where the wear budget forbids writing."""
         predicted, measured = format_sizes(self.predicted_peak_bytes, self.measured_peak_bytes)
         return (
             f"Plan: {self.predicted_step_s:.3g} s per pass predicted, {self.measured_step_s:.3g} s measured "
-            f"({_off(self.predicted_step_s, self.measured_step_s)}); stall {self.predicted_stall_s:.3g} s predicted, "
-            f"{self.measured_stall_s:.3g} s measured; peak of resident activations "
-            f"{predicted} predicted, {measured} measured "
+            f"({_off(self.predicted_step_s, self.measured_step_s)}); "
+            f"overhead {100 * self.predicted_overhead:.1f} % predicted, {100 * self.measured_overhead:.1f} % measured "
+            f"({self.causes()}); peak of resident activations {predicted} predicted, {measured} measured "
             f"({_off(self.predicted_peak_bytes, self.measured_peak_bytes)}); "
             f"{pluralize(self.num_passes, 'pass', 'passes')}, {pluralize(self.num_plans, 'plan', 'plans')}."
-            f"{self._against_keeping()}{self._refused()}"
+            f"{self._refused()}"
         )
 
-    def _against_keeping(self) -> str:
-        if self.slowdown is None:
-            return ""
-        told = f"asses that moved took {self.slowdown:.2f} times as long as with everything kept"
-        if self.state is not State.RESTING:
-            return f" P{told}."
-        return f" Moving was given up for a while, because p{told}; a budget (activation_budget) moves all the same."
+    def causes(self) -> str:
+        """Return the measured overhead by cause, in per cent of the pass without it."""
+        total_s = self.measured_stall_s + self.measured_hook_s + self.measured_cpu_s
+        rest_s = max(self.measured_step_s - total_s, 1e-9)
+        named = ("stalls", self.measured_stall_s), ("hooks", self.measured_hook_s), ("CPU", self.measured_cpu_s)
+        return ", ".join(f"{name} {100 * seconds / rest_s:.1f}" for name, seconds in named)
 
     def _refused(self) -> str:
         if self.allowed_bytes_per_day is None or not self.refused_bytes_per_day:
@@ -91,12 +87,10 @@ def _off(predicted: float, measured: float) -> str:
 
 
 class _Followed(NamedTuple):
-    """A plan, the latest passes that followed it, and what was said of them."""
+    """A plan, and the latest passes that followed it."""
 
     known: StoredPlan
     measured: tuple[Measured, ...]
-    expected: Prediction
-    promised: Prediction
 
 
 class Comparison:
@@ -111,44 +105,35 @@ class Comparison:
         # Replaced as a whole: other threads than the one that trains may ask for numbers meanwhile.
         self._followed: _Followed | None = None
 
-    def add(
-        self,
-        known: StoredPlan,
-        measured: Measured,
-        *,
-        expected: Prediction | None = None,
-        promised: Prediction | None = None,
-    ) -> None:
-        """A pass followed ``known`` to its end.
-
-        Args:
-            known: the plan.
-            measured: the pass.
-            expected: of it, before it ran; ``None``: what the simulator says.
-            promised: of the plan, before any pass had followed it; ``None``: the same.
-        """
-        followed, simulated = self._followed, known.plan.prediction
+    def add(self, known: StoredPlan, measured: Measured) -> None:
+        """Take note of a pass that followed ``known`` to its end."""
+        followed = self._followed
         before = followed.measured if followed is not None and followed.known is known else ()
-        passes = (*before, measured)[-_WINDOW:]
-        self._followed = _Followed(known, passes, expected or simulated, promised or simulated)
+        self._followed = _Followed(known, (*before, measured)[-_WINDOW:])
 
     @property
-    def latest(self) -> tuple[StoredPlan, Measured, Prediction] | None:
-        """The last pass that followed a plan, and what was expected of it."""
+    def latest(self) -> tuple[StoredPlan, Measured] | None:
+        """The last pass that followed a plan."""
         followed = self._followed
-        return None if followed is None else (followed.known, followed.measured[-1], followed.expected)
+        return None if followed is None else (followed.known, followed.measured[-1])
 
-    def report(self, num_plans: int, *, slowdown: float | None = None, state: State | None = None) -> PlanReport | None:
-        """``None`` before the first pass that followed a plan."""
+    def report(self, num_plans: int) -> PlanReport | None:
+        """Return ``None`` before the first pass that followed a plan."""
         if self._followed is None:
             return None
-        known, measured, prediction, promised = self._followed
-        passes_per_day = DAY_S / max(known.trace.end_s, 1e-9)
+        known, measured = self._followed
+        prediction = known.plan.prediction
+        overhead = Overhead(*(statistics.median(getattr(one.overhead, name) for one in measured) for name in _CAUSES))
+        step_s = statistics.median(one.step_s for one in measured)
         return PlanReport(
             predicted_step_s=prediction.step_s,
-            measured_step_s=statistics.median(one.step_s for one in measured),
+            measured_step_s=step_s,
             predicted_stall_s=prediction.stall_s,
-            measured_stall_s=statistics.median(one.stall_s for one in measured),
+            measured_stall_s=overhead.stall_s,
+            measured_hook_s=overhead.hook_s,
+            measured_cpu_s=overhead.cpu_s,
+            predicted_overhead=known.predicted_overhead,
+            measured_overhead=overhead.ratio(step_s),
             predicted_peak_bytes=prediction.peak_bytes,
             measured_peak_bytes=max(one.peak_bytes for one in measured),
             predicted_written_bytes=prediction.written_bytes,
@@ -156,10 +141,6 @@ class Comparison:
             keep_step_s=known.plan.keep_step_s,
             num_passes=len(measured),
             num_plans=num_plans,
-            slowdown=slowdown,
-            state=state,
-            promised_step_s=promised.step_s,
-            promised_peak_bytes=promised.peak_bytes,
             allowed_bytes_per_day=self._wear_bytes_per_day,
-            refused_bytes_per_day=known.plan.refused_bytes * passes_per_day,
+            refused_bytes_per_day=known.plan.refused_bytes * DAY_S / max(known.trace.end_s, 1e-9),
         )

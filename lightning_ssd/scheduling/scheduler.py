@@ -1,9 +1,10 @@
 """Turns finished passes into plans, in the background, and says what the next pass follows.
 
-A *kind* is all passes of one signature. Its first pass runs without a plan and is traced; the plan is made in a
-thread and put in force at the border of a later pass. From then on predictions are held against measurements, and
-a kind whose promises break is traced and planned again. One thread at a time learns and puts plans in force; others
-may begin passes meanwhile, and read what stands.
+A *kind* is all passes of one signature. Its first pass moves whatever is large enough, waits for nothing, and is
+traced. The plan is made in a thread and put in force at the end of a later backward. From then on the overhead of each
+pass is accounted by cause (``overhead.py``) and held against what was promised; a kind whose promise breaks is traced
+and planned again with the running means of what was measured. One thread at a time learns and puts plans in force;
+others may begin passes meanwhile, and read what stands.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
 
 from lightning_ssd.common.collectives import AllReduceMin
-from lightning_ssd.planning.bandwidth import leaves_band
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
@@ -24,16 +23,14 @@ from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling.agreement import Agreement
 from lightning_ssd.scheduling.drift import Measured, is_worth_switching
-from lightning_ssd.scheduling.finished_pass import FinishedPass, PlainPass
-from lightning_ssd.scheduling.memory_limits import Limits, MemoryConstraints, NonActivationMemory
-from lightning_ssd.scheduling.move_search import MoveSearch
+from lightning_ssd.scheduling.finished_pass import FinishedPass
+from lightning_ssd.scheduling.memory_limits import Limits, MemoryConstraints
+from lightning_ssd.scheduling.overhead import Overhead
 from lightning_ssd.scheduling.pass_kind import PassKind, TracedPass
-from lightning_ssd.scheduling.plan_cache import PlanCache
 from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
 from lightning_ssd.scheduling.plan_maker import PlanMaker
 from lightning_ssd.scheduling.plan_report import DAY_S, Comparison, PlanReport
 from lightning_ssd.scheduling.recorder import Recorder
-from lightning_ssd.scheduling.search_phase import State
 from lightning_ssd.scheduling.stalls import stall_seconds
 from lightning_ssd.telemetry.metrics import PlanReadings
 
@@ -42,8 +39,6 @@ __all__ = ["Scheduler"]
 _log = logging.getLogger(__name__)
 
 _MAX_KINDS = 64
-_TYPICAL = 0.25
-"""A traced pass that took this much more or less than passes that keep everything is traced again."""
 _NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
 
 
@@ -55,7 +50,6 @@ class Scheduler:
         machine: the tiers' rates, measured until now.
         agree: makes processes that train together plan with the same numbers; ``None``: there is one process.
         num_sharing: processes of this run that share the device's memory.
-        cache: what earlier runs have learnt, and where this one leaves what it learns.
     """
 
     def __init__(
@@ -65,7 +59,6 @@ class Scheduler:
         *,
         agree: AllReduceMin | None = None,
         num_sharing: int = 1,
-        cache: PlanCache | None = None,
     ) -> None:
         self.trace: Trace | None = None
         self.num_plans = 0
@@ -75,19 +68,17 @@ class Scheduler:
         self.comparison = Comparison(wear_bytes_per_day=constraints.wear_bytes_per_day)
         self._constraints = constraints
         self._measure = machine
-        self._cache = cache
         self._agreement = Agreement(agree)
-        self._learnt_cost: float | None = None  # seconds per moved byte, by the latest search that knows
-        self._searched: MoveSearch | None = None  # of the pass that was read last
         self._limits = Limits(constraints, num_sharing=num_sharing)
         self._kinds: OrderedDict[Hashable, PassKind] = OrderedDict()
-        self._unread: deque[FinishedPass | PlainPass] = deque()
+        self._unread: deque[FinishedPass] = deque()
         self._traced: list[tuple[PassKind, TracedPass]] = []
         self._peak_bytes = 0  # of the pass that was traced last
         self._is_following = False
-        self._others = NonActivationMemory()  # of the kind that was traced last
+        self._kind = PassKind()  # that was traced last
         self._maker = PlanMaker(max_tasks=_MAX_KINDS)
         self._planned: list[PassKind] = []  # whose plans are in the making
+        self._rested: list[PassKind] = []  # that have moved nothing for long
         self._untold: deque[str] = deque()  # a pass that begins holds the accounting lock, and handlers run any code
         # Of whoever learns, or puts plans in force: what is known has one writer at a time. Other processes and the
         # maker's thread are waited for under it, so a pass that begins (under the accounting lock) never waits for it.
@@ -112,6 +103,7 @@ class Scheduler:
             BudgetError: the budget cannot be kept by any plan.
         """
         self._poll_if_free()
+        self._is_following = False  # a pass without hooks is never read
         kind = self._kinds.setdefault(signature, PassKind())
         self._kinds.move_to_end(signature)
         while len(self._kinds) > _MAX_KINDS:
@@ -121,24 +113,23 @@ class Scheduler:
         limit = self._limits.of(kind.others)
         if self._limits.has_moved(kind.others):
             kind.ask_for_trace()
-        is_free = limit is None and room > 0  # to keep everything
+        if limit is None:
+            self._count_rest(kind)
         most = room if limit is None else limit  # memory may have become less since a plan was made
         plans = [
-            k
-            for k in reversed(list(kind.plans.values()))  # another thread may be learning
-            if (available_bytes is None or k.plan.prediction.peak_bytes <= most)
-            and not (is_free and kind.keeps(k.sizes))
+            known
+            for known in reversed(list(kind.plans.values()))  # another thread may be learning
+            if available_bytes is None or known.plan.prediction.peak_bytes <= most
         ]
-        if is_free and not plans and (not kind.recompute or kind.keeps(())):
-            return PlanCursor(room_bytes=room, is_resting=kind.is_resting), kind.wants_trace
         cursor = PlanCursor(
             plans,
             recompute=kind.recompute,
-            room_bytes=room if limit is None else min(room, limit),
+            room_bytes=room,
             limit_bytes=limit,
             reserve_bytes=max(kind.inner_bytes.values(), default=0),
             limits_total_memory=self._limits.limits_total_memory,
             returns_memory=self.returns_memory(signature),
+            keeps_unplanned=self._constraints.wear_bytes_per_day is not None or kind.varies,
         )
         return cursor, kind.wants_trace
 
@@ -153,28 +144,24 @@ class Scheduler:
             self._limits.limits_total_memory and (kind is None or kind.wants_trace)
         )
 
-    def learns_without_hooks(self, signature: Hashable) -> bool:
-        """Whether a pass of this kind teaches anything although nobody knows what it saves."""
-        kind = self._kinds.get(signature)
-        return kind is None or not kind.is_of_many
-
     def goes_on_keeping(self, signature: Hashable) -> bool:
-        """Whether nothing has come up since the last pass of this kind, which kept everything without a trace."""
+        """Return whether nothing has come up since the last pass of this kind, which kept everything without hooks."""
         kind = self._kinds.get(signature)
-        if (
-            kind is None
-            or kind.planning is not None
-            or kind.wants_trace
-            or kind.is_of_many
-            or kind.ends_rest
-            or self._limits.limits_total_memory
-        ):
+        if kind is None or kind.planning is not None or kind.wants_trace or self._limits.limits_total_memory:
             return False
-        return all(kind.keeps(sizes) or not known.plan.moves for sizes, known in list(kind.plans.items()))
+        if not kind.rests:
+            return False
+        self._count_rest(kind)
+        self._is_following = False
+        return True
+
+    def _count_rest(self, kind: PassKind) -> None:
+        if kind.rests and kind.ends_rest():
+            self._rested.append(kind)
 
     # -- after a pass --------------------------------------------------------------------------------------------
 
-    def learn(self, finished: deque[FinishedPass | PlainPass]) -> None:
+    def learn(self, finished: deque[FinishedPass]) -> None:
         """A backward is over: observe the passes that have finished until now, oldest first, and plan.
 
         Raises:
@@ -189,18 +176,14 @@ class Scheduler:
             finally:
                 self._is_learning = False
 
-    def observe(self, done: FinishedPass | PlainPass) -> None:
+    def observe(self, done: FinishedPass) -> None:
         """Learn from a pass. One thread at a time."""
         # The device may still be busy with this pass; with the one before it is done for sure.
         self._unread.append(done)
         while len(self._unread) > done.clock.lag:
             oldest = self._unread.popleft()
             kind = self._kinds.get(oldest.signature)
-            if kind is None:
-                continue
-            if isinstance(oldest, PlainPass):
-                self._read_plain(kind, oldest)
-            else:
+            if kind is not None:
                 self._read(kind, oldest)
 
     def border(self) -> None:
@@ -216,6 +199,10 @@ class Scheduler:
             self._agree_with_others(agree)
         self._poll()
         self._tell()
+        while self._rested:  # the machine may have been busy when moving was given up
+            kind = self._rested.pop()
+            kind.model.forget()
+            kind.ask_for_trace()
         while self._traced:
             kind, traced = self._traced.pop()
             if kind.planning is None:
@@ -230,137 +217,55 @@ class Scheduler:
             )
             kind.ask_for_trace()  # of a pass under that limit, in which memory returns
             return
+        kind.model.moved(self._overhead(done), done.moved_bytes, max(sum(done.sizes) - done.moved_bytes, 0))
         known = done.cursor.completed()
         self._is_following = known is not None and done.cursor.recompute == kind.recompute
-        is_free = done.cursor.limit_bytes is None and not self._constraints.has_budget
-        search = self._search(kind, done.sizes) if is_free else None
-        wanted_trace = search is not None and search.wants_trace
-        if search is not None and done.cursor.keeps_all:
-            step_s = done.clock.seconds(done.begin, done.end)
-            search.kept(step_s)
-            kind.model(done.sizes).kept(step_s)
+        kind.num_unplanned = 0 if known is not None else kind.num_unplanned + 1
         if known is not None and self._is_following:
-            self._compare(kind, known, done, search)
-        elif done.sizes not in kind.unplanned and not (done.cursor.keeps_all and kind.plans):
-            kind.ask_for_trace()
-            kind.wait_for_trace()
-        has_plan = known is not None or (done.cursor.keeps_all and done.sizes in kind.plans)
-        recorder = done.recorder if (wanted_trace or kind.wants_trace) and kind.planning is None else None
-        if recorder is not None and (wanted_trace or not (has_plan and kind.passes_over())):
-            self._keep_trace(kind, done, recorder)
-        if search is not None and search.wants_trace and (not wanted_trace or recorder is None):
-            kind.wait_for_trace()
-
-    def _search(self, kind: PassKind, sizes: tuple[int, ...]) -> MoveSearch:
-        self._searched = kind.search(sizes, partial(self._begin_search, sizes))
-        return self._searched
-
-    def _begin_search(self, sizes: tuple[int, ...]) -> MoveSearch:
-        learnt = None if self._cache is None else self._cache.get(sizes)
-        if learnt is not None:
-            return MoveSearch(self._constraints.max_slowdown, learnt=learnt)
-        if self._learnt_cost is None:
-            return MoveSearch(self._constraints.max_slowdown, self.machine.cost_s_per_byte, is_guess=True)
-        return MoveSearch(self._constraints.max_slowdown, self._learnt_cost)
-
-    def _read_plain(self, kind: PassKind, done: PlainPass) -> None:
-        self._is_following = False
-        search = kind.only_search
-        if search is not None:
-            step_s = done.clock.seconds(done.begin, done.end) if done.is_timed else None
-            search.kept(step_s)
-            if kind.only_model is not None:
-                kind.only_model.kept(step_s)
-            if search.wants_trace:
-                kind.wait_for_trace()
-
-    @staticmethod
-    def _trace(done: FinishedPass, recorder: Recorder) -> Trace:
-        known, trace = done.cursor.completed(), recorder.trace(done.end, done.refused)
-        moved = done.written_bytes if known is None else known.moved_bytes
-        return trace if done.cursor.keeps_all else replace(trace, moved_bytes=moved)
+            self._compare(kind, known, done)
+        elif not kind.is_planned(done.sizes, done.cursor.limit_bytes):
+            kind.ask_for_trace(of_unplanned=True)
+        is_wanted = done.recorder is not None and kind.wants_trace and kind.planning is None
+        if done.recorder is not None and is_wanted and not (known is not None and kind.passes_over()):
+            self._keep_trace(kind, done, done.recorder)
 
     def _keep_trace(self, kind: PassKind, done: FinishedPass, recorder: Recorder) -> None:
         kind.traced()
-        self.trace = trace = self._trace(done, recorder)
-        self._others = kind.others
-        self._others.traced(trace.other_peak_bytes, done.level_bytes)
+        self.trace = trace = replace(recorder.trace(done.end, done.refused), moved_bytes=done.moved_bytes)
+        self._kind = kind
+        kind.others.traced(trace.other_peak_bytes, done.level_bytes)
         if trace.storages:
             self._peak_bytes = done.peak_bytes
-            self._traced.append((kind, TracedPass(done.sizes, trace, done.peak_bytes)))
+            self._traced.append((kind, TracedPass(done.sizes, trace, done.peak_bytes, done.written_bytes)))
 
-    def _compare(self, kind: PassKind, known: StoredPlan, done: FinishedPass, search: MoveSearch | None) -> None:
-        """Hold what was measured against what was predicted, and against keeping everything."""
+    def _compare(self, kind: PassKind, known: StoredPlan, done: FinishedPass) -> None:
+        """Hold the overhead that was measured against the one that was promised."""
         measured = Measured(
             step_s=done.clock.seconds(done.begin, done.end),
-            stall_s=sum(stall_seconds(done.clock, begin, end) for begin, end in done.stalls),
+            overhead=self._overhead(done),
             peak_bytes=done.peak_bytes,
             written_bytes=done.written_bytes,
             read_bytes=done.read_bytes,
             limit_bytes=done.cursor.limit_bytes,
         )
-        model = kind.model(known.sizes)
-        expected = model.expected(known.plan, known.moved_bytes)
-        model.passed(known.plan, known.moved_bytes, measured.step_s, measured.peak_bytes)
-        self.comparison.add(known, measured, expected=expected, promised=model.promised(known.plan))
+        kind.model.followed(
+            measured.overhead,
+            step_s=measured.step_s,
+            moved_bytes=done.moved_bytes,
+            predicted=known.predicted_overhead,
+        )
+        self.comparison.add(known, measured)
         if known.goal.budget_bytes is not None:
-            self._compare_within_budget(kind, known, measured)
             self._hold_to_memory_budget(kind, known, done)
-        if search is not None and known.plan.moves:
-            before = search.state
-            stall_s = known.plan.prediction.stall_s
-            has_trace = self._has_trace(kind, known, search)
-            told = search.moved(known, known.moved_bytes, measured.step_s, stall_s, has_trace=has_trace)
-            self._learnt_cost = search.cost_s_per_byte
-            if told is not None and self._cache is not None:
-                self._cache.drop(known.sizes)  # as much as that cannot be moved, or more can
-            if search.state is not before:
-                self._keep_learnt(search, known)
-            if told is not None:
-                self._plan_from(kind, known, search)
-                _log.info("planning again: %s", told)
-        is_searched = search is not None and search.keep_s is not None
-        if is_searched and search is not None and search.state is not State.SETTLED:
-            return  # it is being looked at already, and will be planned again with the rates of then
-        rates = self.machine.ssd or _NOTHING
-        # Within a budget plans change to be measured: what is known of each of them counts, not the simulator's word.
-        expected_s = None if known.goal.budget_bytes is None else expected.step_s
-        reason = kind.watch.passed(known, measured, rates, times_too=not is_searched, expected_s=expected_s)
-        if reason is None:
-            return
-        if search is None or not is_searched:
+        reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
+        if reason is not None:
+            _log.info("planning again: %s", reason)
             kind.ask_for_trace()
-        elif not search.replan(has_trace=self._has_trace(kind, known, search)):
-            return
-        else:
-            self._plan_from(kind, known, search)
-        _log.info("planning again: %s", reason)
 
     @staticmethod
-    def _has_trace(kind: PassKind, known: StoredPlan, search: MoveSearch) -> bool:
-        """Whether the next plan can be made from the trace of this one: a disturbed pass must not be planned from for
-        ever.
-        """
-        keep_s = search.keep_s
-        return kind.has_trace and keep_s is not None and not leaves_band(known.plan.keep_step_s, keep_s, _TYPICAL)
-
-    def _plan_from(self, kind: PassKind, known: StoredPlan, search: MoveSearch) -> None:
-        """Make the next plan from the trace of this one, if that is wanted; else a pass is traced anew."""
-        if search.wants_plan:
-            self._plan_anew(kind, known)
-
-    def _plan_anew(self, kind: PassKind, known: StoredPlan) -> None:
-        self._traced.append((kind, TracedPass(known.sizes, known.trace, known.plan.prediction.peak_bytes)))
-
-    @staticmethod
-    def _compare_within_budget(kind: PassKind, known: StoredPlan, measured: Measured) -> None:
-        """Hold the plan against others, and have the next pass follow the one that is to be measured."""
-        search = kind.budget_search(known.sizes)
-        told = search.passed(known, measured.step_s, measured.peak_bytes, measured.limit_bytes)
-        if told is not None:
-            _log.info("%s", told)
-        if search.chosen is not None:
-            kind.exchange(search.chosen)
+    def _overhead(done: FinishedPass) -> Overhead:
+        stall_s = sum(stall_seconds(done.clock, begin, end) for begin, end in done.stalls)
+        return Overhead(stall_s=stall_s, hook_s=done.hook_s, cpu_s=done.cpu_s)
 
     def _hold_to_memory_budget(self, kind: PassKind, known: StoredPlan, done: FinishedPass) -> None:
         """Plan with less where all memory in use was more than its budget, at a moment that no trace has shown."""
@@ -373,37 +278,23 @@ class Scheduler:
         if not has_exceeded:
             return
         _log.info("planning again: %d bytes of memory were in use, more than memory_budget", done.highest_bytes)
-        if kind.has_trace:
-            self._plan_anew(kind, known)
+        if kind.planning is None and not kind.recompute:
+            self._traced.append((kind, TracedPass.behind(known)))
         else:
             kind.ask_for_trace()
 
-    def _keep_learnt(self, search: MoveSearch, known: StoredPlan) -> None:
-        """For the next run. Where blocks are recomputed, sizes do not tell what was learnt of."""
-        learnt = search.learnt
-        if self._cache is not None and learnt is not None and not known.plan.recompute:
-            self._cache.put(known.sizes, learnt)
-            self._cache.save()
-
     def _submit(self, kind: PassKind, traced: TracedPass) -> None:
-        goal, machine = self._goal(traced.trace, kind.others), self.machine
-        if goal.budget_bytes is None:
-            search = self._search(kind, traced.sizes)
-            search.submitted()
-            machine = replace(machine, cost_s_per_byte=search.cost_s_per_byte)
-        else:
-            cost = kind.model(traced.sizes).cost_s_per_byte
-            machine = machine if cost is None else replace(machine, cost_s_per_byte=cost)
+        goal, machine = self._goal(traced.trace, kind), self._agreement.machine or self._own_machine(kind)
         self.unusable = (machine.ssd or _NOTHING).unusable
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         self._planned.append(kind)
         kind.planning = self._maker.begin(traced, goal, machine)
 
-    def _goal(self, trace: Trace, others: NonActivationMemory) -> PlanObjective:
-        limit, wear = self._limits.of(others), self._constraints.wear_bytes_per_day
+    def _goal(self, trace: Trace, kind: PassKind) -> PlanObjective:
+        limit, wear = self._limits.of(kind.others), self._constraints.wear_bytes_per_day
         may_recompute = self._constraints.recompute and (limit is not None or wear is not None)
         return PlanObjective(
-            max_slowdown=self._constraints.max_slowdown,
+            max_slowdown=max(self._constraints.max_slowdown - kind.model.unplanned(trace), 1.0),
             min_relief=self._constraints.min_relief,
             budget_bytes=limit,
             written_bytes=None if wear is None else int(wear * trace.end_s / DAY_S),
@@ -414,21 +305,26 @@ class Scheduler:
     @property
     def machine(self) -> Machine:
         """The rates to plan with: those that the processes have agreed on, else our own."""
-        return self._agreement.machine or self._measure()
+        return self._agreement.machine or self._own_machine(self._kind)
+
+    def _own_machine(self, kind: PassKind) -> Machine:
+        """Return the rates as they are known here, with what moving costs passes of this kind."""
+        machine = self._measure()
+        return replace(machine, cost_s_per_byte=kind.model.cost_s_per_byte(machine.cost_s_per_byte))
 
     def _agree_with_others(self, agree: AllReduceMin) -> None:
-        machine, limit = self._measure(), self._limits.own(self._others)
+        machine, limit = self._own_machine(self._kind), self._limits.own(self._kind.others)
         floor = 0
         is_asked = self._constraints.has_budget and limit is not None and self._peak_bytes > limit
         if is_asked and self.trace is not None and self.trace.storages:
-            floor = smallest_budget(self.trace, machine, self._goal(self.trace, self._others))
+            floor = smallest_budget(self.trace, machine, self._goal(self.trace, self._kind))
         self._limits.agreed, largest = self._agreement.meet(agree, machine, limit_bytes=limit, floor_bytes=floor)
         if largest > self._limits.agreed:
             less = None
             if self.trace is not None and floor == largest:  # of another process nobody here can tell
-                less = recomputing_budget(self.trace, machine, self._goal(self.trace, self._others))
+                less = recomputing_budget(self.trace, machine, self._goal(self.trace, self._kind))
             raise self._limits.impossible(
-                largest, self._others, unusable=(self.machine.ssd or _NOTHING).unusable, recomputing_bytes=less
+                largest, self._kind.others, unusable=(self.machine.ssd or _NOTHING).unusable, recomputing_bytes=less
             )
 
     # -- plans ---------------------------------------------------------------------------------------------------
@@ -490,12 +386,12 @@ class Scheduler:
         traced, goal, machine = made.traced, made.goal, made.machine
         sizes, trace = traced.sizes, traced.trace
         try:
-            choice = made.task.result()
+            plan = made.task.result()
         except BudgetTooSmall as error:
             if self._limits.relent(kind.others, error.smallest_bytes):
                 self._traced.append((kind, traced))
                 return
-            may_move = goal.written_bytes is None or trace.moved_bytes <= goal.written_bytes
+            may_move = goal.written_bytes is None or traced.written_bytes <= goal.written_bytes
             is_kept = goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes and may_move
             if is_kept or not self._constraints.has_budget:
                 # Nobody has asked for the limit of scarce memory; nor does the planner know of every way to make room
@@ -515,29 +411,18 @@ class Scheduler:
             raise self._limits.impossible(
                 error.smallest_bytes, kind.others, unusable=unusable, recomputing_bytes=less
             ) from None
-        plan = choice.plan
-        search = self._search(kind, sizes) if goal.budget_bytes is None else None
         if plan.recompute != trace.recomputed:
-            if search is not None:
-                search.planned(None)
             # Another pass altogether: it is traced and planned again as it really is.
-            kind.begin_to_recompute(plan.recompute, inner_bytes(trace, plan.recompute), sizes)
+            kind.begin_to_recompute(plan.recompute, inner_bytes(trace, plan.recompute))
             self.num_plans += 1
             return
         new = StoredPlan(sizes=sizes, trace=trace, goal=goal, rates=machine.ssd or _NOTHING, plan=plan)
-        within = None if goal.budget_bytes is None else kind.budget_search(sizes)
-        old = kind.plans.get(sizes) if within is None else within.best
-        is_proven = within is not None and within.is_proven
-        chosen = new if old is None else self._better(old, new, machine, is_proven=is_proven)
-        if within is not None:
-            within.renew(chosen, [replace(new, plan=one) for one in (plan, *choice.others)], goal.budget_bytes)
+        old = kind.plans.get(sizes)
+        chosen = new if old is None else self._better(old, new, machine)
         kind.put_in_force(chosen)
-        if search is not None:
-            movable = sum(storage.nbytes for storage in trace.storages if storage.movable)
-            search.planned((chosen.moved_bytes or None) if chosen.plan.moves else 0, movable)
-            if not chosen.plan.moves:
-                self._keep_learnt(search, chosen)
         self.num_plans += chosen is new
+        if kind.is_new and chosen.plan.moves:
+            kind.ask_for_trace()
 
     def _finds_room(self, lacking_bytes: int, smallest_bytes: int) -> bool:
         """Whether something else can leave memory for saved activations that need so much."""
@@ -546,45 +431,35 @@ class Scheduler:
         return self._constraints.memory_budget is not None and not is_in_the_way and self.make_room(lacking_bytes)
 
     @staticmethod
-    def _better(old: StoredPlan, new: StoredPlan, machine: Machine, *, is_proven: bool) -> StoredPlan:
-        """The new plan, or the old one with its prediction brought up to date.
-
-        One that was the fastest by measurement stays while it keeps the limit: the new one may be its rival.
-        """
+    def _better(old: StoredPlan, new: StoredPlan, machine: Machine) -> StoredPlan:
+        """Return the new plan, or the old one with its prediction brought up to date."""
         limit = new.goal.budget_bytes
         prediction = simulate(
             new.trace, old.plan.placements, machine, limit_bytes=limit, ahead_bytes=old.plan.ahead_bytes
         ).prediction
         max_step_s = None if limit is not None else new.goal.max_slowdown * new.plan.keep_step_s
-        if is_proven and limit is not None and prediction.peak_bytes <= limit:
-            return replace(new, plan=replace(old.plan, prediction=prediction, keep_step_s=new.plan.keep_step_s))
         if is_worth_switching(prediction, new.plan.prediction, limit_bytes=limit, max_step_s=max_step_s):
             return new
         return replace(new, plan=replace(old.plan, prediction=prediction, keep_step_s=new.plan.keep_step_s))
 
     def report(self) -> PlanReport | None:
-        """Predicted against measured; ``None`` before the first pass that followed a plan."""
-        searched = self._searched
-        return self.comparison.report(
-            self.num_plans,
-            slowdown=None if searched is None else searched.slowdown,
-            state=None if searched is None else searched.state,
-        )
+        """Return predicted against measured; ``None`` before the first pass that followed a plan."""
+        return self.comparison.report(self.num_plans)
 
     def readings(self) -> PlanReadings | None:
-        """Of the last pass; ``None`` if it followed no plan."""
+        """Return those of the last pass; ``None`` if it followed no plan."""
         if self.comparison.latest is None or not self._is_following:
             return None
-        known, measured, expected = self.comparison.latest
+        known, measured = self.comparison.latest
         return PlanReadings(
-            predicted_step_s=expected.step_s,
+            predicted_step_s=known.plan.prediction.step_s,
             measured_step_s=measured.step_s,
-            predicted_peak_bytes=expected.peak_bytes,
+            predicted_peak_bytes=known.plan.prediction.peak_bytes,
             measured_peak_bytes=measured.peak_bytes,
-            predicted_stall_s=expected.stall_s,
+            predicted_stall_s=known.plan.prediction.stall_s,
             num_plans=self.num_plans,
-            slowdown=None if self._searched is None else self._searched.slowdown,
-            moving_cost_s_per_byte=None if self._searched is None else self._searched.cost_s_per_byte,
+            predicted_overhead=known.predicted_overhead,
+            overhead=measured.overhead.ratio(measured.step_s),
             # What no hook sees of recomputed blocks is at the end of the trace, see `with_inner`.
             recomputed_bytes=sum(storage.nbytes for storage in known.trace.storages[len(known.sizes) :]),
         )

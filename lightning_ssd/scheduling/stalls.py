@@ -6,6 +6,7 @@ what counts is the time between two stamps in the stream, one before the wait an
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Stalls:
         self._events = events
         self._late_read = late_read
         self._pending: deque[_Stall] = deque()
+        self.waited_s = 0.0
+        """Of the threads themselves, by the host's clock."""
 
     def add(self, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool) -> None:
         """This thread has waited.
@@ -62,6 +65,7 @@ class Stalls:
             end: and of when it was over.
             for_read: what was waited for is a read; else room for something.
         """
+        self.waited_s += time.perf_counter() - start_s
         in_backward = torch._C._current_autograd_node() is not None
         self._pending.append(_Stall(nbytes, start_s, begin, end, for_read, in_backward))
         self.settle()

@@ -107,6 +107,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("io/stall_s", "time that training threads waited for transfers", 1, "mean"),
     Metric("io/stall_ratio", "the same, as a share of time/step_s", 1, "mean"),
+    Metric("io/hook_s", "time of training threads inside the hooks, without stalls", 1, "mean"),
+    Metric("io/cpu_s", "on a CPU: what workers and page faults took from the computation, estimated", 1, "mean"),
     Metric("io/stall_forward_s", "of io/stall_s, in forward", 1, "mean"),
     Metric("io/stall_backward_s", "the same in backward", 1, "mean"),
     Metric("io/stall_update_s", "the same in the optimizer's step", 1, "mean"),
@@ -147,8 +149,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("plan/measured_peak_gib", "the same, as counted", GIB, "max"),
     Metric("plan/predicted_stall_s", "time that training threads wait, as the plan says", 1, "mean"),
     Metric("plan/num_plans", "plans made since the start", 1, "last"),
-    Metric("plan/slowdown_ratio", "measured time of a pass that moves / of one that keeps everything", 1, "last"),
-    Metric("plan/moving_cost_s_per_gib", "what moving costs besides transfers, as far as it is known", 1 / GIB, "last"),
+    Metric("plan/predicted_overhead_ratio", "stalls, hooks and CPU / pass without them, as the plan says", 1, "mean"),
+    Metric("plan/overhead_ratio", "the same, measured where it arises", 1, "mean"),
     Metric(
         "plan/recomputed_gib",
         "activations that a pass computes again in backward, as profiled before it did; absent without a plan",
@@ -179,10 +181,10 @@ class PlanReadings:
     predicted_stall_s: float | None = None
     num_plans: int | None = None
     """Plans made since the start."""
-    slowdown: float | None = None
-    """Typical time of a pass that moves, relative to one that keeps everything, both measured."""
-    moving_cost_s_per_byte: float | None = None
-    """What moving is planned to cost besides transfers."""
+    predicted_overhead: float | None = None
+    """Stalls, hooks and CPU, relative to the pass without them."""
+    overhead: float | None = None
+    """The same, measured."""
     recomputed_bytes: int | None = None
     """Activations inside of blocks that run again, of one pass, from a trace in which they did not."""
 
@@ -288,6 +290,8 @@ def compute(
         "io/forwarded_gib": stats_now.bytes_forwarded - stats_before.bytes_forwarded,
         "io/held_elsewhere_gib": stats_now.bytes_held_elsewhere - stats_before.bytes_held_elsewhere,
         "io/stall_s": stall_s,
+        "io/hook_s": stats_now.hook_s - stats_before.hook_s,
+        "io/cpu_s": stats_now.cpu_s - stats_before.cpu_s,
         "io/stall_ratio": stall_s / step_s if step_s else None,
         "io/stall_forward_s": max(stall_s - backward_s - update_s, 0.0),
         "io/stall_backward_s": backward_s,
@@ -345,8 +349,8 @@ def _from_plan(plan: PlanReadings) -> dict[str, float | None]:
         "plan/measured_peak_gib": plan.measured_peak_bytes,
         "plan/predicted_stall_s": plan.predicted_stall_s,
         "plan/num_plans": plan.num_plans,
-        "plan/slowdown_ratio": plan.slowdown,
-        "plan/moving_cost_s_per_gib": plan.moving_cost_s_per_byte,
+        "plan/predicted_overhead_ratio": plan.predicted_overhead,
+        "plan/overhead_ratio": plan.overhead,
         "plan/recomputed_gib": plan.recomputed_bytes,
     }
 

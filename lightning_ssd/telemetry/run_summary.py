@@ -33,8 +33,8 @@ class RunFacts:
     """Why nothing could be moved to a drive; ``None``: it could."""
     plan: str | None = None
     """Predicted against measured; ``None``: no step has followed a plan."""
-    slowdown: float | None = None
-    """Typical time of passes that moved, relative to those that kept everything; ``None``: not measured."""
+    overhead: tuple[float, str] | None = None
+    """What moving took, relative to a pass without it, and this by cause; ``None``: not measured."""
     drive_life_days: float | None = None
     """At the vendor's rating and this run's rate of writing, day and night."""
     optimizers: Sequence[OptimizerStats] = ()
@@ -59,8 +59,10 @@ def is_much_held_elsewhere(held_bytes: float, saved_bytes: float, kept_bytes: fl
 
 
 def headline(run: RunFacts) -> str:
-    """A line to compare runs by, such as ``activations 2.4 -> 0.5 GiB, step +0.6 %, 18 GiB/h written, drive life 4.1
-    years``. What is not known is left out; empty where nothing offloads.
+    """Return a line to compare runs by. What is not known is left out; empty where nothing offloads.
+
+    For example ``activations 2.4 -> 0.5 GiB, cost 2.3 % (stalls 0.4, hooks 1.5, CPU 0.4), 18 GiB/h written, drive life
+    4.1 years``.
     """
     if run.stats is None:
         return ""
@@ -68,8 +70,9 @@ def headline(run: RunFacts) -> str:
     resident = max(run.stats.resident_peak_bytes, _bytes(run.metrics, "memory/activations_resident_peak_gib"))
     before, after = format_sizes(saved, resident)
     parts = [f"activations {before.partition(' ')[0]} -> {after}"]
-    if run.slowdown is not None:
-        parts.append(f"step {100 * (run.slowdown - 1):+.1f} %")
+    if run.overhead is not None:
+        ratio, causes = run.overhead
+        parts.append(f"cost {100 * ratio:.1f} % ({causes})")
     written = run.stats.with_optimizers(run.optimizers).bytes_written
     if written and run.step_s > 0:
         parts.append(f"{format_sizes(written * 3600 / run.step_s)[0]}/h written")

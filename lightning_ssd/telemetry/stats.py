@@ -35,6 +35,10 @@ class OffloadStats:
     """Of it, in backward; what is not in backward or an update is in forward."""
     stall_update_s: float = 0.0
     """Of it, in the steps of optimizers: :meth:`with_optimizers` adds it."""
+    hook_s: float = 0.0
+    """Time of training threads inside the hooks, without stalls. On a device, queued kernels hide forward's."""
+    cpu_s: float = 0.0
+    """On a CPU: what workers and page faults of moved memory took from the computation, as a calibrated estimate."""
     write_busy_s: float = 0.0
     """Time in which at least one write was under way."""
     read_busy_s: float = 0.0
@@ -153,6 +157,8 @@ class Counters:
     bytes_held_elsewhere: int = 0
     stall_s: float = 0.0
     stall_backward_s: float = 0.0
+    hook_s: float = 0.0
+    cpu_s: float = 0.0
     resident_bytes: int = 0
     resident_peak_bytes: int = 0
     saved_peak_bytes: int = 0

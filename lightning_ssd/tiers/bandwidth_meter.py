@@ -69,7 +69,7 @@ class BandwidthMeter:
         expected: of all drives, for this process, as the user has told: see :func:`first_guess`. Without a probe the
             run begins with it. 0: unknown.
         num_directories: of which ``probe`` measures one.
-        probe_cost: guesses what moving takes besides transfers, in seconds per byte; called once. ``None``: nothing.
+        cost_s_per_byte: a first guess of what moving takes besides transfers.
     """
 
     def __init__(
@@ -82,10 +82,9 @@ class BandwidthMeter:
         place: str = "the SSD tier",
         expected: Rates = _UNKNOWN,
         num_directories: int = 1,
-        probe_cost: Callable[[], float] | None = None,
+        cost_s_per_byte: float = 0.0,
     ) -> None:
-        self._probe_cost = probe_cost
-        self._cost_s_per_byte = 0.0
+        self._cost_s_per_byte = cost_s_per_byte
         self._ssd = _Channels(ssd.progress, probe, place, expected, num_directories)
         self._host_tier = host
         self._host: _Channels | None = None
@@ -94,9 +93,6 @@ class BandwidthMeter:
 
     def machine(self) -> Machine:
         """The tiers as they are known now."""
-        probe_cost = self._probe_cost  # once: another thread may forget it meanwhile
-        if probe_cost is not None:
-            self._cost_s_per_byte, self._probe_cost = probe_cost(), None
         host = None
         if self._host is not None and self._host_tier is not None:
             host = self._host.rates(self._host_tier.capacity_bytes)

@@ -171,6 +171,11 @@ class SsdTier:
         return Progress(*self._writes.progress(), *self._reads.progress())
 
     @property
+    def cpu_s(self) -> float:
+        """CPU time of the workers, in seconds."""
+        return self._writes.cpu_s + self._reads.cpu_s
+
+    @property
     def busy_s(self) -> tuple[float, float]:
         """Seconds in which at least one write, and at least one read, was under way."""
         return self._writes.progress()[1], self._reads.progress()[1]

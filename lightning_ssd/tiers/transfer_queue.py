@@ -150,6 +150,7 @@ class TransferQueue:
         self._num_active = 0  # workers that have claimed something; of these, those that wait are not busy
         self._num_done = 0  # chunks
         self._busy = 0, 0.0, 0.0  # workers now, since when any, seconds before; in one piece: progress() takes no lock
+        self._cpu_s = 0.0
         self._moved_bytes = 0
         self._closed = False
         self._fault: BaseException | None = None
@@ -193,6 +194,11 @@ class TransferQueue:
         now_s = time.perf_counter()  # first: else it may be later than what ends the busy time, and the sum would fall
         num_busy, since_s, busy_s = self._busy
         return self._moved_bytes, busy_s + (max(now_s - since_s, 0.0) if num_busy else 0.0)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of the workers in what they have done."""
+        return self._cpu_s
 
     def wait_idle(self) -> None:
         """Block until every submitted move has ended.
@@ -307,7 +313,7 @@ class TransferQueue:
         chunk_s = 0.0
         while (claim := self._next(chunk_s)) is not None:
             transfer, chunk = claim
-            start_s = time.perf_counter()
+            start_s, cpu_s = time.perf_counter(), time.thread_time()
             try:
                 if chunk is None:
                     self._begin(transfer)
@@ -318,7 +324,7 @@ class TransferQueue:
             finally:
                 # No reference may outlive the work: an idle worker must not keep a tensor alive.
                 del claim, transfer, chunk
-                self._rest()
+                self._rest(time.thread_time() - cpu_s)
             chunk_s = time.perf_counter() - start_s
 
     def _keep_fault(self, transfer: Transfer, error: BaseException) -> None:
@@ -329,8 +335,9 @@ class TransferQueue:
             transfer._fault = transfer._fault or error
             self._fault = self._fault or error
 
-    def _rest(self) -> None:
+    def _rest(self, cpu_s: float) -> None:
         with self._lock:
+            self._cpu_s += cpu_s
             self._num_done += 1
             self._num_active -= 1
             self._count_busy(-1)

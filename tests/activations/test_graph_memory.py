@@ -147,7 +147,7 @@ def test_a_node_of_graphs_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _KINDS = (
     Setup(min_tensor_bytes=0),
-    Setup(activations="auto", min_tensor_bytes=0, max_slowdown=9.0, settled=True),
+    Setup(activations="auto", min_tensor_bytes=0, max_slowdown=50.0, settled=True),
     Setup(activations="auto", min_tensor_bytes=0, activation_budget=1 << 20, settled=True),
 )
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import live_passes, tensor_cache
 from lightning_ssd.memory.heap_policy import HeapPolicy
-from lightning_ssd.scheduling.move_search import NUM_KEPT, MoveSearch
+from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.scheduling.pass_kind import PassKind
-from lightning_ssd.scheduling.search_phase import Phase
-from lightning_ssd.scheduling.tracing import Tracing
+from lightning_ssd.scheduling.scheduler import Scheduler
 
 NBYTES = 64 * 64 * 4
+NO_DRIVE = Machine()
+FAST = Machine(ssd=TierRates(write_bytes_per_s=1e15, read_bytes_per_s=1e15))
 
 
 @contextmanager
@@ -68,19 +69,25 @@ def step(opened: Offloader, signature: object = "kind", *, length: int = 4) -> b
     return hooked
 
 
-def only_kind(opened: Offloader) -> PassKind:
-    """Of all passes so far."""
+def scheduler_of(opened: Offloader, machine: Machine = NO_DRIVE) -> Scheduler:
+    """That plans for this machine: without a drive, plans keep everything."""
     scheduler = opened._parts.scheduler
     assert scheduler is not None
-    (kind,) = scheduler._kinds.values()
+    scheduler._measure = lambda: machine
+    return scheduler
+
+
+def only_kind(opened: Offloader) -> PassKind:
+    """Of all passes so far."""
+    assert opened._parts.scheduler is not None
+    (kind,) = opened._parts.scheduler._kinds.values()
     return kind
 
 
-def only_search(opened: Offloader) -> MoveSearch:
-    """Of the only kind."""
-    search = only_kind(opened).only_search
-    assert search is not None
-    return search
+def come_to_rest(opened: Offloader) -> None:
+    """The first pass moves, the second one is counted."""
+    scheduler_of(opened)
+    assert [step(opened) for _ in range(5)] == [True, True, False, False, False]
 
 
 def test_keeping_counts_one_pass_of_each_kind(tmp_path: Path) -> None:
@@ -121,47 +128,37 @@ def test_what_may_move_always_has_hooks(activations: str, tmp_path: Path) -> Non
         assert all(step(opened) for _ in range(4))
 
 
-def test_planned_passes_that_keep_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first and the third pass are traced; nothing that is so small is worth moving."""
+def test_planned_passes_that_keep_everything_pay_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks begin anew after the pass that moved: they have not seen yet what keeping holds."""
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
     with offloader(tmp_path, "auto") as opened:
-        hooked = [step(opened) for _ in range(NUM_KEPT)]
-        assert hooked == [True, False, True]
-        kind = only_kind(opened)
-        search = only_search(opened)
-        assert not search.keeps, "passes without hooks count, too"
-        for known in kind.plans.values():
-            moves = known.plan.moves
-            assert step(opened) is moves
-            assert opened.stats.num_plain_passes == 2 - moves
+        scheduler_of(opened)
+        assert step(opened)
+        assert opened.stats.bytes_written + opened.stats.writes_cancelled_bytes + opened.stats.bytes_forwarded > 0
+        opened.reset_peaks()
+        assert [step(opened) for _ in range(4)] == [True, False, False, False]
+        assert opened.stats.resident_peak_bytes == 4 * NBYTES
+        assert opened.stats.num_plain_passes == 3
 
 
-def test_a_pass_that_keeps_is_counted_although_one_that_moved_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Peaks began anew before the pass that moved: they have not seen yet what keeping holds."""
+def test_after_a_rest_a_plan_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the same trace, in case moving has become cheaper meanwhile; the next rest is twice as long."""
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
     with offloader(tmp_path, "auto", max_slowdown=50.0) as opened:
-        for _ in range(200):
+        come_to_rest(opened)
+        kind = only_kind(opened)
+        kind.model.excess = 60.0
+        scheduler_of(opened, FAST)
+        while kind.rests:
+            assert opened.stats.num_plain_passes < 64
             step(opened)
-            if (report := opened.plan_report) is not None and report.measured_written_bytes:
-                break
-        opened.reset_peaks()
+        assert opened.stats.num_plain_passes > 50
+        assert kind.model.excess == 0
+        assert kind._num_to_rest == 128
+        before = opened.stats
         assert step(opened)
-        only_search(opened)._num_to_keep = 3
-        assert [step(opened) for _ in range(3)] == [True, False, False]
-        assert opened.stats.resident_peak_bytes == 4 * NBYTES
-
-
-def test_a_kind_that_was_given_up_pays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
-    with offloader(tmp_path, "auto", max_slowdown=9.0) as opened:
-        for _ in range(NUM_KEPT + 1):
-            step(opened)
-        search = only_search(opened)
-        search._num_to_keep = 5
-        assert not any(step(opened) for _ in range(5))
-        assert search._num_to_keep == 0
+        assert opened.stats.bytes_saved - before.bytes_saved == 4 * NBYTES
+        assert opened.stats.bytes_kept - before.bytes_kept < 4 * NBYTES
 
 
 @pytest.mark.parametrize("free", [16, 17])
@@ -169,9 +166,8 @@ def test_little_room_needs_hooks(free: int, tmp_path: Path, monkeypatch: pytest.
     """A pass may save more than the last one did; with hooks it moves what does not fit."""
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: free * NBYTES)
     with offloader(tmp_path, "auto") as opened:
-        step(opened)
-        scheduler = opened._parts.scheduler
-        assert scheduler is not None
+        scheduler = scheduler_of(opened)
+        assert [step(opened) for _ in range(2)] == [True, True]
         room = scheduler._limits.look(0, free * NBYTES)
         assert step(opened) is (room < 2 * 4 * NBYTES)
 
@@ -197,10 +193,7 @@ def test_room_that_becomes_less_is_seen_once_what_is_known_is_old(
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: free[0])
     monkeypatch.setattr(live_passes, "_FRESH_S", 60.0)
     with offloader(tmp_path, "auto") as opened:
-        step(opened)
-        search = only_search(opened)
-        search._num_to_keep = 1 << 20
-        assert not any(step(opened) for _ in range(3))
+        come_to_rest(opened)
         free[0] = 4 * NBYTES
         assert not step(opened)
         monkeypatch.setattr(live_passes, "_FRESH_S", 0.0)
@@ -211,12 +204,8 @@ def test_a_trace_that_is_asked_for_ends_what_goes_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
     monkeypatch.setattr(live_passes, "_FRESH_S", 60.0)
     with offloader(tmp_path, "auto") as opened:
-        step(opened)
-        kind = only_kind(opened)
-        search = only_search(opened)
-        search._num_to_keep = 1 << 20
-        assert not any(step(opened) for _ in range(3))
-        kind.ask_for_trace()
+        come_to_rest(opened)
+        only_kind(opened).ask_for_trace()
         assert step(opened)
 
 
@@ -241,16 +230,14 @@ def test_weights_that_come_meanwhile_are_known_to_the_next_pass_with_hooks(tmp_p
         assert opened.stats.num_kept_parameters - before == 1
 
 
-def test_a_kind_of_two_lengths_is_counted_pass_by_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without hooks nobody knows which one a pass is of, so that keeping would never end."""
+def test_a_kind_of_two_lengths_comes_to_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each length has a plan, and both keep everything."""
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
-    with offloader(tmp_path, "auto", max_slowdown=50.0) as opened:
-        for number in range(40):
-            step(opened, length=4 + 2 * (number % 2))
-        kind = only_kind(opened)
-        assert kind.is_of_many
-        assert opened.stats.num_plain_passes <= NUM_KEPT
-        assert all(search._num_passes >= 15 for search in kind._searches.values())
+    with offloader(tmp_path, "auto") as opened:
+        scheduler_of(opened)
+        hooked = [step(opened, length=4 + 2 * (number % 2)) for number in range(40)]
+        assert len(only_kind(opened).plans) == 2
+        assert sum(hooked) <= 8
 
 
 @pytest.mark.parametrize("activations", ["keep", "auto"])
@@ -275,10 +262,7 @@ def test_memory_is_asked_for_while_a_pass_without_hooks_is_alive(
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: free[0])
     monkeypatch.setattr(live_passes, "_FRESH_S", 60.0)
     with offloader(tmp_path, "auto") as opened:
-        step(opened)
-        search = only_search(opened)
-        search._num_to_keep = 1 << 20
-        assert not any(step(opened) for _ in range(3))
+        come_to_rest(opened)
         losses, hooked = [], []
         for room in (1 << 30, 1 << 30, 4 * NBYTES):
             free[0] = room
@@ -306,39 +290,15 @@ def test_a_context_is_good_for_one_pass(activations: str, tmp_path: Path) -> Non
         assert isinstance(step(opened), bool)
 
 
-def num_timed(search: MoveSearch) -> int:
-    """Passes whose time the search took for keeping."""
-    return sum(len(block.passes) for block in search._kept._blocks)
-
-
-def test_a_graph_that_is_kept_takes_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
-    with offloader(tmp_path, "auto") as opened:
-        with opened.saved_tensors(signature="kind"):
-            loss = program(leaf(), 4)
-        loss.backward(retain_graph=True)
-        opened.end_backward()
-        opened.wait_for_plan()
-        kind = only_kind(opened)
-        search = only_search(opened)
-        search._num_to_keep = 1 << 20
-        kind.tracing = Tracing.NONE
-        before = num_timed(search)
-        assert not any(step(opened) for _ in range(3))
-        assert num_timed(search) == before + 3
-        loss.backward()
-
-
 def test_a_pass_without_hooks_has_no_readings_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
-    with offloader(tmp_path, "auto", max_slowdown=50.0) as opened:
-        while not (opened.stats.bytes_written and "plan/measured_step_s" in opened.drain_metrics()):
+    with offloader(tmp_path, "auto") as opened:
+        scheduler_of(opened)
+        told = []
+        for _ in range(5):
             step(opened)
-        search = only_search(opened)
-        search._num_to_keep = 4
-        while step(opened):
-            pass
-        assert "plan/measured_step_s" not in opened.drain_metrics()
+            told.append("plan/measured_step_s" in opened.drain_metrics())
+        assert told == [False, True, False, False, False]
 
 
 def test_a_budget_needs_hooks(tmp_path: Path) -> None:
@@ -358,19 +318,3 @@ def test_edits_are_seen_by_pytorch_itself(tmp_path: Path) -> None:
                 y.sum().backward()
             messages.append(str(caught.value))
     assert messages[0] == messages[1]
-
-
-def test_the_time_is_nobodys_where_several_forwards_run_first(tmp_path: Path) -> None:
-    with offloader(tmp_path, "auto") as opened:
-        step(opened)
-        kind = only_kind(opened)
-        search = only_search(opened)
-        kind.tracing, search._phase = Tracing.NONE, Phase.TRYING
-        before = num_timed(search)
-        losses = []
-        for _ in range(2):
-            with opened.saved_tensors(signature="kind"):
-                losses.append((leaf() * 1).sin().sum())
-        sum(losses).backward()
-        opened.end_backward()
-        assert num_timed(search) <= before

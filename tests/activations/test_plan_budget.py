@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import warnings
@@ -15,7 +14,6 @@ import pytest
 from lightning_ssd import OffloadPolicy
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.errors import BudgetError, ConfigError, OffloaderClosedError
-from lightning_ssd.scheduling import budget_search
 from lightning_ssd.tiers.copy_paths import HostMover
 from tests.parity.models import floats
 from tests.support.faults import always, eio, enospc
@@ -49,9 +47,7 @@ from tests.support.plan_trainings import (
 
 
 @pytest.mark.parametrize("budget", [SMALLEST, MIDDLE_BYTES, LARGE])
-def test_a_hundred_steps_stay_under_the_budget(budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Which plans are thought fast enough to be tried depends on how this machine's times scatter: here all are.
-    monkeypatch.setattr(budget_search, "_NEAR", math.inf)
+def test_a_hundred_steps_stay_under_the_budget(budget: int, tmp_path: Path) -> None:
     peaks: list[int] = []
 
     def look(step: int, session: Session) -> None:
@@ -68,9 +64,6 @@ def test_a_hundred_steps_stay_under_the_budget(budget: int, tmp_path: Path, monk
         assert_released(offloader)
         assert num_writes(offloader) == 0
         assert offloader.stats.bytes_written > 0
-        assert offloader._parts.scheduler is not None
-        searches = [one for kind in offloader._parts.scheduler._kinds.values() for one in kind.budget_searches.values()]
-        assert any(search.is_proven for search in searches), "other plans were tried meanwhile"
     assert len(peaks) == 100
     assert max(peaks) <= budget, [(step, peak) for step, peak in enumerate(peaks) if peak > budget]
 
@@ -320,5 +313,4 @@ def test_without_a_budget_no_pack_waits(tmp_path: Path, monkeypatch: pytest.Monk
         assert_identical(outcome(trains(24, look), Session.of(offloader, AUTO)), expected)
         saved = offloader.stats.bytes_saved
         assert_released(offloader)
-    assert written[0] == 0, "the first pass is kept while memory permits"
     assert written[-1] - written[-7] <= saved / 24 * 6 / 4

@@ -56,8 +56,10 @@ def test_a_budget_on_a_full_drive_blames_the_drive(tmp_path: Path) -> None:
 def test_a_run_on_a_full_drive_says_why_nothing_moves(tmp_path: Path) -> None:
     full = {"_wrap_backend": lambda inner: FullBackend(inner, [tmp_path])}
     with open_offloader(tmp_path, PLANNED, **full) as offloader:
-        with pytest.warns(UserWarning, match="could not be measured"):
+        # Also of the writes of the first pass, which has no plan.
+        with pytest.warns(UserWarning, match="failed|measured") as caught:
             assert_identical(outcome(trains(6), Session.of(offloader, PLANNED)), outcome(trains(6), Session()))
+        assert any("could not be measured" in str(w.message) for w in caught)
         assert offloader.unusable is not None
         assert f"the directory {tmp_path} could not be measured (the file system of" in offloader.unusable
         assert offloader.stats.bytes_written == 0
@@ -66,7 +68,7 @@ def test_a_run_on_a_full_drive_says_why_nothing_moves(tmp_path: Path) -> None:
 def test_a_full_drive_is_passed_over_when_the_drives_are_measured(tmp_path: Path) -> None:
     paths = [tmp_path / "full", tmp_path / "empty"]
     hardware = HardwareProfile(paths=paths, allow_unsuitable_paths=True)
-    policy = OffloadPolicy(activations="auto", max_slowdown=9.0, min_tensor_bytes=0)
+    policy = OffloadPolicy(activations="auto", max_slowdown=50.0, min_tensor_bytes=0)
     with Offloader(policy=policy, hardware=hardware, _wrap_backend=lambda b: FullBackend(b, paths[:1])) as offloader:
         assert_identical(outcome(trains(6), Session.of(offloader, PLANNED)), outcome(trains(6), Session()))
         assert offloader.unusable is None

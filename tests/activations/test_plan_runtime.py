@@ -280,6 +280,58 @@ def test_one_context_is_entered_twice(setup: Setup, tmp_path: Path) -> None:
     assert_same(program, tmp_path, setups=[setup], moves=False)
 
 
+def test_a_trace_that_is_asked_for_between_two_forwards_of_a_pass_waits(tmp_path: Path) -> None:
+    """What the first forward saves is part of every trace, and of every plan."""
+
+    def program(session: Session) -> Any:
+        model, seen = make_model(2), []
+        session.register(model)
+        for step in range(6):
+            saved = session.saved()
+            with saved:
+                one = loss_of(model, step)
+            if session.offloader is not None and (scheduler := session.offloader._parts.scheduler) is not None:
+                (kind,) = scheduler._kinds.values()
+                kind.ask_for_trace()
+            with saved:
+                two = loss_of(model, step + 50)
+            (one + two).backward()
+            session.end()
+            seen.append(gradients(model))
+            model.zero_grad()
+            del one, two
+        return seen
+
+    with open_offloader(tmp_path, PLANNED) as offloader:
+        assert_identical(outcome(program, Session.of(offloader, PLANNED)), outcome(program, Session()))
+        assert_released(offloader)
+        report = offloader.plan_report
+        assert report is not None, "plans are of both forwards"
+        assert report.num_passes >= 1
+
+
+def test_memory_falls_from_the_first_pass_on(tmp_path: Path) -> None:
+    """Without a plan whatever is large enough moves."""
+    x, plain, length = floats(0, ROWS, WIDTH).requires_grad_(), floats(0, ROWS, WIDTH).requires_grad_(), 10
+    with open_offloader(tmp_path, AUTO) as offloader:
+        with offloader.saved_tensors():
+            y = x * 1
+            for _ in range(length):
+                y = y.sin()
+                offloader.flush()
+            loss = y.sum()
+        del y
+        assert offloader.stats.saved_peak_bytes == length * 4 * ROWS * WIDTH
+        assert offloader.stats.resident_peak_bytes <= 2 * 4 * ROWS * WIDTH
+        loss.backward()
+        offloader.end_backward()
+    y = plain * 1
+    for _ in range(length):
+        y = y.sin()
+    y.sum().backward()
+    assert_identical(x.grad, plain.grad)
+
+
 # -- the numbers, and the host tier -----------------------------------------------------------------------------------
 
 

@@ -115,7 +115,7 @@ def test_packs_and_unpacks_of_many_threads(activations: str, spill_dir: Path) ->
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.rand(size, generator=generator) for size in SIZES]
     expected = [gradient(leaf) for leaf in leaves]
-    policy = OffloadPolicy(activations=activations, min_tensor_bytes=0, verify="sampled", max_slowdown=9.0)  # type: ignore[arg-type]
+    policy = OffloadPolicy(activations=activations, min_tensor_bytes=0, verify="sampled", max_slowdown=50.0)  # type: ignore[arg-type]
     hardware = HardwareProfile(paths=spill_dir)
     with Offloader(policy=policy, hardware=hardware, _wrap_backend=ErraticBackend) as offloader:
         over = threading.Event()

@@ -95,7 +95,7 @@ class World:
         }
         chosen |= fixed
         if chosen["activations"] == "auto":
-            chosen |= {"max_slowdown": 9.0}
+            chosen |= {"max_slowdown": 50.0}
         return OffloadPolicy(**chosen)
 
     @contextmanager

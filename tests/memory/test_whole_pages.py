@@ -211,7 +211,7 @@ def test_passes_that_move_reuse_memory_only_in_whole_pages(has_pages: bool, monk
     monkeypatch.setattr(module, "has_whole_pages", lambda: has_pages)
     heap_policy = HeapPolicy(is_ours=True)
     try:
-        modes = {HeapMode.TRIM: True, HeapMode.RELAXED: False, HeapMode.REUSE: True, HeapMode.MAP_EACH: False}
+        modes = {HeapMode.TRIM: True, HeapMode.RELAXED: False, HeapMode.MAP_EACH: False}
         for mode, reuses in modes.items():
             heap_policy.enter(mode)
             assert (heap_policy._threshold in MallocThreshold._reusers) is (reuses and has_pages), mode

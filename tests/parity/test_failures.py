@@ -391,7 +391,7 @@ def test_an_interrupt_while_a_storage_is_added(
         return found
 
     monkeypatch.setattr(kind, name, interrupts)
-    budget = Setup(activations="auto", max_slowdown=9.0, settled=True, activation_budget=96 << 10)
+    budget = Setup(activations="auto", max_slowdown=50.0, settled=True, activation_budget=96 << 10)
     assert_same(program, tmp_path, setups=[budget])
     assert interrupted == [0, 1]
 

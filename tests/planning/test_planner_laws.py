@@ -105,7 +105,12 @@ def test_groups_hold_everything_once(case: Trace, max_units: int) -> None:
 
 def best(case: Trace, machine: Machine, goal: PlanObjective) -> float:
     """What the choice is made by: the least step time with a budget, the least peak without. See planner.py."""
-    found = judge([c for v in variants(case, goal) for c in family(v, machine, goal)], machine, goal)
+    found = judge(
+        [c for v in variants(case, goal) for c in family(v, machine, goal)],
+        machine,
+        goal,
+        max_step_s=goal.max_slowdown * case.end_s,
+    )
     numbers = [j.bound.peak_bytes if goal.budget_bytes is None else j.bound.step_s for j in found]
     return min(numbers, default=math.inf)
 

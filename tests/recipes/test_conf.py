@@ -113,7 +113,6 @@ def test_a_policy_names_every_field_with_its_default(path: Path, tmp_path: Path)
         (["offload=budget", "offload.activation_budget=1.5GiB"], "activation_budget", "1.5GiB"),
         (["offload=auto", "offload.memory_budget=20GiB"], "memory_budget", "20GiB"),
         (["offload=auto", "offload.wear_budget=1.0DWPD"], "wear_budget", "1.0DWPD"),
-        (["offload=auto", "offload.plan_cache=plans.json"], "plan_cache", "plans.json"),
         (["offload=ssd", "offload.optimizer_states=offload"], "optimizer_states", "offload"),
         (["offload=recompute", "offload.recompute_modules=[GPT2Block]"], "recompute_modules", ("GPT2Block",)),
         (["offload=recompute_offload", "offload.recompute_modules=GPT2Block"], "recompute_modules", ("GPT2Block",)),

@@ -113,7 +113,6 @@ BAD = {
     "offload.min_tensor_bytes": "-1 null 1e999 '☃'",
     "offload.max_slowdown": "0.5 abc nan inf null",
     "offload.parameters": "5 x null true",
-    "offload.plan_cache": "5 [5]",
     "offload.wear_budget": "-1 1XDWPD x 0",
     "offload.recompute_modules": "5 [5]",
     "offload.master_weights": "maybe 3 null",

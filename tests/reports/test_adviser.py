@@ -75,14 +75,21 @@ def test_an_update_that_waits_for_states() -> None:
         ("tcmalloc", "cpu", False),
     ],
 )
-def test_page_faults_are_named_where_moving_was_given_up(malloc: str, device: str, is_advised: bool) -> None:
-    report = made_report(
-        plan={**PLAN, "state": "resting", "slowdown": 1.4}, machine={"malloc": malloc, "device": device}
-    )
+def test_page_faults_are_named_where_moving_takes_too_long(malloc: str, device: str, is_advised: bool) -> None:
+    report = made_report(plan={**PLAN, "measured_overhead": 0.07}, machine={"malloc": malloc, "device": device})
     assert (told(report, "THP_MEM_ALLOC_ENABLE=1") is not None) is is_advised
 
 
+def test_what_a_budget_costs_is_no_broken_promise() -> None:
+    costly = {**PLAN, "measured_overhead": 0.07}
+    for budget in ("memory_budget", "activation_budget"):
+        policy = {**POLICY, budget: "8GiB"}
+        assert told(made_report(plan=costly, policy=policy), "Moving took") is None
+        assert told(made_report(plan=costly, policy={**POLICY, budget: None}), "Moving took") is not None
+
+
 STATS = made_report().stats
+POLICY: Any = made_report().policy
 PLAN: Any = made_report().plan
 METRICS = made_report().metrics
 KEPT_STATES = {
@@ -104,7 +111,7 @@ KEPT_STATES = {
         ({"hardware": {"write_rate": "2.1GB"}}, "HardwareProfile.write_rate promises 2.1"),
         ({"policy": None}, 'Trainer(strategy="ssd_offload")'),
         ({"policy": {"activations": "keep"}}, 'activations="auto" moves what pays'),
-        ({"plan": {**PLAN, "state": "resting", "slowdown": 1.4}}, "1.40 times"),
+        ({"plan": {**PLAN, "measured_overhead": 0.0712}}, "Moving took 7.1 % of a pass, more than the 5 % that max_s"),
         (KEPT_STATES, 'optimizer_states="offload"'),
         ({"metrics": {**METRICS, "wear/drive_life_days": 90.0}}, "in 90 days"),
         ({"plan": {**PLAN, "measured_step_s": 3.0}}, "50 % longer"),

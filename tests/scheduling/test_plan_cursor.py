@@ -37,8 +37,8 @@ def test_a_plan_is_followed_in_pack_order() -> None:
 
 
 def test_a_pass_that_departs_goes_on_by_the_rule() -> None:
-    cursor = PlanCursor([known((5, 5, 7), SSD, SSD, SSD)], room_bytes=10)
-    assert placed(cursor, 5, 6, 7, 4) == [SSD, KEEP, SSD, KEEP]
+    cursor = PlanCursor([known((5, 5, 7), KEEP, KEEP, KEEP)], room_bytes=10)
+    assert placed(cursor, 5, 6, 7) == [KEEP, HOST, HOST]
     assert cursor.followed is None
     assert cursor.completed() is None
 
@@ -47,18 +47,24 @@ def test_what_comes_after_the_end_of_a_plan_departs_from_it() -> None:
     cursor = PlanCursor([known((5,), KEEP)])
     assert placed(cursor, 5) == [KEEP]
     assert cursor.completed() is not None
-    assert placed(cursor, 5) == [SSD], "no room was given"
+    assert placed(cursor, 5) == [HOST]
     assert cursor.completed() is cursor.followed is None
 
 
 def test_a_plan_that_was_left_is_not_taken_up_again() -> None:
     cursor = PlanCursor([known((5, 5, 5), KEEP, KEEP, KEEP)])
-    assert placed(cursor, 5, 4, 5) == [KEEP, SSD, SSD]
+    assert placed(cursor, 5, 4, 5) == [KEEP, HOST, HOST]
 
 
-def test_without_a_plan_the_room_is_used_up_and_no_more() -> None:
-    assert placed(PlanCursor(room_bytes=10), 6, 5, 4, 1) == [KEEP, SSD, KEEP, SSD]
-    assert placed(PlanCursor(), 1) == [SSD]
+def test_without_a_plan_everything_moves_and_what_there_is_no_room_for_is_waited_for() -> None:
+    cursor = PlanCursor(room_bytes=10)
+    assert placed(cursor, 6, 4) == [HOST, HOST]
+    assert (cursor.limit_bytes, cursor.ran_out) == (None, False)
+    assert placed(cursor, 1) == [HOST]
+    assert (cursor.limit_bytes, cursor.ran_out) == (12, True)
+    limited = PlanCursor(limit_bytes=3)
+    assert placed(limited, 1 << 40) == [HOST]
+    assert (limited.limit_bytes, limited.ran_out) == (3, False)
 
 
 def test_the_latest_plan_that_fits_is_followed() -> None:

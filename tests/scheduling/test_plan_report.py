@@ -8,9 +8,12 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import pytest
+
 from lightning_ssd.planning.plan import Plan, PlanObjective, Prediction, TierRates
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling.drift import Measured
+from lightning_ssd.scheduling.overhead import Overhead
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
 from lightning_ssd.scheduling.plan_report import Comparison
 
@@ -28,7 +31,7 @@ def known(prediction: Prediction) -> StoredPlan:
 
 
 PLAN = known(Prediction(step_s=1.0, stall_s=0.02, peak_bytes=2 * GIB, written_bytes=GIB, read_bytes=GIB))
-ONE = Measured(step_s=1.1, stall_s=0.05, peak_bytes=GIB, written_bytes=GIB, read_bytes=GIB)
+ONE = Measured(step_s=1.1, overhead=Overhead(stall_s=0.05), peak_bytes=GIB, written_bytes=GIB, read_bytes=GIB)
 
 
 def test_nothing_is_said_before_a_pass_has_followed_a_plan() -> None:
@@ -40,11 +43,17 @@ def test_nothing_is_said_before_a_pass_has_followed_a_plan() -> None:
 def test_medians_and_the_largest_peak() -> None:
     comparison = Comparison()
     for step_s, stall_s, peak, written in ((1.1, 0.0, 1, 10), (9.0, 5.0, 3, 13), (1.2, 0.1, 2, 11)):
-        comparison.add(PLAN, replace(ONE, step_s=step_s, stall_s=stall_s, peak_bytes=peak * GIB, written_bytes=written))
+        overhead = Overhead(stall_s=stall_s, hook_s=stall_s / 5, cpu_s=stall_s / 2)
+        comparison.add(
+            PLAN, replace(ONE, step_s=step_s, overhead=overhead, peak_bytes=peak * GIB, written_bytes=written)
+        )
     report = comparison.report(2)
     assert report is not None
     assert (report.predicted_step_s, report.measured_step_s, report.keep_step_s) == (1.0, 1.2, 0.95)
     assert (report.predicted_stall_s, report.measured_stall_s) == (0.02, 0.1)
+    assert (report.measured_hook_s, report.measured_cpu_s) == (0.02, 0.05)
+    assert report.predicted_overhead == pytest.approx(0.05 / 0.95)
+    assert report.measured_overhead == pytest.approx(0.17 / 1.03)
     assert (report.predicted_peak_bytes, report.measured_peak_bytes) == (2 * GIB, 3 * GIB)
     assert (report.predicted_written_bytes, report.measured_written_bytes) == (GIB, 11)
     assert (report.num_passes, report.num_plans) == (3, 2)
@@ -52,8 +61,9 @@ def test_medians_and_the_largest_peak() -> None:
     assert comparison.latest[0] is PLAN
     assert comparison.latest[1].step_s == 1.2
     assert report.text() == (
-        "Plan: 1 s per pass predicted, 1.2 s measured (+20 %); stall 0.02 s predicted, 0.1 s measured; "
-        "peak of resident activations 2.00 GiB predicted, 3.00 GiB measured (+50 %); 3 passes, 2 plans."
+        "Plan: 1 s per pass predicted, 1.2 s measured (+20 %); overhead 5.3 % predicted, 16.5 % measured "
+        "(stalls 9.7, hooks 1.9, CPU 4.9); peak of resident activations "
+        "2.00 GiB predicted, 3.00 GiB measured (+50 %); 3 passes, 2 plans."
     )
 
 
@@ -106,13 +116,14 @@ def test_zeros_are_told_as_zeros() -> None:
     comparison = Comparison()
     comparison.add(
         known(Prediction(step_s=0.0, stall_s=0.0, peak_bytes=0, written_bytes=0, read_bytes=0)),
-        Measured(step_s=0.0, stall_s=0.0, peak_bytes=0, written_bytes=0, read_bytes=0),
+        Measured(step_s=0.0, peak_bytes=0, written_bytes=0, read_bytes=0),
     )
     report = comparison.report(0)
     assert report is not None
     assert report.text() == (
-        "Plan: 0 s per pass predicted, 0 s measured (nothing predicted); stall 0 s predicted, 0 s measured; "
-        "peak of resident activations 0.0 MiB predicted, 0.0 MiB measured (nothing predicted); 1 pass, 0 plans."
+        "Plan: 0 s per pass predicted, 0 s measured (nothing predicted); overhead 0.0 % predicted, 0.0 % measured "
+        "(stalls 0.0, hooks 0.0, CPU 0.0); peak of resident activations "
+        "0.0 MiB predicted, 0.0 MiB measured (nothing predicted); 1 pass, 0 plans."
     )
 
 

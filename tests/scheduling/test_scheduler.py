@@ -31,36 +31,41 @@ from tests.support.patience import PATIENCE_S
 # -- tracing and planning ---------------------------------------------------------------------------------------------
 
 
-def test_the_first_pass_is_traced_and_planned_and_the_next_one_follows() -> None:
+def test_the_first_pass_moves_and_is_traced_and_so_is_the_second_which_follows_a_plan() -> None:
     trace = make_trace()
     with opened() as made:
         cursor, wants_trace = run_pass(made, trace)
         assert wants_trace
         assert cursor.followed is None
+        assert cursor.limit_bytes is None, "it waits for nothing"
         made.wait()
         cursor, wants_trace = run_pass(made, trace)
-        assert not wants_trace
         known = cursor.completed()
         assert known is not None
-        assert known.trace is made.trace
+        assert wants_trace
         assert known.trace.storages is trace.storages
-        assert known.trace.moved_bytes == NBYTES, "as written"
+        assert known.trace.moved_bytes == COUNT * NBYTES, "everything"
         assert Placement.SSD in known.plan.placements
-        assert made.num_plans == 1
+        made.wait()
+        cursor, wants_trace = run_pass(made, trace)
+        known = cursor.completed()
+        assert known is not None
+        assert not wants_trace
+        assert known.trace is made.trace
+        assert 0 < known.trace.moved_bytes < COUNT * NBYTES
 
 
 @pytest.mark.parametrize("clock", [HostClock, LateClock])
 def test_a_plan_is_not_left_to_a_pass_that_warmed_up(clock: type[Clock]) -> None:
-    """The first ones map memory and take longer; what they have time to move the others have not."""
+    """The first ones map memory and take longer; where drives need that time, the others stall."""
     with opened() as made:
-        traced_s = []
-        for step_s in (9.0, 5.0, 2.0, 2.0, 2.0, 2.0, 2.0):
+        for step_s in (9.0, 5.0, *10 * [2.0]):
+            plans = made._kinds["a"].plans.values() if made._kinds else ()
+            stall_s = 0.5 * any(known.plan.keep_step_s > step_s for known in plans)
             trace = make_trace(step_s=step_s)
-            cursor, wants_trace = run_pass(made, trace, step_s=step_s, clock=clock, available_bytes=1 << 40)
-            traced_s += [step_s] * wants_trace
+            end_s = step_s + stall_s
+            cursor, _ = run_pass(made, trace, step_s=end_s, stall_s=stall_s, clock=clock, available_bytes=1 << 40)
             made.wait()
-        assert traced_s[0] == 9.0
-        assert traced_s[-1] == 2.0
         assert cursor.followed is not None
         assert cursor.followed.plan.keep_step_s == 2.0
 
@@ -106,13 +111,41 @@ def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:
 def test_one_pass_that_hiccups_changes_nothing_and_two_do() -> None:
     trace = make_trace()
     with opened() as made:
-        run_pass(made, trace)
-        made.wait()
-        wants = [run_pass(made, trace, step_s=step_s)[1] for step_s in (1.0, 5.0, 1.0, 5.0, 1.0)]
+        for _ in range(2):
+            run_pass(made, trace)
+            made.wait()
+        wants = [run_pass(made, trace, step_s=1 + s, stall_s=s)[1] for s in (0.0, 4.0, 0.0, 4.0, 0.0)]
         assert wants == [False] * 5
-        run_pass(made, trace, step_s=5.0)
-        run_pass(made, trace, step_s=5.0)
+        run_pass(made, trace, step_s=5.0, stall_s=4.0)
+        run_pass(made, trace, step_s=5.0, stall_s=4.0)
         assert made.cursor("a", level_bytes=0, available_bytes=None)[1], "the next pass was to be traced"
+
+
+def test_passes_for_which_nothing_may_move_need_no_hooks_and_are_planned_again_more_and_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pass in which a rest ends is traced, and planned for."""
+    planned: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        planned.append(number)
+        return make_plan(*args)
+
+    make_plan = module.make_plan
+    monkeypatch.setattr(module, "make_plan", counted)
+    ample = 1 << 40
+    with opened(machine=machine_of(Machine())) as made:
+        assert not made.goes_on_keeping("a"), "the first pass moves"
+        for number in range(500):
+            if made.goes_on_keeping("a"):
+                made.border()
+            else:
+                cursor, _ = run_pass(made, make_trace(), available_bytes=ample)
+                assert cursor.keeps(COUNT * NBYTES) is (number > 0)
+            made.wait()
+        assert planned == [0, 65, 193, 449]
+        made._limits.ran_out(1)
+        assert not made.goes_on_keeping("a"), "memory is scarce"
 
 
 def test_a_drive_that_has_become_slow_is_given_less() -> None:

@@ -140,4 +140,4 @@ def test_without_others_nothing_is_agreed() -> None:
     with opened(machine=lambda: now[0]) as made:
         run_pass(made, make_trace())
         now[0] = SLOW
-        assert made.machine is SLOW
+        assert made.machine == SLOW

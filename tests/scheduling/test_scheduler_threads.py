@@ -13,7 +13,6 @@ import pytest
 
 from lightning_ssd.planning.planner import BudgetTooSmall
 from lightning_ssd.scheduling import plan_maker
-from lightning_ssd.scheduling.move_search import MoveSearch
 from lightning_ssd.scheduling.pass_kind import PassKind
 from lightning_ssd.scheduling.scheduler import Scheduler
 from tests.support.fake_passes import make_trace, opened, run_pass
@@ -21,35 +20,38 @@ from tests.support.interrupted_points import PointsIn
 from tests.support.patience import PATIENCE_S
 from tests.support.threads import at_once
 
-QUESTIONS: dict[str, Callable[[PassKind], object]] = {
-    "is_resting": lambda kind: kind.is_resting,
-    "ends_rest": lambda kind: kind.ends_rest,
-    "keeps": lambda kind: kind.keeps((1, 1)),
-    "wants_trace": lambda kind: (kind.ask_for_trace(), kind.traced(), kind.wants_trace),
-}
 
+@pytest.mark.parametrize("asked", ["rests", "cursor"])
+def test_a_plan_is_put_in_force_while_another_thread_goes_through_them(asked: str) -> None:
+    """As from one line to the next: whenever a plan is looked at, more are put in force than are remembered."""
+    num_asked = 0
 
-@pytest.mark.parametrize("asked", QUESTIONS)
-def test_a_search_is_added_while_another_thread_goes_through_them(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from one line to the next: whenever a search is looked at, more have been added than are remembered."""
-    kind, num_asked = PassKind(), 0
+    class Looked:
+        """A plan that moves nothing and has no peak."""
 
-    def learn(answer: object) -> property:
-        def told(search: MoveSearch) -> object:
+        sizes, moves, peak_bytes = (1,), False, 0
+
+        @property
+        def plan(self) -> Looked:
             nonlocal num_asked
             num_asked += 1
             for number in range(20):
-                kind.search((num_asked, number), lambda: MoveSearch(1.1))
-            return answer
+                kind.plans[num_asked, number] = Looked()  # type: ignore[assignment]
+            return self
 
-        return property(told)
+        @property
+        def prediction(self) -> Looked:
+            return self
 
-    for number in range(3):
-        kind.search((1, number), lambda: MoveSearch(1.1))
-    for name, answer in (("keeps", False), ("is_at_rest", True), ("state", None), ("wants_trace", False)):
-        monkeypatch.setattr(MoveSearch, name, learn(answer))
-    QUESTIONS[asked](kind)
-    assert num_asked >= 2
+    with opened() as made:
+        made.cursor("a", level_bytes=0, available_bytes=None)
+        kind = made._kinds["a"]
+        kind.plans.update({(1, number): Looked() for number in range(3)})  # type: ignore[misc]
+        if asked == "rests":
+            assert kind.rests
+        else:
+            made.cursor("a", level_bytes=0, available_bytes=1 << 40)
+    assert num_asked >= 3
 
 
 def test_one_thread_at_a_time_puts_plans_in_force(monkeypatch: pytest.MonkeyPatch) -> None:

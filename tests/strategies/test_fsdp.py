@@ -22,7 +22,7 @@ SCENARIOS = (
     "after_fit",
     "tensor_parallel",
     "planned",
-    "rivals",
+    "uneven",
     "checkpoints",
 )
 

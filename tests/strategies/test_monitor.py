@@ -15,7 +15,6 @@ from lightning_ssd import monitor as monitor_module
 from lightning_ssd.common.formatting import pluralize
 from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.reports.run_report import load_report
-from lightning_ssd.scheduling.move_search import NUM_KEPT
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from lightning_ssd.telemetry.metrics import METRICS
 from tests.support.patience import PATIENCE_S
@@ -71,7 +70,7 @@ def strategy_for(directory, activations="offload", *, drive_endurance=None):
     """Without a plan by default: from the first step on everything moves, and all numbers are there."""
     return SSDOffloadStrategy(
         # Whatever else the machine does meanwhile, moving is worth its time.
-        policy=OffloadPolicy(activations=activations, min_tensor_bytes=4096, max_slowdown=9.0),
+        policy=OffloadPolicy(activations=activations, min_tensor_bytes=4096, max_slowdown=50.0),
         hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, drive_endurance=drive_endurance),
     )
 
@@ -205,10 +204,9 @@ def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
     rows = [row for _, row in logger.rows_of_ours()]
     keys = {key.replace("/", ".") for key in PLAN_KEYS}
     assert len(rows) == NUM_BATCHES
-    assert not any(keys & set(row) for row in rows[:NUM_KEPT]), "these keep everything, and are profiled"
-    assert keys - {"plan.slowdown_ratio"} <= set(rows[NUM_KEPT]), "the first one times nothing yet"
-    assert all(keys <= set(row) for row in rows[NUM_KEPT + 1 :])
-    for row in rows[NUM_KEPT:]:
+    assert not keys & set(rows[0]), "the first pass is profiled"
+    assert all(keys <= set(row) for row in rows[1:])
+    for row in rows[1:]:
         assert row["plan.num_plans"] >= 1
         assert row["plan.predicted_step_s"] > 0
         assert row["plan.measured_step_s"] > 0
@@ -217,8 +215,7 @@ def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
     assert monitor.summary.count("Plan: ") == 1
     assert report in monitor.summary
     plans = pluralize(int(rows[-1]["plan.num_plans"]), "plan", "plans")
-    told = f"{plans}. Passes that moved took {rows[-1]['plan.slowdown_ratio']:.2f} times as long"
-    assert told in monitor.summary
+    assert plans in monitor.summary
 
 
 def test_plan_keys_are_absent_where_nothing_is_planned(tmp_path):

@@ -73,7 +73,7 @@ def test_with_auto_as_many_wait_as_memory_lacks(
     monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: available)
     monkeypatch.setattr(gauge, "anonymous_bytes", lambda: 1 << 20)
     _, expected = fit(Tuned, "auto", tmp_path)
-    ours = strategy(tmp_path, parameters="auto")
+    ours = strategy(tmp_path, parameters="auto", activations="keep")
     _, module = fit(Tuned, ours, tmp_path)
     assert_identical(result(module), result(expected))
     assert ours.stats.weights_bytes == num_waiting * BLOCK_BYTES

@@ -61,7 +61,7 @@ def test_by_name_with_all_defaults(spill_dir, name):
     assert type(trainer.strategy) is SSDOffloadStrategy
     assert_identical(result(module), result(expected))
     stats, trace = trainer.strategy.stats, trainer.strategy.offloader.trace
-    assert stats.bytes_kept > 0, "the first step was to be kept"
+    assert stats.bytes_kept < stats.bytes_saved, "the first step moves"
     assert trace is not None
     assert max(storage.nbytes for storage in trace.storages) >= 1 << 20
     assert stats.saved_peak_bytes > 1 << 20

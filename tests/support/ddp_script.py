@@ -204,7 +204,7 @@ class Agrees(Net):
     def on_train_end(self) -> None:
         scheduler = self.trainer.strategy.offloader._parts.scheduler
         rates = scheduler.machine.ssd
-        mine = [rates.write_bytes_per_s, rates.read_bytes_per_s, float(scheduler._limits.of(scheduler._others))]
+        mine = [rates.write_bytes_per_s, rates.read_bytes_per_s, float(scheduler._limits.of(scheduler._kind.others))]
         self.mine, self.all = mine, self.all_gather(torch.tensor(mine, dtype=torch.float64)).tolist()
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_ssd.common.collectives import AllReduceMin
+from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 from lightning_ssd.scheduling.clock import Clock, HostClock
@@ -79,19 +80,27 @@ def run_pass(
     signature: str = "a",
     step_s: float | None = None,
     clock: type[Clock] = HostClock,
-    stall_s: float = 0.0,
+    stall_s: float | None = None,
     available_bytes: int | None = None,
     level_bytes: int = 0,
     peak_bytes: int | None = None,
+    written_bytes: int | None = None,
     highest_bytes: int = 0,
 ) -> tuple[PlanCursor, bool]:
-    """One pass that saves what the trace says."""
+    """Run one pass that saves what the trace says, and moves, takes and stalls as it follows.
+
+    Args:
+        step_s: stalls included; ``None``: as predicted.
+        stall_s: ``None``: as predicted.
+        written_bytes: of what moves; ``None``: all of it.
+    """
     cursor, wants_trace = made.cursor(signature, level_bytes=level_bytes, available_bytes=available_bytes)
     sizes = tuple(storage.nbytes for storage in trace.storages)
-    for nbytes in sizes:
-        cursor.place(nbytes)
+    moved_bytes = sum(nbytes for nbytes in sizes if cursor.place(nbytes) is not Placement.KEEP)
     followed = cursor.followed
-    predicted = trace.end_s if followed is None else followed.plan.prediction.step_s
+    predicted_s, predicted_stall_s = trace.end_s, 0.0
+    if followed is not None:
+        predicted_s, predicted_stall_s = followed.plan.prediction.step_s, followed.plan.prediction.stall_s
     made.observe(
         FinishedPass(
             signature=signature,
@@ -100,12 +109,13 @@ def run_pass(
             recorder=FakeRecorder(trace) if wants_trace else None,  # type: ignore[arg-type]
             clock=clock(),
             begin=0.0,
-            end=predicted if step_s is None else step_s,
+            end=predicted_s if step_s is None else step_s,
             level_bytes=level_bytes,
-            stalls=((0.0, stall_s),),
+            stalls=((0.0, predicted_stall_s if stall_s is None else stall_s),),
             peak_bytes=max(sizes, default=0) if peak_bytes is None else peak_bytes,
-            written_bytes=NBYTES,
-            read_bytes=NBYTES,
+            written_bytes=moved_bytes if written_bytes is None else written_bytes,
+            read_bytes=moved_bytes if written_bytes is None else written_bytes,
+            moved_bytes=moved_bytes,
             highest_bytes=highest_bytes,
         )
     )

@@ -193,14 +193,13 @@ def main(directory: Path, names: Sequence[str]) -> None:
 
 
 def _make_small(patch: pytest.MonkeyPatch) -> None:
-    """Many subgroups, few buffers, and no trial of hundreds of pieces: operators are slow here."""
+    """Many subgroups and few buffers."""
     for name, value in {
         "tests.parity.test_cuda.NUM_BLOCKS": 2,
         "lightning_ssd._assembly._STAGING_BYTES": 1 << 20,
         "lightning_ssd.optimizer.step.elementwise._NUM_TINY": 20,
         "lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES": 32 << 10,
         "lightning_ssd.optimizer.step.subgroups.GRANULE": 1024,
-        "lightning_ssd.scheduling.move_search.MoveSearch._judge": lambda search, *_: search._settle(),
     }.items():
         patch.setattr(name, value)
 

@@ -53,7 +53,7 @@ def made_report(**changes: Any) -> RunReport:
         "num_steps": 8,
         "step_s": 2.5,
         "backend": "posix",
-        "policy": {"activations": "auto", "optimizer_states": "offload"},
+        "policy": {"activations": "auto", "optimizer_states": "offload", "max_slowdown": 1.05},
         "hardware": {"paths": ["/mnt/a"]},
         "versions": {"torch": "2.13.0"},
         "stats": {
@@ -71,8 +71,7 @@ def made_report(**changes: Any) -> RunReport:
             "measured_peak_bytes": 200 * MIB,
             "predicted_written_bytes": 200 * MIB,
             "measured_written_bytes": 200 * MIB,
-            "slowdown": 1.01,
-            "state": "settled",
+            "measured_overhead": 0.01,
         },
         "rates": {"write_bytes_per_s": 1e9, "read_bytes_per_s": 1e9},
         "metrics": {

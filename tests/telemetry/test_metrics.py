@@ -87,7 +87,7 @@ EVENTS = (
     transfer("read", 3 * GIB, 4.0, 5.0, urgent=True),
     StallEvent(3 * GIB, 4.5, 5.0),
 )
-BEFORE = OffloadStats(bytes_written=GIB, bytes_read=GIB, stall_s=1.0)
+BEFORE = OffloadStats(bytes_written=GIB, bytes_read=GIB, stall_s=1.0, hook_s=0.125, cpu_s=0.25)
 NOW = OffloadStats(
     bytes_written=3 * GIB,
     bytes_read=4 * GIB,
@@ -97,6 +97,8 @@ NOW = OffloadStats(
     stall_s=1.5,
     stall_backward_s=0.25,
     stall_update_s=0.125,
+    hook_s=0.375,
+    cpu_s=0.75,
     resident_peak_bytes=GIB,
     saved_peak_bytes=5 * GIB,
     weights_bytes=6 * GIB,
@@ -112,8 +114,8 @@ PLAN = PlanReadings(
     measured_peak_bytes=2 * GIB,
     predicted_stall_s=0.25,
     num_plans=3,
-    slowdown=1.25,
-    moving_cost_s_per_byte=0.5 / GIB,
+    predicted_overhead=0.02,
+    overhead=0.04,
     recomputed_bytes=GIB // 8,
 )
 AT_PEAK = [metric.key for metric in METRICS if "at_peak" in metric.key]
@@ -158,6 +160,8 @@ def test_the_numbers_of_one_sample():
             "io/held_elsewhere_gib": 0.125,
             "io/stall_s": 0.5,
             "io/stall_ratio": 0.25,
+            "io/hook_s": 0.25,
+            "io/cpu_s": 0.5,
             "io/stall_forward_s": 0.125,
             "io/stall_backward_s": 0.25,
             "io/stall_update_s": 0.125,
@@ -172,8 +176,8 @@ def test_the_numbers_of_one_sample():
             "plan/measured_peak_gib": 2,
             "plan/predicted_stall_s": 0.25,
             "plan/num_plans": 3,
-            "plan/slowdown_ratio": 1.25,
-            "plan/moving_cost_s_per_gib": 0.5,
+            "plan/predicted_overhead_ratio": 0.02,
+            "plan/overhead_ratio": 0.04,
             "plan/recomputed_gib": 0.125,
         }
     )

@@ -185,8 +185,11 @@ def test_two_optimizers_are_told_of_together():
 
 def test_a_line_to_compare_runs_by():
     assert headline(run()) == "activations 3.00 -> 0.75 GiB, 432.00 GiB/h written"
-    told = headline(run(slowdown=1.0061, drive_life_days=1500.0))
-    assert told == "activations 3.00 -> 0.75 GiB, step +0.6 %, 432.00 GiB/h written, drive life 4.1 years"
+    told = headline(run(overhead=(0.0231, "stalls 0.4, hooks 1.5, CPU 0.4"), drive_life_days=1500.0))
+    assert told == (
+        "activations 3.00 -> 0.75 GiB, cost 2.3 % (stalls 0.4, hooks 1.5, CPU 0.4), 432.00 GiB/h written, "
+        "drive life 4.1 years"
+    )
     assert headline(run(stats=None)) == ""
     assert "written" not in headline(run(stats=OffloadStats(bytes_saved=1, saved_peak_bytes=1)))
 

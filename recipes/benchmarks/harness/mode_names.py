@@ -32,7 +32,7 @@ AS_IT_COMES = "keep_as_it_comes"
 MODES = {
     "keep": "plain PyTorch",
     "ssd": "lightning_ssd, all that is large enough is moved",
-    "auto": "lightning_ssd, planned: as much as costs 2 % at most",
+    "auto": "lightning_ssd, planned: as much as costs 5 % at most",
     "budget": "lightning_ssd, planned under a budget: budget=1.5GiB, or budget=40% of what keep holds",
     "ours_recompute": "lightning_ssd, each block recomputed",
     "recompute_offload": "lightning_ssd, each block recomputed, its inputs moved",

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning_ssd.memory.readings import host_available_bytes
-from lightning_ssd.scheduling.search_phase import State
 from recipes.benchmarks.harness.mode_names import BASELINE, parse_mode
 from recipes.benchmarks.harness.process import Child, ChildOutOfMemoryError
 from recipes.benchmarks.harness.tables import Sample
@@ -21,7 +20,7 @@ __all__ = ["PLANNED_WARMUP", "run_round", "tell"]
 GIB = float(1 << 30)
 MIN_FREE_BYTES = 1 << 30
 PLANNED_WARMUP = 3
-MAX_EXTRA_WARMUP = 60
+MAX_EXTRA_WARMUP = 8
 
 
 def run_round(
@@ -96,7 +95,7 @@ def _note_details(child: Child, samples: Sequence[Sample], described: dict[str, 
 def _take_turns(
     index: int, children: Sequence[Child], args: argparse.Namespace, failed: dict[str, str] | None = None
 ) -> list[Sample]:
-    """Warm-up lasts until each planned mode follows its plan, and no longer searches for a better one.
+    """Take turns, and warm up until each planned mode follows its plan.
 
     Where time is short, half of it is for the start and the warm-up.
     """
@@ -115,7 +114,7 @@ def _take_turns(
                     result = child.ask("step")
                     samples.append(Sample(child.mode, index, turn * args.turn_steps + repeat, timed, result, warmup))
                 child.ask("release")
-                if "plan" in result and result["plan"]["state"] in (None, State.SETTLED, State.RESTING):
+                if "plan" in result:
                     unplanned.discard(child.mode)
                 tell(f"round {index + 1} turn {turn + 1}: {child.mode:16} {result['step_s']:.2f} s")
         _check_memory(_alive(children, failed))
@@ -128,7 +127,7 @@ def _take_turns(
             num_warmup += 1
         num_left = args.steps if turn == num_warmup else 0 if spent > 1 else max(0, num_left - 1)
     if unplanned:
-        tell(f"no plan was settled for {', '.join(sorted(unplanned))}; their rows tell nothing about planning")
+        tell(f"no plan was followed by {', '.join(sorted(unplanned))}; their rows tell nothing about planning")
     return samples
 
 

@@ -1,0 +1,165 @@
+"""What moving costs a pass, accounted where it arises, and the running means that plans are made with.
+
+No pass is compared with one that keeps everything: whole steps scatter by 10 to 40 per cent, and a kept pass makes the
+peak that of plain training. Three causes are counted in every pass that moves:
+
+* Stalls: the training thread, or the device, waited for a transfer.
+* Hooks: the training thread was inside pack or unpack. On a device, pack counts only where queued kernels did not hide
+  it.
+* CPU: on a CPU, workers and the page faults of memory that moved take cores from the computation.
+
+Contention for memory bandwidth between workers and computation is not in the account.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ssd.planning.simulator import LEAST_SHARE
+from lightning_ssd.planning.trace import Trace
+
+__all__ = ["CpuCosts", "Overhead", "OverheadModel", "page_faults"]
+
+_PAGE_BYTES = resource.getpagesize()
+_MIN_WEIGHT = 1 / 8
+"""Of the latest pass in a running mean."""
+_KEPT_SHARE = 0.4
+"""Of the time of a hook whose storage moves, what a large storage that stays takes (``recipes.benchmarks.hooks``)."""
+_RISE, _FALL = 1 / 2, 1 / 8
+"""The same, of an excess that has grown, and of one that has become less: promises come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Seconds that moving took from one pass, by cause."""
+
+    stall_s: float = 0.0
+    hook_s: float = 0.0
+    cpu_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of them."""
+        return self.stall_s + self.hook_s + self.cpu_s
+
+    def ratio(self, step_s: float) -> float:
+        """Return the overhead relative to the pass without it.
+
+        Args:
+            step_s: what the pass took, overhead included.
+        """
+        return self.total_s / max(step_s - self.total_s, LEAST_SHARE * step_s, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCosts:
+    """What workers and page faults take from a computation on the same cores.
+
+    Attributes:
+        fault_s: seconds per page fault, calibrated once.
+        num_threads: of the computation, among which the time is divided.
+        has_spare_cores: more cores than threads, so that workers take nothing from the computation.
+    """
+
+    fault_s: float
+    num_threads: int
+    has_spare_cores: bool
+
+    @staticmethod
+    def here(mapping_s_per_byte: float) -> CpuCosts:
+        """Return the costs on this machine, where a byte of fresh memory takes so many seconds."""
+        num_threads = torch.get_num_threads()
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return CpuCosts(mapping_s_per_byte * _PAGE_BYTES, num_threads, num_cores > num_threads)
+
+    def seconds(self, *, worker_s: float, num_faults: int, moved_bytes: int) -> float:
+        """Return what one pass lost.
+
+        Args:
+            worker_s: CPU time of the workers.
+            num_faults: of the process. More than one per moved page, and one per page that came back, are not ours.
+            moved_bytes: that left and came back.
+        """
+        ours = min(num_faults, 2 * moved_bytes // _PAGE_BYTES)
+        workers_s = 0.0 if self.has_spare_cores else worker_s
+        return (workers_s + ours * self.fault_s) / self.num_threads
+
+
+def page_faults() -> int:
+    """Return how many page faults this process has had that read no file."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+class OverheadModel:
+    """Running means over passes of one kind.
+
+    Attributes:
+        hook_s_per_byte: of moved bytes.
+        cpu_s_per_byte: likewise; ``None``: no pass has followed a plan yet. Before that, memory is touched for the
+            first time, whatever moves.
+        excess: measured overhead over predicted overhead, as a part of the pass; never negative. Plans promise less by
+            so much, because something that the prediction does not know (a drive that is busy) goes on.
+    """
+
+    def __init__(self) -> None:
+        self.hook_s_per_byte = 0.0
+        self.cpu_s_per_byte: float | None = None
+        self.excess = 0.0
+        self._num_hooked = self._num_followed = 0
+
+    def cost_s_per_byte(self, guess: float) -> float:
+        """Return what a moved byte costs besides transfers.
+
+        Args:
+            guess: of the CPU's part, until it has been measured.
+        """
+        return self.hook_s_per_byte + (guess if self.cpu_s_per_byte is None else self.cpu_s_per_byte)
+
+    def unplanned(self, trace: Trace) -> float:
+        """Return the overhead that no plan accounts for, relative to the pass: hooks of what stays, or what exceeds."""
+        hook_s = _KEPT_SHARE * self.hook_s_per_byte * sum(storage.nbytes for storage in trace.storages)
+        return max(self.excess, hook_s / max(trace.end_s, 1e-9))
+
+    def forget(self) -> None:
+        """Trust less what was learnt, because the machine may have been busy."""
+        self.hook_s_per_byte /= 4
+        self.cpu_s_per_byte, self.excess = None, 0.0
+        self._num_hooked = self._num_followed = 0
+
+    def moved(self, overhead: Overhead, moved_bytes: int, kept_bytes: int = 0) -> None:
+        """Learn from any pass that moved something.
+
+        Args:
+            overhead: as measured.
+            moved_bytes: by it.
+            kept_bytes: of saved storages that might have moved.
+        """
+        if moved_bytes:
+            self._num_hooked += 1
+            cost = overhead.hook_s / (moved_bytes + _KEPT_SHARE * kept_bytes)
+            self.hook_s_per_byte = _mean(self.hook_s_per_byte, cost, self._num_hooked)
+
+    def followed(self, overhead: Overhead, *, step_s: float, moved_bytes: int, predicted: float) -> None:
+        """Learn from a pass that followed a plan.
+
+        Args:
+            overhead: as measured.
+            step_s: of the pass.
+            moved_bytes: by it.
+            predicted: overhead relative to the pass without it.
+        """
+        if not moved_bytes:
+            return
+        self._num_followed += 1
+        before, cost = self.cpu_s_per_byte or 0.0, overhead.cpu_s / moved_bytes
+        self.cpu_s_per_byte = _mean(before, cost, self._num_followed)
+        excess = overhead.ratio(step_s) - predicted
+        self.excess = max(self.excess + (_RISE if excess > self.excess else _FALL) * (excess - self.excess), 0.0)
+
+
+def _mean(before: float, latest: float, number: int) -> float:
+    return before + max(1 / number, _MIN_WEIGHT) * (latest - before)
