@@ -42,5 +42,6 @@ def held() -> HeldCopies:
 def worker_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of all transfers, as a list of one number: it stands still, however busy the machine is."""
     now_s = [0.0]
-    monkeypatch.setattr(transfer_queue, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    stopped = SimpleNamespace(perf_counter=lambda: now_s[0], thread_time=lambda: now_s[0])
+    monkeypatch.setattr(transfer_queue, "time", stopped)
     return now_s

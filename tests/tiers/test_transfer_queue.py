@@ -258,6 +258,20 @@ def test_waiting_is_not_busy(events: EventLog, worker_clock: list[float]) -> Non
         pass
 
 
+def test_workers_count_the_cpu_time_of_moves(single: TransferQueue) -> None:
+    """Not the time in which they wait."""
+
+    def work() -> None:
+        begin_s = time.thread_time()
+        while time.thread_time() - begin_s < 0.02:
+            pass
+        time.sleep(0.5)
+
+    single.submit(Move(work, work))
+    single.wait_idle()
+    assert 0.04 <= single.cpu_s < 0.5
+
+
 @pytest.mark.parametrize("late_error", [None, OSError(5, "too late")])
 def test_a_move_that_outlasts_its_end(single: TransferQueue, events: EventLog, late_error: OSError | None) -> None:
     settled, release = threading.Event(), threading.Event()

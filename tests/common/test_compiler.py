@@ -1,0 +1,129 @@
+"""What the compiler sees of the package, and that trials of user code leave no mark in it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.common.compiler import compiler_is_at_work, uncompiled
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's own
+
+
+class Counted:
+    """A backend that runs graphs as they are."""
+
+    def __init__(self) -> None:
+        self.num_graphs = self.num_runs = 0
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        self.num_graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.num_runs += 1
+            return module.forward(*args)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+def fit(model: nn.Module, directory: Path) -> None:
+    hardware = HardwareProfile(paths=(str(directory),))
+    with Offloader(policy=OffloadPolicy(activations="recompute"), hardware=hardware) as offloader:
+        offloader.register_module(model)
+        with offloader.saved_tensors():
+            loss = model(torch.ones(4, 8)).sum()
+        loss.backward()
+        offloader.end_backward()
+
+
+def test_a_model_that_is_registered_again_and_again_stays_compiled(tmp_path: Path) -> None:
+    """Dynamo compiles a frame eight times, and then runs it as it is without a word."""
+    how = Counted()
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        block.compile(backend=how)
+    for number in range(12):
+        for block in model:
+            block._compiled_call_impl = None  # registered as a block that is not compiled
+        with_hooks = how.num_runs
+        hardware = HardwareProfile(paths=(str(tmp_path),))
+        with Offloader(policy=OffloadPolicy(activations="recompute"), hardware=hardware) as offloader:
+            offloader.register_module(model)
+            for block in model:
+                block.compile(backend=how)
+            with offloader.saved_tensors():
+                loss = model(torch.ones(4, 8)).sum()
+            loss.backward()
+            offloader.end_backward()
+        assert how.num_runs == with_hooks + 2, f"run uncompiled in fit {number}"
+        assert "forward" not in vars(model[0])
+    assert how.num_graphs <= 4
+
+
+def test_a_stand_in_does_not_outlive_its_module(tmp_path: Path) -> None:
+    model = nn.Sequential(Block(), Block())
+    fit(model, tmp_path)
+    gone = weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_trials_may_overlap() -> None:
+    """They end in any order, and what is compiled runs compiled again."""
+    how = Counted()
+    double = torch.compile(lambda x: x * 2, backend=how)
+    x = torch.ones(3)
+    first, second = uncompiled(), uncompiled()
+    first.__enter__()
+    second.__enter__()
+    double(x)
+    first.__exit__(None, None, None)
+    double(x)
+    assert how.num_runs == 0
+    second.__exit__(None, None, None)
+    double(x)
+    assert how.num_runs == 1
+    with pytest.raises(ZeroDivisionError), uncompiled():
+        raise ZeroDivisionError
+    double(x)
+    assert how.num_runs == 2
+
+
+def test_where_the_compiler_is_at_work() -> None:
+    seen = []
+
+    @torch.compiler.disable
+    def note() -> None:
+        seen.append(compiler_is_at_work())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        note()
+        return x + 1
+
+    assert not compiler_is_at_work()
+    torch.compile(function, backend="eager")(torch.ones(3))
+    assert seen == [False], "what is disabled is not compiled code"
