@@ -33,7 +33,8 @@ class _Uncompiled(AbstractContextManager[None]):
     """The stance of the process, which the first entry sets and the last exit takes back, whatever their order."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # a leaf lock, under which only Dynamo's own code runs
+        # A leaf lock: only Dynamo's own code runs under it.
+        self._lock = threading.Lock()
         self._num_entered = 0
         self._stance: AbstractContextManager[Any] | None = None
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -193,11 +192,13 @@ def _stand_in(
 
     Dynamo guards on its identity: another one each time is compiled for again, until it gives up and compiles nothing.
     """
-    before = _stand_ins.get(module)
+    for key in [key for key, stand_in in _stand_ins.items() if stand_in.module is None]:
+        del _stand_ins[key]  # no callback of a weak reference does so: it would swallow an interrupt
+    before = _stand_ins.get(id(module))
     if before is not None and before.is_free:
         before.__init__(block, module, active, warned, may_recompute)  # type: ignore[misc]
         return before
-    _stand_ins[module] = stand_in = _Wrapper(block, module, active, warned, may_recompute)
+    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, active, warned, may_recompute)
     return stand_in
 
 
@@ -333,4 +334,5 @@ class _Wrapper(MethodPatch):
         return self._edits or next((watched.reason for watched in self._watched if watched.reason is not None), None)
 
 
-_stand_ins: weakref.WeakKeyDictionary[nn.Module, _Wrapper] = weakref.WeakKeyDictionary()
+_stand_ins: dict[int, _Wrapper] = {}
+"""By the address of their modules, which they hold weakly."""

@@ -530,8 +530,9 @@ def _flip_a_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("verify", ["off", "full"])
 def test_a_flipped_bit_is_noticed_with_full_verification(
-    verify: str, opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+    verify: str, monkeypatch: pytest.MonkeyPatch, opened: Make, folder: Path
 ) -> None:
+    """What is patched stays so until the offloader has been closed."""
     paths = saved(folder)
     plain, model = loaded(paths), loaded(paths)
     expected = train(plain)

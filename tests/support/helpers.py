@@ -111,7 +111,9 @@ def open_offloader(directory: Path, setup: Setup = DRAINED, **extra: Any) -> Ite
         max_slowdown=setup.max_slowdown,
         recompute_modules=setup.recompute_modules or (),
     )
-    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
+    # Drives alone, where no plan chooses: host memory would take everything of a device.
+    host_memory: Any = "auto" if setup.activations == "auto" else 0
+    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=host_memory)
     with Offloader(policy=policy, hardware=hardware, **extra) as offloader:
         yield offloader
 
