@@ -23,6 +23,7 @@ from lightning_ssd.memory.gauge import DeviceGauge, Gauge, HostGauge
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc
+from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, PAGE_BYTES
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.device_gradients import DeviceGradients
@@ -106,8 +107,9 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
         description = "blocks are recomputed, all else is kept in memory and counted"
         return Components(description=description, heap_policy=heap_policy)
     backend, directories, why = _open_directories(stack, environment)
-    mapping_s = measure_mapping() if is_mapped else 0.0
-    cpu = CpuCosts.here(mapping_s) if is_mapped else None
+    page_bytes = HUGE_PAGE_BYTES if is_mapped and has_whole_pages() else PAGE_BYTES
+    mapping_s = measure_mapping(page_bytes) if is_mapped else 0.0
+    cpu = CpuCosts.here(mapping_s, page_bytes) if is_mapped else None
     reload = None
     if not environment.copies.is_asynchronous:
         reload = ReloadPool(_SPARE_BYTES)

@@ -18,6 +18,7 @@ from lightning_ssd.telemetry.stats import Counters, SavedBytes
 from lightning_ssd.telemetry.step_record import StepRecorder
 
 if TYPE_CHECKING:
+    from lightning_ssd.activations.kept_storage import KeptStorage, Share
     from lightning_ssd.activations.saved_storage import Lease, SavedStorage
 
 __all__ = ["MemoryAccounting"]
@@ -27,11 +28,13 @@ class MemoryAccounting:
     """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory.
 
     Args:
-        look: told often how many bytes saved storages take in memory.
+        look: called often, wherever saved storages come or go.
+        returned: called by workers, when a transfer has ended and the memory that it gives back has gone.
     """
 
-    def __init__(self, look: Callable[[int], None] = lambda resident_bytes: None) -> None:
+    def __init__(self, look: Callable[[], None] = lambda: None, returned: Callable[[], None] = lambda: None) -> None:
         self._look = look
+        self.returned = returned
         self.counters = Counters()
         # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
         # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
@@ -82,7 +85,7 @@ class MemoryAccounting:
         self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
         self._away_on_host_bytes = sum(r.nbytes for r in live if r.is_on_host and not r.is_resident)
 
-    def opened(self, record: SavedStorage) -> None:
+    def opened(self, record: SavedStorage | KeptStorage) -> None:
         """A new saved storage, in memory."""
         counters = self.counters
         counters.num_saved += 1
@@ -107,7 +110,7 @@ class MemoryAccounting:
         worst, self._worst = self._worst, SavedBytes()
         return worst if worst.saved_bytes else None
 
-    def occupy(self, record: SavedStorage) -> None:
+    def occupy(self, record: SavedStorage | KeptStorage) -> None:
         """Memory was taken for a saved storage."""
         counters = self.counters
         counters.resident_bytes += record.nbytes
@@ -121,7 +124,7 @@ class MemoryAccounting:
             self.sweep_all()
             self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
 
-    def vacate(self, record: SavedStorage) -> None:
+    def vacate(self, record: SavedStorage | KeptStorage) -> None:
         """Memory of a saved storage has gone."""
         self.counters.resident_bytes -= record.nbytes
         self._away_on_host_bytes += record.nbytes if record.is_on_host else 0
@@ -162,18 +165,18 @@ class MemoryAccounting:
                 self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
             self._deaths.popleft()  # last: an interrupted call is made good by the next one
         self.sweep()
-        self._look(self.counters.resident_bytes)
+        self._look()
 
-    def watch(self, lease: Lease, record: SavedStorage) -> None:
+    def watch(self, lease: Lease | Share, record: SavedStorage | KeptStorage) -> None:
         """Get a note when the lease dies: see "What happens when a lease dies" in ``activations/saved_storage.py``."""
         death = _Death(lease, self._deaths.append)
         death.record = record
         self._watched[id(death)] = death
 
 
-class _Death(weakref.ref["Lease"]):
+class _Death(weakref.ref["Lease | Share"]):
     """Of a lease. Held by us: one that dies together with its lease tells nobody."""
 
     __slots__ = ("record",)
 
-    record: SavedStorage
+    record: SavedStorage | KeptStorage

@@ -8,6 +8,7 @@ from collections import deque
 import torch
 
 from lightning_ssd.activations.accounting import MemoryAccounting
+from lightning_ssd.activations.kept_storage import KeptStorage
 from lightning_ssd.activations.live_passes import LivePasses
 from lightning_ssd.activations.prefetcher import Prefetcher
 from lightning_ssd.activations.saved_pass import SavedPass
@@ -143,6 +144,19 @@ class Fetcher:
                 if consumed is not record:
                     consumed.drop_copy()
 
+    def note_kept(self, record: KeptStorage) -> None:
+        """Note that backward asks for a storage that has stayed; the first one begins the look ahead."""
+        with self._accounting.lock:
+            home = record.home
+            if home is None:
+                return
+            is_first = not home.order
+            if is_first:
+                self._prefetcher.begin_backward()
+            home.asked_for(record, time.perf_counter(), self._passes.book)
+            if is_first and not self.is_closed:
+                self._prefetcher.advance(home)
+
     def wait_for_room(self, home: SavedPass | None, nbytes: int, room: Latch) -> None:
         """What :meth:`admit` gave to wait for. The caller holds no lock."""
         begin, start_s = self._clock.stamp(), time.perf_counter()
@@ -259,7 +273,7 @@ class Fetcher:
             for record in current.records:
                 if evicted >= nbytes:
                     return True
-                if record.can_be_evicted:
+                if isinstance(record, SavedStorage) and record.can_be_evicted:
                     # Not a mark of now: whoever makes room may be on a stream that has not waited for its producer.
                     evicted += record.nbytes if record.queue_write(self._tier, record.produced) else 0
         return evicted > 0

@@ -62,11 +62,14 @@ class Prefetcher:
         order = current.expected_order(self._passes.book)
         while current.next_ahead < len(order):
             record = current.records[order[current.next_ahead]]
-            needed = record.state not in (*READY, State.READING, State.FREED)
-            if needed and not (self._has_room(current, record) and self._bring_up(record)):
+            is_away = record.state not in (*READY, State.READING, State.FREED)
+            if is_away and isinstance(record, SavedStorage) and not self._comes(current, record):
                 return False
             current.next_ahead += 1
         return True
+
+    def _comes(self, current: SavedPass, record: SavedStorage) -> bool:
+        return self._has_room(current, record) and self._bring_up(record)
 
     def _has_room(self, current: SavedPass, record: SavedStorage) -> bool:
         accounting, budget = self._accounting, self._budget.nbytes
@@ -107,7 +110,8 @@ class Prefetcher:
             record.read
             for current in self._passes
             for record in current.records
-            if record.ahead and record.state is State.READING and record.read is not None
+            if isinstance(record, SavedStorage) and record.ahead
+            if record.state is State.READING and record.read is not None
         ]
         dropped = self.drop_ahead()
         _wait_until_gone(dropped)
@@ -121,7 +125,7 @@ class Prefetcher:
             for record in reversed(current.records):
                 if dropped_bytes >= nbytes:
                     return dropped
-                if record.ahead and record.state is State.RELOADED:
+                if isinstance(record, SavedStorage) and record.ahead and record.state is State.RELOADED:
                     record.drop_copy()
                     record.asked_for()
                     current.step_back(record)

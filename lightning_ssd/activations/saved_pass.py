@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_ssd.activations.kept_storage import KeptStorage
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.common.compiler import hide_from_compiler
 from lightning_ssd.common.status_line import StatusLine
@@ -111,7 +112,7 @@ class SavedPass:
         self.is_finished = False
         self.has_failed = False  # its forward was left by an exception: what it saved is not all
         self.is_plain = False  # it keeps everything and nobody looks: no hooks at all
-        self.records: list[SavedStorage] = []
+        self.records: list[SavedStorage | KeptStorage] = []
         self.sizes: list[int] = []
         self.order: list[int] = []
         self.stayed: set[int] = set()  # whose memory somebody else was found to hold
@@ -187,13 +188,13 @@ class SavedPass:
         """Whether its forward is over."""
         return not self._installed
 
-    def add(self, record: SavedStorage) -> None:
+    def add(self, record: SavedStorage | KeptStorage) -> None:
         """A storage was seen for the first time."""
         self._num_begun += 1
         self.records.append(record)
         self.sizes.append(record.nbytes)
         self._packed_s.append(time.perf_counter())
-        if self.recorder is not None:
+        if self.recorder is not None and isinstance(record, SavedStorage):  # which all are in a pass that is traced
             self.recorder.packed(record.nbytes, record.identity)
             self.recorder.sample(record.accounting.counters.resident_bytes)
         record.home = self
@@ -262,7 +263,7 @@ class SavedPass:
             self._position = {index: position for position, index in enumerate(self._expected)}
         return self._expected
 
-    def asked_for(self, record: SavedStorage, now_s: float, book: ProfileBook) -> None:
+    def asked_for(self, record: SavedStorage | KeptStorage, now_s: float, book: ProfileBook) -> None:
         """Backward unpacks this storage; what lies before it in the expected order is not prefetched any more."""
         if record.index not in self._wanted_s:
             self._wanted_s[record.index] = now_s

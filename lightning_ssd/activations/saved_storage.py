@@ -28,6 +28,7 @@ from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe
 from lightning_ssd.common.tensors import StorageKey, TensorSpec
 from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.tiers.base import StoredBytes, Tier
 from lightning_ssd.tiers.streams import PASSED, StreamEvent
 from lightning_ssd.tiers.transfer_queue import Transfer
@@ -325,6 +326,7 @@ class SavedStorage:
                     self.tier.free(stored)
         # The memory goes here, outside of the lock: unmapping it can take milliseconds.
         del storage
+        self.accounting.returned()
 
     def _count_written(self, nbytes: int) -> None:
         if self.is_on_host:
@@ -341,16 +343,23 @@ class SavedStorage:
         self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
     ) -> None:
         """READING -> RELOADED, or back to ON_DISK with the error for whoever waits."""
+        self._read_ended(storage, mark, error)
+        self.accounting.returned()
+
+    def _read_ended(
+        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
+    ) -> None:
         with self.accounting.lock:
             self.accounting.settle()
             counters, copy = self.accounting.counters, self.copy
-            if error is not None:
+            is_refused = error is not None and is_out_of_memory(error)  # nobody has waited yet: whoever does asks again
+            if error is not None and not is_refused:
                 counters.failures += not isinstance(error, OffloaderClosedError)
             if copy is None:  # freed, after an interrupt
                 return
             copy.read = None
             if error is not None:
-                copy.error = error
+                copy.error = None if is_refused else error
             elif not self.is_on_host:
                 counters.bytes_read += copy.stored.body_nbytes
             if self.state is State.FREED:

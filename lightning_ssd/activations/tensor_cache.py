@@ -24,6 +24,7 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.fetcher import Fetcher
 from lightning_ssd.activations.graph_memory import GraphMemory
 from lightning_ssd.activations.handed_out import HandedOut
+from lightning_ssd.activations.kept_storage import KeptLarge, KeptStorage, Share
 from lightning_ssd.activations.kept_tensor import Kept, give_back, keep
 from lightning_ssd.activations.live_passes import LivePasses
 from lightning_ssd.activations.operation import Operation
@@ -75,12 +76,20 @@ class Tiers:
     host: Tier | None = None
 
 
+def _nothing() -> None:
+    """Look at nothing."""
+
+
 class SavedWeight(NamedTuple):
     """A saved weight that waits on a drive between its uses. Its use tells how far backward has got."""
 
     held: Kept | SavedElsewhere
     """The former where it stays the tensor that it is."""
     unit: Unit[Any]
+
+
+_Packed = Kept | KeptLarge | SavedTensor | SavedWeight | SavedCopy
+"""What autograd holds in place of a saved tensor."""
 
 
 class TensorCache:
@@ -120,7 +129,7 @@ class TensorCache:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
         self._heap_policy = heap_policy or HeapPolicy()
         self._steps = steps
-        self.accounting = MemoryAccounting(self._heap_policy.look if steps is None else self._has_changed)
+        self.accounting = MemoryAccounting(_nothing if steps is None else steps.look, self._heap_policy.look)
         self._counters = self.accounting.counters
         self._tiers = tiers
         # Without a probe: before the drive has told its rate, or the user, nothing is kept for it.
@@ -141,7 +150,7 @@ class TensorCache:
         self._warned_of_writes = self._warned_of_graphs = False
         self._pid = os.getpid()
         # All of the following are guarded by the accounting lock.
-        self._by_storage: dict[int, SavedStorage] = {}
+        self._by_storage: dict[int, SavedStorage | KeptStorage] = {}
         self._deferred = DeferredWrites()
         self._run_ahead = RunAhead()
         self._clock = clock_of(device)
@@ -182,12 +191,6 @@ class TensorCache:
         return self._weights is not None and bool(self._weights.by_storage)
 
     # -- memory --------------------------------------------------------------------------------------------------
-
-    def _has_changed(self, resident_bytes: int) -> None:
-        """So much is taken by saved tensors now."""
-        self._heap_policy.look(resident_bytes)
-        if self._steps is not None:
-            self._steps.look()
 
     def _level_bytes(self) -> int:
         """In use, as if all weights were in memory that may be there at a time: they come and go, and a plan that was
@@ -350,7 +353,7 @@ class TensorCache:
             self.accounting.settle()
             self._deferred.drop()
             for record in self._by_storage.values():
-                if record.state is State.QUEUED:
+                if isinstance(record, SavedStorage) and record.state is State.QUEUED:
                     record.forward()
 
     def abort(self) -> None:
@@ -474,7 +477,7 @@ class TensorCache:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def pack(self, current: SavedPass, tensor: torch.Tensor) -> Kept | SavedTensor | SavedWeight | SavedCopy:
+    def pack(self, current: SavedPass, tensor: torch.Tensor) -> _Packed:
         """What autograd gets to hold in place of ``tensor``."""
         if type(tensor) in PLAIN_TYPES:
             try:
@@ -536,10 +539,19 @@ class TensorCache:
 
     def _pack_storage(
         self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
-    ) -> Kept | SavedTensor:
+    ) -> Kept | KeptLarge | SavedTensor:
         if self._fetcher.is_closed:  # hooks that are there still: an interrupt came when their pass was to remove them
             return keep(tensor, tensor._is_view())
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
+        with self.accounting.lock:
+            self.accounting.settle()
+            share, placement = self._stay(current, tensor, storage, nbytes)
+        if share is not None:
+            packed = KeptLarge(keep(tensor, tensor._is_view()), share)
+            self._heap_policy.look()
+            if self._device.type == "cpu":  # the work that a device has queued hides so short a time
+                self._count_hook(begin_s, waited_s, None)
+            return packed
         # All that PyTorch is asked for comes first: it lets go of the GIL, which a worker that has just been told of a
         # write would hold while this thread, and the cores that compute for it, wait.
         probe, spec, origin = VersionProbe(tensor), TensorSpec.of(tensor), Origin.of(tensor)
@@ -549,11 +561,12 @@ class TensorCache:
                 lease = self._find(tensor, storage, nbytes, probe)
                 room = self._admit(current, nbytes) if lease is None else None
                 if room is None:
-                    lease = lease or self._open(current, tensor, storage, probe)
+                    lease = lease or self._open(current, tensor, storage, probe, placement)
                     lease.record.num_tensors += 1
                     self._deferred.look()
                     break
             self._fetcher.wait_for_room(current, nbytes, room)
+        self._heap_policy.look()
         self._run_ahead.wait()
         self._copies.protect(tensor)
         self._count_hook(begin_s, waited_s, lease.record.produced)
@@ -576,14 +589,54 @@ class TensorCache:
     ) -> Lease | None:
         """Of a storage that was saved before, in this version, with all that the tensor shows."""
         record = self._by_storage.get(storage._cdata)
-        lease = None if record is None else record.lease()
-        if record is None or lease is None or record.nbytes != nbytes:
+        lease = record.lease() if isinstance(record, SavedStorage) else None
+        if not isinstance(record, SavedStorage) or lease is None or record.nbytes != nbytes:
             return None
         is_same = record.is_same_value(probe.saved, tensor) and record.shows(tensor, self._mark)
         return lease if is_same else None
 
+    def _stay(
+        self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
+    ) -> tuple[Share | None, Placement | None]:
+        """Count a storage that stays for certain.
+
+        Nothing is certain of a storage that is traced, shown in a record of the step, or under a limit that may have it
+        leave later.
+
+        Returns:
+            Its share, or ``None`` if it needs a full record; and where it goes, if that was asked for.
+        """
+        record = self._by_storage.get(storage._cdata)
+        if isinstance(record, KeptStorage):
+            share = record.share()
+            if share is not None and record.nbytes == nbytes and record.is_same_value(tensor):
+                return share, None
+        elif record is not None and record.lease() is not None:
+            return None, None  # saved before: in which version, a probe tells
+        limit = self._limit_of(current)
+        is_limited = limit is not None and (
+            current.cursor is not None or self._counters.resident_bytes + nbytes > limit
+        )
+        if is_limited or current.recorder is not None or self.accounting.recorder is not None:
+            return None, None
+        placement = self._place(current, nbytes)
+        if placement is not Placement.KEEP:
+            return None, placement
+        kept = KeptStorage(self.accounting, nbytes, tensor, index=len(current.records))
+        share = Share(kept)
+        self._by_storage[storage._cdata] = kept
+        current.add(kept)
+        self.accounting.opened(kept)
+        self._counters.bytes_kept += nbytes
+        return share, placement
+
     def _open(
-        self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, probe: VersionProbe
+        self,
+        current: SavedPass,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        probe: VersionProbe,
+        placement: Placement | None,
     ) -> Lease:
         """A storage seen for the first time in this version: keep it, or have it written."""
         nbytes = storage.nbytes()
@@ -592,12 +645,14 @@ class TensorCache:
         lease = Lease(record, storage)
         self._by_storage[record.key.cdata] = record
         record.operation = None if tensor.requires_grad else Operation.current()
-        placement = self._place(current, nbytes)
+        if placement is None:
+            placement = self._place(current, nbytes)
         current.add(record)
         self.accounting.opened(record)
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
-        self._run_ahead.add(record.produced, nbytes, self.accounting.counters.saved_peak_bytes)
+        if placement is not Placement.KEEP:
+            self._run_ahead.add(record.produced, nbytes, self.accounting.counters.saved_peak_bytes)
         if placement is Placement.KEEP or (parts.is_whole and record.operation is None):
             self._send(record, placement)
         else:
@@ -622,11 +677,15 @@ class TensorCache:
 
     def _admit(self, current: SavedPass, nbytes: int) -> Latch | None:
         """Under a budget, what to wait for before the next storage fits."""
-        limit = current.limit_bytes if current.cursor is None else current.cursor.limit_bytes
+        limit = self._limit_of(current)
         if limit is None or self.accounting.counters.resident_bytes + nbytes <= limit:
             return None
         self._deferred.send_all()
         return self._fetcher.admit(nbytes, limit)
+
+    @staticmethod
+    def _limit_of(current: SavedPass) -> int | None:
+        return current.limit_bytes if current.cursor is None else current.cursor.limit_bytes
 
     def _place(self, current: SavedPass, nbytes: int) -> Placement:
         """Return where a storage goes. Host memory stands for the first tier that has room."""
@@ -644,7 +703,7 @@ class TensorCache:
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def unpack(self, packed: Kept | SavedTensor | SavedWeight | SavedCopy) -> torch.Tensor:
+    def unpack(self, packed: _Packed) -> torch.Tensor:
         """Give autograd its tensor back, waiting for the drive if it must.
 
         Raises:
@@ -659,6 +718,8 @@ class TensorCache:
                 self._weights.wanted(packed.unit)
             return give_back(packed.held) if isinstance(packed.held, tuple) else packed.held.tensor()
         self.check_process()
+        if isinstance(packed, KeptLarge):
+            return self._unpack_kept(packed.kept, packed.share.record)
         if isinstance(packed, SavedCopy):
             copy = packed.tensor()
             self._handed_out.add(copy, packed.lease)
@@ -676,4 +737,15 @@ class TensorCache:
         self._handed_out.add(tensor, lease.record.lease)
         self._fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL
         self._count_hook(begin_s, waited_s, None)
+        return tensor
+
+    def _unpack_kept(self, kept: Kept, record: KeptStorage) -> torch.Tensor:
+        begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
+        tensor = give_back(kept)
+        if (nbytes := tensor.untyped_storage().nbytes()) < record.nbytes:
+            raise resized_error(record.nbytes, nbytes)
+        self._handed_out.add(tensor, record.share)
+        self._fetcher.note_kept(record)
+        if self._device.type == "cpu":
+            self._count_hook(begin_s, waited_s, None)
         return tensor

@@ -14,7 +14,7 @@ import torch
 
 from lightning_ssd.common.tensors import TensorSpec
 
-__all__ = ["Origin", "VersionProbe", "inplace_error", "pytorch_wording", "resized_error"]
+__all__ = ["Origin", "VersionProbe", "inplace_error", "owner_of", "pytorch_wording", "resized_error"]
 
 _OLD_TYPES = frozenset({"Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"})
 _RETURN_SEVERAL_VIEWS = frozenset({"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"})
@@ -33,7 +33,7 @@ class VersionProbe:
         alias = tensor.detach()
         alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._alias = alias
-        self._owner = weakref.ref(_owner_of(tensor))
+        self._owner = weakref.ref(owner_of(tensor))
         self.saved = tensor._version
 
     def shares_counter(self, tensor: torch.Tensor) -> bool:
@@ -42,7 +42,7 @@ class VersionProbe:
         ``tensor.data`` and ``unsafe_chunk`` (inside of GRU and LSTM cells) give counters of their own. One that came
         by ``detach()`` shares ours, but only an edit would tell, which others would see.
         """
-        return self._owner() is _owner_of(tensor)
+        return self._owner() is owner_of(tensor)
 
     def rebuild(self, spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
         """The saved tensor over its reloaded bytes, and with its own version counter.
@@ -63,8 +63,8 @@ class VersionProbe:
         return self._alias._version
 
 
-def _owner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Whose version counter it has. It lives while any of its views does."""
+def owner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor whose version counter this one has. It lives while any of its views does."""
     base = tensor._base
     return tensor if base is None else base
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -73,6 +74,8 @@ class HeapPolicy:
         self._huge = HugeHeap() if self._threshold is not None and has_whole_pages() else None
         self._resident = ResidentSet() if self._threshold is not None and level is None else None
         self._level = level or (self._resident.read if self._resident is not None else lambda: 0)
+        # One worker looks at a time; nothing is waited for. A leaf lock.
+        self._looking = threading.Lock()
         self._last_border_s = 0.0
         self._next_look_s = 0.0
         self._is_watched = self._is_scarce = self._has_holes = False
@@ -142,14 +145,22 @@ class HeapPolicy:
         """Return what is resident and free between passes: memory that the next one can have besides."""
         return 0 if self._threshold is None else free_heap_bytes()
 
-    def look(self, resident_bytes: int) -> None:
-        """So much is taken by saved tensors now. Called often, by workers too, so that nothing is raised."""
-        if not self._is_watched:
-            return
+    def look(self) -> None:
+        """Give free memory back where there is too much of it. Called often, by workers too, so that nothing is raised.
+
+        Forward calls it as it saves, since its largest tensors may not fit into what is free. Backward does not:
+        trimming takes milliseconds.
+        """
         now_s = time.perf_counter()
-        if now_s < self._next_look_s:
+        if not self._is_watched or now_s < self._next_look_s or not self._looking.acquire(blocking=False):
             return
-        self._next_look_s = now_s + _LOOK_S
+        try:
+            self._look()
+        finally:
+            self._next_look_s = now_s + _LOOK_S
+            self._looking.release()
+
+    def _look(self) -> None:
         if self._huge is not None:
             self._huge.look()
         try:

@@ -24,7 +24,6 @@ from lightning_ssd.planning.trace import Trace
 
 __all__ = ["CpuCosts", "Overhead", "OverheadModel", "page_faults"]
 
-_PAGE_BYTES = resource.getpagesize()
 _MIN_WEIGHT = 1 / 8
 """Of the latest pass in a running mean."""
 _KEPT_SHARE = 0.4
@@ -61,6 +60,7 @@ class CpuCosts:
 
     Attributes:
         fault_s: seconds per page fault, calibrated once.
+        page_bytes: that a fault maps.
         num_threads: of the computation, among which the time is divided.
         has_spare_cores: more cores than threads, so that workers take nothing from the computation.
     """
@@ -68,23 +68,30 @@ class CpuCosts:
     fault_s: float
     num_threads: int
     has_spare_cores: bool
+    page_bytes: int
 
     @staticmethod
-    def here(mapping_s_per_byte: float) -> CpuCosts:
-        """Return the costs on this machine, where a byte of fresh memory takes so many seconds."""
+    def here(mapping_s_per_byte: float, page_bytes: int) -> CpuCosts:
+        """Return the costs on this machine.
+
+        Args:
+            mapping_s_per_byte: of fresh memory.
+            page_bytes: of the pages in which tensors lie.
+        """
         num_threads = torch.get_num_threads()
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return CpuCosts(mapping_s_per_byte * _PAGE_BYTES, num_threads, num_cores > num_threads)
+        return CpuCosts(mapping_s_per_byte * page_bytes, num_threads, num_cores > num_threads, page_bytes)
 
     def seconds(self, *, worker_s: float, num_faults: int, moved_bytes: int) -> float:
         """Return what one pass lost.
 
         Args:
             worker_s: CPU time of the workers.
-            num_faults: of the process. More than one per moved page, and one per page that came back, are not ours.
-            moved_bytes: that left and came back.
+            num_faults: of the process. More than one per page that has left are not ours. Those of pages that come
+                back are in the time of the workers.
+            moved_bytes: that left.
         """
-        ours = min(num_faults, 2 * moved_bytes // _PAGE_BYTES)
+        ours = min(num_faults, moved_bytes // self.page_bytes)
         workers_s = 0.0 if self.has_spare_cores else worker_s
         return (workers_s + ours * self.fault_s) / self.num_threads
 

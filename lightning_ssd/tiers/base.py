@@ -95,13 +95,15 @@ class Tier(Protocol):
             stored: what to read.
             device: of the memory to read into.
             urgent: somebody waits for it.
-            into: that memory; ``None``: it is allocated here, in the calling thread and on its stream.
+            into: that memory; ``None``: it is allocated in the calling thread and on its stream, or, where no stream
+                is asked and nobody waits, by a worker.
             after: of ``into``: it may be written to once this has passed, since PyTorch lends memory of a device while
                 kernels of its former owner are still queued.
 
         Raises:
             OffloaderClosedError: after close.
-            MemoryError: no memory (``torch.OutOfMemoryError`` on a device). Nothing was queued.
+            MemoryError: no memory (``torch.OutOfMemoryError`` on a device). Nothing was queued. Where a worker finds
+                none, the owner is told.
             ValueError: ``into`` has another size.
         """
 

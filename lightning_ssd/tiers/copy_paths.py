@@ -75,6 +75,10 @@ class Loaded(Protocol):
 class Mover(Protocol):
     """The contract of the three ways. ``store`` and ``load`` block and run in workers."""
 
+    @property
+    def allocates_anywhere(self) -> bool:
+        """Whether a worker may call ``allocate``, because no stream is asked."""
+
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         """Copy the bytes that do not go to the file."""
 
@@ -132,6 +136,10 @@ class HostMover:
         self._reload = reload
 
     @property
+    def allocates_anywhere(self) -> bool:
+        return True
+
+    @property
     def _alignment(self) -> int:
         return max(self._backend.memory_alignment, VECTOR_BYTES)  # asked anew each time: the former may rise
 
@@ -184,6 +192,10 @@ class StagedMover:
         self._backend = backend
         self._staging = staging
         self._copies = copies
+
+    @property
+    def allocates_anywhere(self) -> bool:
+        return False
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         return _NO_EDGES
@@ -258,6 +270,10 @@ class DeviceMover:
     def __init__(self, backend: Backend, copies: CopyEngine) -> None:
         self._backend = backend
         self._copies = copies
+
+    @property
+    def allocates_anywhere(self) -> bool:
+        return False
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         return _NO_EDGES

@@ -145,12 +145,12 @@ class SsdTier:
         mine = self._mine(stored)
         if not mine.is_complete:
             raise ValueError(f"{mine.label} was not written to its end; nobody was to read it")
-        if into is None:
+        # Mapping memory waits for page faults of other threads: nobody waits for a speculative read, so a worker does.
+        if into is None and (urgent or not self.mover.allocates_anywhere):
             into, after = self.mover.allocate(mine.nbytes, mine.edges, device)
-        elif into.nbytes() != mine.nbytes:
+        elif into is not None and into.nbytes() != mine.nbytes:
             raise ValueError(f"{mine.label} has {mine.nbytes:,} bytes, and was to be read into {into.nbytes():,}")
-        mine.edges.put_into(into)
-        transfer = _Read(self, owner, mine, into, after, urgent=urgent)
+        transfer = _Read(self, owner, mine, into, after, device, urgent=urgent)
         self._reads.submit(transfer)
         return transfer
 
@@ -310,8 +310,9 @@ class _Read(Transfer):
         tier: SsdTier,
         owner: ReadOwner,
         stored: _SsdBytes,
-        storage: torch.UntypedStorage,
+        storage: torch.UntypedStorage | None,
         after: StreamEvent | None,
+        device: torch.device,
         *,
         urgent: bool,
     ) -> None:
@@ -320,16 +321,22 @@ class _Read(Transfer):
         self._tier = tier
         self._owner = owner
         self._stored = stored
-        self._storage: torch.UntypedStorage | None = storage
+        self._storage = storage
         self._after = after
+        self._device = device
+        self._is_discarded = False
         self._mark: StreamEvent | None = None  # of the copy that was queued last
         # Guards the mark and the order of the copies. A leaf lock: under it one copy is queued.
         self._order = threading.Lock()
 
     def begin(self) -> Sequence[Chunk] | None:
         stored, storage = self._stored, self._storage
-        if storage is None:
+        if self._is_discarded:
             return None
+        if storage is None:
+            storage, self._after = self._tier.mover.allocate(stored.nbytes, stored.edges, self._device)
+            self._storage = storage
+        stored.edges.put_into(storage)
         pieces = list(self._tier.pieces(stored.arena, stored.extent, len(stored.edges.head), stored.body_nbytes))
         expected: Sequence[int | None] = stored.checksums or [None] * len(pieces)
         return [partial(self._bring, storage, piece, value) for piece, value in zip(pieces, expected, strict=True)]
@@ -388,5 +395,5 @@ class _Read(Transfer):
         self._owner.read_ended(None if error else storage, None if error else self._mark, error)
 
     def discard(self) -> None:
-        self._storage = None
+        self._storage, self._is_discarded = None, True
         self._owner.read_ended(None, None, OffloaderClosedError("the offloader was closed before this read began"))

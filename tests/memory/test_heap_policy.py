@@ -58,12 +58,12 @@ def test_free_memory_stays_until_more_is_resident_than_was_ever_needed(monkeypat
     heap_policy.enter(HeapMode.TRIM)
     heap_policy.expect(0, 800 * MIB)  # 100 MiB may stay in any case
     heap.used, heap.free = 50, 400
-    heap_policy.look(0)
+    heap_policy.look()
     assert heap.num_trims == 1, "nobody knew what is in use"
     steps = ((50, 100, 0), (50, 101, 1), (120, 40, 0), (120, 100, 0), (60, 160, 0), (60, 161, 1), (60, 160, 0))
     for used, free, trims in steps:
         heap.num_trims, heap.used, heap.free = 0, used, free
-        heap_policy.look(0)
+        heap_policy.look()
         assert heap.num_trims == trims, (used, free)
 
 
@@ -75,16 +75,16 @@ def test_what_was_needed_is_forgotten_slowly_and_at_once_where_passes_change(mon
     def trims_at(peak: int, free: int) -> int:
         heap.num_trims, heap.used, heap.free = 0, 0, free
         heap_policy.expect(peak * MIB, 128 * MIB)  # 16 MiB may stay
-        heap_policy.look(0)
+        heap_policy.look()
         return heap.num_trims
 
     heap_policy.expect(500 * MIB, 128 * MIB)
     heap.used = 300
-    heap_policy.look(0)  # for the first time
+    heap_policy.look()  # for the first time
     assert trims_at(500, 300) == 0
     assert [trims_at(516, 307) for _ in range(4)] == [0, 0, 0, 1], "2 MiB in each pass"
     heap.used, heap.free = 300, 0
-    heap_policy.look(0)
+    heap_policy.look()
     assert trims_at(533, 17) == 1, "such passes need something else"
 
 
@@ -95,10 +95,10 @@ def test_pages_of_files_hide_no_free_memory(monkeypatch: pytest.MonkeyPatch) -> 
     heap_policy.enter(HeapMode.TRIM)
     heap_policy.expect(0, 0)  # 16 MiB may stay
     heap.used, heap.mapped = 50, 200
-    heap_policy.look(0)
+    heap_policy.look()
     heap_policy._needed_bytes = 0
     heap.num_trims, heap.mapped, heap.free = 0, 0, 150
-    heap_policy.look(0)
+    heap_policy.look()
     assert heap.num_trims == 1
 
 
@@ -112,7 +112,7 @@ def test_half_of_what_moving_makes_room_for_may_stay_where_nobody_asks_for_less(
         heap_policy.enter(HeapMode.RELAXED)
         for used, free in ((1000, 0), (1200, 100), (400, 100)):
             heap.used, heap.free = used, free
-            heap_policy.look(0)
+            heap_policy.look()
         assert heap.num_trims == 0, "what keeps everything goes as malloc sees fit"
         heap.used, heap.free = 500, 0
         monkeypatch.setattr(module, "_SLACK_SHARE", 0)
@@ -121,10 +121,10 @@ def test_half_of_what_moving_makes_room_for_may_stay_where_nobody_asks_for_less(
             heap_policy._needed_bytes = 0
             heap_policy.enter(HeapMode.TRIM)
             heap.free = 0
-            heap_policy.look(0)  # of 900 that are saved 100 stay
+            heap_policy.look()  # of 900 that are saved 100 stay
             for free, trims in ((most, 0), (most + 1, 1)):
                 heap.num_trims, heap.free = 0, free
-                heap_policy.look(0)
+                heap_policy.look()
                 assert heap.num_trims == trims, (is_limited, free)
     finally:
         heap_policy.close()
@@ -141,9 +141,9 @@ def test_more_may_stay_where_each_pass_gives_memory_back(monkeypatch: pytest.Mon
         heap.num_trims, heap.used, heap.free = 0, 500, 0
         heap_policy.expect(peak * MIB, (peak + 800) * MIB, is_limited=is_limited)
         heap_policy.enter(HeapMode.TRIM)
-        heap_policy.look(0)
+        heap_policy.look()
         heap.num_trims, heap.free = 0, free
-        heap_policy.look(0)
+        heap_policy.look()
         heap_policy.border()
         return heap.num_trims > 0
 
@@ -172,7 +172,7 @@ def test_what_may_stay_is_bounded(saved: int, slack: int, monkeypatch: pytest.Mo
     heap_policy.expect(0, saved * MIB)
     for free, trims in ((slack, 0), (slack + 1, 1)):
         heap.num_trims, heap.free = 0, free
-        heap_policy.look(0)
+        heap_policy.look()
         assert heap.num_trims == trims
 
 
@@ -187,7 +187,7 @@ def test_what_cannot_return_is_not_asked_for(is_known: bool, steps: str, monkeyp
     heap_policy.expect(10 * MIB, 0)
     for used, trims in zip((50, 200, 220, 240, 260), steps, strict=True):
         heap.num_trims, heap.used = 0, used
-        heap_policy.look(0)
+        heap_policy.look()
         assert heap.num_trims == int(trims), used
 
 
@@ -197,13 +197,13 @@ def test_nothing_is_asked_where_nothing_moves_or_between_passes(monkeypatch: pyt
     heap_policy = HeapPolicy(is_ours=True, level=heap.level)
     for mode in (HeapMode.RELAXED, HeapMode.MAP_EACH):
         heap_policy.enter(mode)
-        heap_policy.look(0)
+        heap_policy.look()
     heap_policy.enter(HeapMode.TRIM)
     heap_policy.border()
-    heap_policy.look(0)
+    heap_policy.look()
     elsewhere = HeapPolicy(level=heap.level)
     elsewhere.enter(HeapMode.TRIM)
-    elsewhere.look(0)
+    elsewhere.look()
     heap_policy.close()
     assert heap.num_trims == 1, "at close"
 
@@ -237,7 +237,7 @@ def test_an_error_of_looking_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
     heap_policy = HeapPolicy(is_ours=True, level=level)
     heap_policy.enter(HeapMode.TRIM)
-    heap_policy.look(0)
+    heap_policy.look()
     assert len(calls) == 1
     assert heap.num_trims == 0
 
@@ -257,7 +257,7 @@ def test_asking_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     heap_policy.enter(HeapMode.TRIM)
     for _ in range(3):
         heap.free = 1000
-        heap_policy.look(0)
+        heap_policy.look()
     assert heap.num_trims == 1
 
 
@@ -331,7 +331,7 @@ def test_a_foreign_malloc_is_neither_watched_nor_trimmed(monkeypatch: pytest.Mon
     foreign.enter(HeapMode.TRIM)
     foreign.expect(0, 0)
     heap.free = 1_000
-    foreign.look(0)
+    foreign.look()
     foreign.border()
     foreign.close()
     assert heap.num_trims == 0

@@ -216,7 +216,7 @@ def test_passes_that_move_reuse_memory_only_in_whole_pages(has_pages: bool, monk
             heap_policy.enter(mode)
             assert (heap_policy._threshold in MallocThreshold._reusers) is (reuses and has_pages), mode
         heap_policy.enter(HeapMode.TRIM)
-        heap_policy.look(0)
+        heap_policy.look()
         heap_policy.border()
         # What is given back between passes would be mapped anew by the next one.
         assert (heap_policy._threshold in MallocThreshold._reusers) is has_pages

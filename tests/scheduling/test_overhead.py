@@ -29,10 +29,12 @@ def test_overhead_is_relative_to_the_pass_without_it() -> None:
     assert Overhead().ratio(0.0) == 0.0
 
 
-def test_faults_are_charged_up_to_two_per_moved_page() -> None:
-    costs = CpuCosts(fault_s=1e-6, num_threads=2, has_spare_cores=False)
+def test_faults_are_charged_up_to_one_per_moved_page() -> None:
+    costs = CpuCosts(fault_s=1e-6, num_threads=2, has_spare_cores=False, page_bytes=4096)
     assert costs.seconds(worker_s=0.0, num_faults=100, moved_bytes=1 << 30) == pytest.approx(50e-6)
-    assert costs.seconds(worker_s=0.0, num_faults=10**9, moved_bytes=4096 * 10) == pytest.approx(10e-6)
+    assert costs.seconds(worker_s=0.0, num_faults=10**9, moved_bytes=4096 * 10) == pytest.approx(5e-6)
+    huge = replace(costs, page_bytes=2 << 20)
+    assert huge.seconds(worker_s=0.0, num_faults=10**9, moved_bytes=10 << 21) == pytest.approx(5e-6)
     assert costs.seconds(worker_s=1.0, num_faults=0, moved_bytes=0) == 0.5
     assert replace(costs, has_spare_cores=True).seconds(worker_s=1.0, num_faults=0, moved_bytes=0) == 0.0
 
