@@ -108,14 +108,15 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
         return Components(description=description, heap_policy=heap_policy)
     backend, directories, why = _open_directories(stack, environment)
     page_bytes = HUGE_PAGE_BYTES if is_mapped and has_whole_pages() else PAGE_BYTES
-    mapping_s = measure_mapping(page_bytes) if is_mapped else 0.0
-    cpu = CpuCosts.here(mapping_s, page_bytes) if is_mapped else None
+    cpu = CpuCosts.here(measure_mapping(page_bytes), page_bytes) if is_mapped else None
     reload = None
     if not environment.copies.is_asynchronous:
         reload = ReloadPool(_SPARE_BYTES)
         stack.callback(reload.close)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload)
-    host = _open_host(stack, environment)
+    host = _open_host(stack, environment, ahead=True)
+    if host is not None:
+        host.lock_ahead(environment.device)
     wear = open_wear_meter(environment)
     scheduler = None
     if policy.activations == "auto":
@@ -128,7 +129,7 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
             place=_place(environment.paths),
             expected=environment.expected_rates,
             num_directories=len(directories),
-            cost_s_per_byte=0.0 if cpu is None else mapping_s / cpu.num_threads,
+            cost_s_per_byte=0.0 if cpu is None else cpu.mapping_s_per_moved_byte,
         )
         constraints = _constraints(policy, wear.capacity_bytes, environment.num_local_processes)
         num_sharing = 1 if environment.is_discrete else environment.num_local_processes
@@ -426,10 +427,10 @@ def _open_mover(
     return StagedMover(backend, staging, copies)
 
 
-def _open_host(stack: ExitStack, environment: Environment) -> HostTier | None:
+def _open_host(stack: ExitStack, environment: Environment, *, ahead: bool = False) -> HostTier | None:
     if not environment.host_budget.total_bytes:
         return None
     pin = _locks_host_memory(environment.device)
-    host = HostTier(environment.host_budget, environment.copies, pin=pin, events=environment.events)
+    host = HostTier(environment.host_budget, environment.copies, pin=pin, events=environment.events, ahead=ahead)
     stack.callback(host.close)
     return host

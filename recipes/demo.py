@@ -3,7 +3,7 @@
     python -m recipes.demo
     python -m recipes.demo trainer.max_steps=20 model=llama
 
-``strategy="ssd_offload"`` measures how much may be moved for two per cent of the time: little on some machines;
+``strategy="ssd_offload"`` moves as much as costs five per cent of the time: little on some machines;
 ``SSDOffloadStrategy(policy=OffloadPolicy(activations="offload"))`` moves all that is large. Each training is a process
 of its own with the same seed: plain Lightning as it comes, the others with ``THP_MEM_ALLOC_ENABLE=1``. Overrides are
 those of ``recipes.train``. Ends with a table and a verdict; the exit code is 1 if the weights are not bitwise equal.
@@ -103,8 +103,7 @@ def verdict(runs: Mapping[str, RunSummary]) -> str:
 def _by_itself(plain: RunSummary, planned: RunSummary) -> str:
     before, after = plain.typical_peak_above_rest_bytes, planned.typical_peak_above_rest_bytes
     return (
-        'By itself strategy="ssd_offload" tries how much it can move for two per cent of the time of steps that keep '
-        "everything in its own process. It needed "
+        'By itself strategy="ssd_offload" moves as much as it expects to cost five per cent of the time. It needed '
         f"{after / _MIB:,.0f} instead of {before / _MIB:,.0f} MiB above rest, and {planned.step_s:.2f} instead of "
         f"{plain.step_s:.2f} s. {planned.plan}"
     )

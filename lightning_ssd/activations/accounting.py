@@ -29,7 +29,7 @@ class MemoryAccounting:
 
     Args:
         look: called often, wherever saved storages come or go.
-        returned: called by workers, when a transfer has ended and the memory that it gives back has gone.
+        returned: called by workers when a transfer has ended, and memory that it gives back has gone.
     """
 
     def __init__(self, look: Callable[[], None] = lambda: None, returned: Callable[[], None] = lambda: None) -> None:
@@ -42,6 +42,7 @@ class MemoryAccounting:
         self._write_ended = Changes(self.lock)
         self.write_failure: str | None = None  # the first one; a text, since the error's frames hold tensors
         self.ahead_bytes = 0
+        self.has_no_memory = False  # a worker has found none for what is brought up ahead
         self.saved_bytes = 0
         self.num_live = 0
         self.writes: set[SavedStorage] = set()  # queued or under way
@@ -54,11 +55,6 @@ class MemoryAccounting:
         self._deaths: deque[_Death] = deque()
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
-
-    @property
-    def num_writes(self) -> int:
-        """Queued or under way."""
-        return len(self.writes)
 
     def admit(self, nbytes: int, limit_bytes: int) -> Latch | None:
         """``None``: so much more fits under the limit, or no write is left that could make room. Else what to wait for,

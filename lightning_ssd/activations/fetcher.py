@@ -130,13 +130,9 @@ class Fetcher:
     def _note(self, record: SavedStorage) -> None:
         """Somebody asks for this storage; what everybody has had by now need not stay."""
         with self._accounting.lock:
-            self._accounting.settle()
+            self._asked_for(record)
             record.asked_for()
             record.num_unpacked += 1
-            if record.home is not None:
-                if not record.home.order:
-                    self._prefetcher.begin_backward()
-                record.home.asked_for(record, time.perf_counter(), self._passes.book)
             if record.num_unpacked >= record.num_tensors:
                 self._consumed.append(record)
             while len(self._consumed) > _NUM_CONSUMED:
@@ -144,18 +140,22 @@ class Fetcher:
                 if consumed is not record:
                     consumed.drop_copy()
 
+    def _asked_for(self, record: SavedStorage | KeptStorage) -> bool:
+        """Backward asks for a storage; return whether it is the first one of its pass. The lock is held."""
+        self._accounting.settle()
+        if (home := record.home) is None:
+            return False
+        is_first = not home.order
+        if is_first:
+            self._prefetcher.begin_backward()
+        home.asked_for(record, time.perf_counter(), self._passes.book)
+        return is_first
+
     def note_kept(self, record: KeptStorage) -> None:
         """Note that backward asks for a storage that has stayed; the first one begins the look ahead."""
         with self._accounting.lock:
-            home = record.home
-            if home is None:
-                return
-            is_first = not home.order
-            if is_first:
-                self._prefetcher.begin_backward()
-            home.asked_for(record, time.perf_counter(), self._passes.book)
-            if is_first and not self.is_closed:
-                self._prefetcher.advance(home)
+            if self._asked_for(record):
+                self._advance(record)
 
     def wait_for_room(self, home: SavedPass | None, nbytes: int, room: Latch) -> None:
         """What :meth:`admit` gave to wait for. The caller holds no lock."""
@@ -193,7 +193,7 @@ class Fetcher:
         with self._accounting.lock:
             self._advance(record)
 
-    def _advance(self, record: SavedStorage) -> None:
+    def _advance(self, record: SavedStorage | KeptStorage) -> None:
         if record.home is not None and not self.is_closed:  # what is in memory may be had after the end
             self._prefetcher.advance(record.home)
 

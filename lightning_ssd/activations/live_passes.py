@@ -416,8 +416,7 @@ class LivePasses:
             self._may_be_forgotten = False
             warnings.warn(
                 f"{len(self._finished)} passes have run, and end_backward() was never called, so that no plan can be "
-                "made: what is moved is only what a budget or scarce memory forces out. Call offloader.end_backward() "
-                "after each loss.backward()",
+                "made, and whatever is large enough moves. Call offloader.end_backward() after each loss.backward()",
                 stacklevel=4,
             )
 

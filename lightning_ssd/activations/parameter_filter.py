@@ -14,6 +14,10 @@ from lightning_ssd.parameters.guard.guard import is_guarded
 
 __all__ = ["ParameterStorages", "device_of"]
 
+_NUM_FRESH = 64
+"""Passes between two walks through all modules. Leaves are recognised as they come; a buffer that has been replaced
+meanwhile counts as an activation until the next walk."""
+
 
 def device_of(modules: Iterable[torch.nn.Module]) -> torch.device:
     """Where their first parameter is; the CPU without one.
@@ -41,11 +45,13 @@ class ParameterStorages:
         self.keys: dict[int, StorageKey] = {}
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._ungathered: list[Gathered] = []
+        self._num_to_walk = 0
 
     def register_module(self, module: torch.nn.Module) -> None:
         """Take this module's parameters and buffers in. The module is held weakly."""
         self._modules[id(module)] = weakref.ref(module)
         self._take(module)
+        self._num_to_walk = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -72,8 +78,19 @@ class ParameterStorages:
         parts = [(g._indices(), g._values()) if g.layout is torch.sparse_coo else (g,) for g in gradients]
         return sum(part.numel() * part.element_size() for tensors in parts for part in tensors)
 
-    def refresh(self) -> None:
-        """Ask the modules again, since they change, and forget storages that are gone."""
+    def refresh(self, *, now: bool = False) -> None:
+        """Ask the modules again now and then, since they change, and forget storages that are gone.
+
+        A pass begins. Modules with parameters that FSDP2 gathers are asked each time. A walk takes milliseconds where
+        there are many.
+
+        Args:
+            now: in any case, because passes without hooks have gone by, or the memory of weights may have been
+                exchanged.
+        """
+        if self._num_to_walk and not now:
+            self._num_to_walk -= 1
+            return
         for cdata, key in list(self.keys.items()):  # a copy: other threads may be packing
             if not key.alive():
                 self.keys.pop(cdata, None)
@@ -85,6 +102,7 @@ class ParameterStorages:
                 continue
             self._take(module)
             gathered += gathered_of(module)
+        self._num_to_walk = 0 if gathered else _NUM_FRESH - 1
         self._take_gathered(gathered)
 
     def recognise(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

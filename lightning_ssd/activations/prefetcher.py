@@ -49,6 +49,9 @@ class Prefetcher:
 
     def advance(self, current: SavedPass) -> None:
         """Look ahead from where ``current`` has got to; then, while the budget lasts, into earlier passes."""
+        if self._accounting.has_no_memory:
+            self._accounting.has_no_memory = False
+            self._budget.out_of_memory()
         if not self._walk(current):
             return
         earlier = False
@@ -62,14 +65,14 @@ class Prefetcher:
         order = current.expected_order(self._passes.book)
         while current.next_ahead < len(order):
             record = current.records[order[current.next_ahead]]
-            is_away = record.state not in (*READY, State.READING, State.FREED)
-            if is_away and isinstance(record, SavedStorage) and not self._comes(current, record):
+            if (
+                isinstance(record, SavedStorage)
+                and record.state not in (*READY, State.READING, State.FREED)
+                and not (self._has_room(current, record) and self._bring_up(record))
+            ):
                 return False
             current.next_ahead += 1
         return True
-
-    def _comes(self, current: SavedPass, record: SavedStorage) -> bool:
-        return self._has_room(current, record) and self._bring_up(record)
 
     def _has_room(self, current: SavedPass, record: SavedStorage) -> bool:
         accounting, budget = self._accounting, self._budget.nbytes

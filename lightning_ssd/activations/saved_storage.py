@@ -28,8 +28,7 @@ from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe
 from lightning_ssd.common.tensors import StorageKey, TensorSpec
 from lightning_ssd.errors import OffloaderClosedError
-from lightning_ssd.memory.readings import is_out_of_memory
-from lightning_ssd.tiers.base import StoredBytes, Tier
+from lightning_ssd.tiers.base import NoMemoryToReadError, StoredBytes, Tier
 from lightning_ssd.tiers.streams import PASSED, StreamEvent
 from lightning_ssd.tiers.transfer_queue import Transfer
 
@@ -211,7 +210,10 @@ class SavedStorage:
         return True
 
     def start_read(self, device: torch.device, *, urgent: bool) -> None:
-        """AWAY -> READING. Allocates in the calling thread, on its current stream; out of memory changes nothing."""
+        """AWAY -> READING. On a device, and where it is urgent, allocates in the calling thread, on its current stream.
+
+        Out of memory changes nothing.
+        """
         copy, before = self.copy, self.state
         if copy is None:
             raise RuntimeError(f"saved storage {self.index} is {before.value}, with nothing stored; report it")
@@ -307,7 +309,6 @@ class SavedStorage:
         storage = None
         with self.accounting.lock:
             self.accounting.settle()
-            self._write_gone()
             if stored is not None:
                 self._count_written(stored.body_nbytes)
             if error is not None:
@@ -326,6 +327,8 @@ class SavedStorage:
                     self.tier.free(stored)
         # The memory goes here, outside of the lock: unmapping it can take milliseconds.
         del storage
+        with self.accounting.lock:
+            self._write_gone()  # last: whoever waits for room under a budget finds the memory gone
         self.accounting.returned()
 
     def _count_written(self, nbytes: int) -> None:
@@ -343,18 +346,12 @@ class SavedStorage:
         self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
     ) -> None:
         """READING -> RELOADED, or back to ON_DISK with the error for whoever waits."""
-        self._read_ended(storage, mark, error)
-        self.accounting.returned()
-
-    def _read_ended(
-        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
-    ) -> None:
         with self.accounting.lock:
             self.accounting.settle()
             counters, copy = self.accounting.counters, self.copy
-            is_refused = error is not None and is_out_of_memory(error)  # nobody has waited yet: whoever does asks again
-            if error is not None and not is_refused:
-                counters.failures += not isinstance(error, OffloaderClosedError)
+            is_refused = isinstance(error, NoMemoryToReadError)  # whoever waits asks again, with memory of his own
+            if error is not None:
+                counters.failures += not (is_refused or isinstance(error, OffloaderClosedError))
             if copy is None:  # freed, after an interrupt
                 return
             copy.read = None
@@ -370,10 +367,14 @@ class SavedStorage:
                 self.state = State.ON_DISK
                 self.accounting.vacate(self)
                 self.asked_for()
+                if is_refused and self.home is not None:
+                    self.accounting.has_no_memory = True
+                    self.home.step_back(self)
             else:
                 self.storage, copy.mark = storage, mark
                 self.key = StorageKey(storage)
                 self.state = State.RELOADED
+        self.accounting.returned()
 
     def take_error(self) -> BaseException | None:
         """Why the last read has failed, for whoever raises it."""

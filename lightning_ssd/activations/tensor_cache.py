@@ -34,9 +34,8 @@ from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
-from lightning_ssd.activations.weight_copies import SavedCopy, WeightCopies
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error, pytorch_wording, resized_error
-from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
+from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, required_nbytes
 from lightning_ssd.common.waiting import Latch, is_free_within
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
@@ -56,7 +55,7 @@ from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats, SavedBytes
 from lightning_ssd.telemetry.step_record import StepRecorder
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
-from lightning_ssd.tiers.base import Tier
+from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
 
@@ -73,11 +72,7 @@ class Tiers:
     """Where storages may go."""
 
     ssd: SsdTier | None = None
-    host: Tier | None = None
-
-
-def _nothing() -> None:
-    """Look at nothing."""
+    host: HostTier | None = None
 
 
 class SavedWeight(NamedTuple):
@@ -88,7 +83,7 @@ class SavedWeight(NamedTuple):
     unit: Unit[Any]
 
 
-_Packed = Kept | KeptLarge | SavedTensor | SavedWeight | SavedCopy
+_Packed = Kept | KeptLarge | SavedTensor | SavedWeight
 """What autograd holds in place of a saved tensor."""
 
 
@@ -101,7 +96,7 @@ class TensorCache:
         min_tensor_nbytes: storages below this size are kept.
         events: gets placements and stalls.
         copies: between the device and the host.
-        scheduler: plans what goes where; ``None``: whatever is large enough goes to SSD.
+        scheduler: plans what goes where; ``None``: whatever is large enough goes to host memory, then to SSD.
         recompute: recompute every block, whatever is planned.
         heap_policy: told what becomes of freed memory: before each pass, and when one finds too little room.
         weights: told when backward asks for one that waits on a drive between its uses.
@@ -129,7 +124,7 @@ class TensorCache:
         pytorch_wording()  # learnt now, because it needs a backward without hooks
         self._heap_policy = heap_policy or HeapPolicy()
         self._steps = steps
-        self.accounting = MemoryAccounting(_nothing if steps is None else steps.look, self._heap_policy.look)
+        self.accounting = MemoryAccounting((lambda: None) if steps is None else steps.look, self._heap_policy.look)
         self._counters = self.accounting.counters
         self._tiers = tiers
         # Without a probe: before the drive has told its rate, or the user, nothing is kept for it.
@@ -146,8 +141,8 @@ class TensorCache:
         self.parameters = ParameterStorages()
         self._parameter_keys = self.parameters.keys
         self._weights = weights
-        self._weight_copies = WeightCopies(weights) if weights is not None and device.type == "cpu" else None
         self._warned_of_writes = self._warned_of_graphs = False
+        self._num_plain = 0
         self._pid = os.getpid()
         # All of the following are guarded by the accounting lock.
         self._by_storage: dict[int, SavedStorage | KeptStorage] = {}
@@ -244,7 +239,8 @@ class TensorCache:
             self._prune()
             self._passes.enter(current)
         if not current.is_plain:
-            self.parameters.refresh()
+            num_plain, self._num_plain = self._num_plain, self._counters.num_plain_passes
+            self.parameters.refresh(now=self._has_weights() or num_plain != self._num_plain)
 
     def _is_graphed(self, current: SavedPass) -> bool:
         """Whether a forward that begins now is one of the compiler's CUDA graphs; says so once. Not under the lock."""
@@ -270,8 +266,6 @@ class TensorCache:
                 self._deferred.send_all()
                 if self.accounting.recorder is not None:
                     self.accounting.recorder.forward_left()
-            if self._weight_copies is not None:
-                self._weight_copies.look_at_all()
 
     def end_backward(self) -> bool:
         """A backward is over: learn from it, plan, tell of failed writes. A missed call costs time only.
@@ -301,6 +295,8 @@ class TensorCache:
                     self.accounting.counters.saved_peak_bytes,
                 )
         self._passes.learn()
+        if self._tiers.host is not None:
+            self._tiers.host.lock_ahead(self._device)
         with self.accounting.lock:
             self._passes.prune()
             if not are_plain:
@@ -502,12 +498,7 @@ class TensorCache:
                 return SavedWeight(self._weights.save(tensor, unit) or keep(tensor, tensor._is_view()), unit)
             if self._is_ours(tensor, storage, nbytes):
                 if not self.parameters.recognise(tensor, storage):
-                    copies = self._weight_copies
-                    copy = None if copies is None else copies.save(tensor, storage)
-                    if copy is None:
-                        return self._pack_storage(current, tensor, storage, nbytes)
-                    self._counters.num_kept_parameters += 1
-                    return copy
+                    return self._pack_storage(current, tensor, storage, nbytes)
                 self._counters.num_kept_parameters += 1
                 return keep(tensor, tensor._is_view())
         self._counters.num_kept_foreign += 1
@@ -546,6 +537,7 @@ class TensorCache:
         with self.accounting.lock:
             self.accounting.settle()
             share, placement = self._stay(current, tensor, storage, nbytes)
+            self._deferred.look()
         if share is not None:
             packed = KeptLarge(keep(tensor, tensor._is_view()), share)
             self._heap_policy.look()
@@ -614,8 +606,9 @@ class TensorCache:
         elif record is not None and record.lease() is not None:
             return None, None  # saved before: in which version, a probe tells
         limit = self._limit_of(current)
+        # Below half of the limit of passes that are not planned, nothing has to leave: the other half can.
         is_limited = limit is not None and (
-            current.cursor is not None or self._counters.resident_bytes + nbytes > limit
+            current.cursor is not None or self._counters.resident_bytes + nbytes > limit // 2
         )
         if is_limited or current.recorder is not None or self.accounting.recorder is not None:
             return None, None
@@ -707,8 +700,7 @@ class TensorCache:
         """Give autograd its tensor back, waiting for the drive if it must.
 
         Raises:
-            RuntimeError: it was edited in place since, in PyTorch's words, or its memory is gone; or it was a copy of a
-                weight that has other values now.
+            RuntimeError: it was edited in place since, in PyTorch's words, or its memory is gone.
             StorageError: the drive refuses.
         """
         if type(packed) is tuple:
@@ -720,10 +712,6 @@ class TensorCache:
         self.check_process()
         if isinstance(packed, KeptLarge):
             return self._unpack_kept(packed.kept, packed.share.record)
-        if isinstance(packed, SavedCopy):
-            copy = packed.tensor()
-            self._handed_out.add(copy, packed.lease)
-            return copy
         lease, spec, probe, origin = packed
         if (version := probe.version) != probe.saved:
             description = spec.dtype, self._device, spec.size
@@ -742,7 +730,8 @@ class TensorCache:
     def _unpack_kept(self, kept: Kept, record: KeptStorage) -> torch.Tensor:
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
         tensor = give_back(kept)
-        if (nbytes := tensor.untyped_storage().nbytes()) < record.nbytes:
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes < record.nbytes and nbytes < required_nbytes(tensor):
             raise resized_error(record.nbytes, nbytes)
         self._handed_out.add(tensor, record.share)
         self._fetcher.note_kept(record)

@@ -87,14 +87,18 @@ class Accelerator(Protocol):
         """The most that PyTorch's allocator may take in this process; ``None``: all that there is."""
 
 
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 class CudaAccelerator:
     """One CUDA device."""
 
-    __slots__ = ("_device",)
+    __slots__ = ("_current", "_device")
     locks_host_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._current: tuple[int, Any] | None = None
 
     def as_current(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)
@@ -106,7 +110,13 @@ class CudaAccelerator:
         return _CUDA.Stream(self._device)
 
     def current_stream(self) -> Any:
-        return torch.cuda.current_stream(self._device)
+        # PyTorch makes an object of it by 11 calls of Python, for each saved tensor. Which one it is takes none.
+        if _raw_stream is None or self._device.index is None:
+            return torch.cuda.current_stream(self._device)
+        raw, known = _raw_stream(self._device.index), self._current
+        if known is None or known[0] != raw:
+            self._current = known = raw, torch.cuda.current_stream(self._device)
+        return known[1]
 
     def event(self) -> Any:
         return _CUDA.Event(blocking=True)  # or workers that wait would each keep a core busy

@@ -29,6 +29,7 @@ __all__ = [
     "holders",
     "is_released",
     "place_of",
+    "required_nbytes",
     "storage_of",
     "use_count",
 ]
@@ -41,8 +42,6 @@ _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_memory.restype = ctypes.py_object
 _WRITABLE = 0x200
-_compare_memory = ctypes.CDLL(None).memcmp
-_compare_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _ADDRESS_BITS = 64
 
 
@@ -61,10 +60,6 @@ class Region(NamedTuple):
         """The bytes themselves, writable. Valid while the memory is."""
         view: memoryview = _view_memory(self.address, self.nbytes, _WRITABLE)
         return view
-
-    def equals(self, other: Region) -> bool:
-        """Whether both have the same bytes. Runs outside of the GIL."""
-        return self.nbytes == other.nbytes and _compare_memory(self.address, other.address, self.nbytes) == 0
 
 
 class Piece(NamedTuple):
@@ -153,6 +148,14 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 def can_count_holders() -> bool:
     """Whether this PyTorch tells who holds a storage; else :func:`is_released` is always False."""
     return _use_count is not None
+
+
+def required_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a storage must have, so that the tensor lies in it."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
+    return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
 
 
 def is_released(key: StorageKey) -> bool:

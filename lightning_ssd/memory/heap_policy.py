@@ -74,7 +74,7 @@ class HeapPolicy:
         self._huge = HugeHeap() if self._threshold is not None and has_whole_pages() else None
         self._resident = ResidentSet() if self._threshold is not None and level is None else None
         self._level = level or (self._resident.read if self._resident is not None else lambda: 0)
-        # One worker looks at a time; nothing is waited for. A leaf lock.
+        # One thread looks at a time; nothing is waited for. A leaf lock.
         self._looking = threading.Lock()
         self._last_border_s = 0.0
         self._next_look_s = 0.0
@@ -99,6 +99,8 @@ class HeapPolicy:
             return
         if mode is HeapMode.TRIM and self._is_scarce:
             mode = HeapMode.MAP_EACH
+        # A leaf lock, as before: an interrupt may have left the last one taken.
+        self._looking = threading.Lock()
         keeps = mode is HeapMode.RELAXED
         if keeps and self._has_holes:
             # What keeps everything needs other holes than those that moved tensors have left: these would stay resident
@@ -152,13 +154,15 @@ class HeapPolicy:
         trimming takes milliseconds.
         """
         now_s = time.perf_counter()
-        if not self._is_watched or now_s < self._next_look_s or not self._looking.acquire(blocking=False):
+        if not self._is_watched or now_s < self._next_look_s:
             return
-        try:
-            self._look()
-        finally:
-            self._next_look_s = now_s + _LOOK_S
-            self._looking.release()
+        looking = self._looking
+        if looking.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._next_look_s = now_s + _LOOK_S
+                looking.release()
 
     def _look(self) -> None:
         if self._huge is not None:
@@ -166,7 +170,8 @@ class HeapPolicy:
         try:
             level = self._level()
             if level > self._needed_bytes + self._may_be_free_bytes:
-                self._needed_bytes = max(self._needed_bytes, self._without_free(level))
+                needed_bytes = self._without_free(level)
+                self._needed_bytes = max(self._needed_bytes, needed_bytes)
         except (OSError, ValueError, IndexError):
             # Out of file descriptors, say, or somebody has closed ours: memory can return a millisecond later.
             return

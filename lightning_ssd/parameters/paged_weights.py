@@ -10,7 +10,6 @@ import logging
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -260,13 +259,10 @@ class PagedWeights(ABC, Generic[Memory]):
 
     def _name_units(self, module: nn.Module, places: Mapping[str, Place]) -> None:
         """Weights that were taken over while the model was built get the units and names that they have in it."""
-        modules = [owner for _, owner in module.named_modules(remove_duplicate=False)]
-        num_owners = Counter(id(parameter) for owner in modules for parameter in owner._parameters.values())
         for weights in shared_weights(module, self._min_nbytes, self._device):
             weight = self.pager.find(weights.storage)
             if weight is not None:
-                weight.names, weight.is_frozen, weight.parts = weights.names, weights.is_frozen, weights.parts
-                weight.is_tied = any(num_owners[id(parameter)] > 1 for parameter in weights.parameters)
+                weight.names, weight.is_frozen = weights.names, weights.is_frozen
                 self.pager.add(places[weights.names[0]], weight)
 
     def _stand_in(self, places: Mapping[str, Place]) -> None:

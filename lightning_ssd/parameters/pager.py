@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from lightning_ssd.errors import OffloaderClosedError, forget_frames
 from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
 from lightning_ssd.planning.residency import window_bytes
 
-__all__ = ["Pager", "Part", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
+__all__ = ["Pager", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
 
 Place = tuple[str, object | None]
 """Name of a unit, and the module whose forward uses it, or FSDP2's group that gathers it; ``None``: not known (yet), or
@@ -59,20 +59,6 @@ class SavedElsewhere(Protocol):
 Memory = TypeVar("Memory", bound=WeightMemory)
 
 
-class Part(NamedTuple):
-    """Elements of a storage that a parameter shows, in the order of memory."""
-
-    dtype: torch.dtype
-    start: int
-    """First one."""
-    numel: int
-
-    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """These elements, flat. Copies nothing."""
-        flat = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return flat.set_(storage, self.start, (self.numel,), (1,))
-
-
 @dataclass(eq=False, slots=True)
 class Weight(Generic[Memory]):
     """One storage, and the names of the parameters in it."""
@@ -81,10 +67,6 @@ class Weight(Generic[Memory]):
     memory: Memory
     is_frozen: bool = False
     """Whether it is not trained, as far as is known."""
-    parts: Sequence[Part] = ()
-    """Where its parameters lie, as far as is known."""
-    is_tied: bool = False
-    """Whether modules outside of its unit may use it, too."""
 
 
 class Unit(Generic[Memory]):
@@ -127,10 +109,6 @@ class Pager(ABC, Generic[Memory]):
         self.by_storage: dict[int, Unit[Memory]] = {}
         """Whose weights lie in a storage, by its address. Read in the hot path, without a lock."""
         self.units: list[Unit[Memory]] = []
-        self.in_forward: list[Unit[Memory]] = []
-        """Whose forward is under way. Read in the hot path, without a lock."""
-        self.tied: list[Weight[Memory]] = []
-        """Weights that modules outside of their units may use."""
         self._by_place: dict[object, Unit[Memory]] = {}
         self.resident_bytes = self.resident_peak_bytes = self.num_late = 0
         self.stall_s = self.stall_backward_s = 0.0
@@ -165,8 +143,6 @@ class Pager(ABC, Generic[Memory]):
                 unit = Unit(len(self.units), *place)
                 self.units.append(unit)
                 self._by_place[_key(place)] = unit
-            if weight.is_tied and weight not in self.tied:
-                self.tied.append(weight)
             before = self.by_storage.get(key)
             if before is unit:
                 return
@@ -192,11 +168,6 @@ class Pager(ABC, Generic[Memory]):
         unit = self.by_storage.get(storage._cdata)
         found = () if unit is None else tuple(unit.weights)
         return next((weight for weight in found if weight.memory.key.cdata == storage._cdata), None)
-
-    def in_use(self, numel: int) -> list[tuple[Weight[Memory], Part]]:
-        """Parameters of so many elements that forwards under way may use. Takes no lock."""
-        weights = [weight for unit in list(self.in_forward) for weight in list(unit.weights)]
-        return [(weight, part) for weight in (*weights, *self.tied) for part in weight.parts if part.numel == numel]
 
     def waits(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is one of the weights."""
@@ -242,8 +213,6 @@ class Pager(ABC, Generic[Memory]):
             return
         with self._lock:
             unit.num_windows += 1
-            if unit not in self.in_forward:
-                self.in_forward.append(unit)
         if torch._C._current_autograd_node() is not None:  # a checkpoint repeats it
             self.wanted(unit)
             return
@@ -271,8 +240,6 @@ class Pager(ABC, Generic[Memory]):
             return
         with self._lock:
             unit.num_windows = max(unit.num_windows - 1, 0)
-            if not unit.num_windows and unit in self.in_forward:
-                self.in_forward.remove(unit)
             self._left = unit
             if unit is not self._ahead and unit is not self._in_backward:  # else it is used next
                 self._send_out(unit)
@@ -323,7 +290,6 @@ class Pager(ABC, Generic[Memory]):
             return
         self._in_backward = None
         with self._lock:
-            self.in_forward.clear()
             for unit in list(self.units):
                 unit.num_windows = 0
                 for weight in [weight for weight in list(unit.weights) if not weight.memory.key.alive()]:
@@ -339,8 +305,6 @@ class Pager(ABC, Generic[Memory]):
             unit.weights.remove(weight)
             self._window_bytes = None
             self.by_storage.pop(weight.memory.key.cdata, None)
-            if weight in self.tied:
-                self.tied.remove(weight)
 
     def _use(self, unit: Unit[Memory], phase: Phase) -> None:
         with self._lock:
@@ -455,7 +419,6 @@ class Pager(ABC, Generic[Memory]):
             if not self.is_closed:
                 self.is_closed = True
                 self.by_storage = {}
-                self.tied.clear()
                 self._requests.put(None)  # behind all requests that there are
         self._has_ended.wait()
 

@@ -17,7 +17,7 @@ from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders
 from lightning_ssd.parameters.files.file_slices import FileSlices, file_slices
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.guard.guard import is_guarded
-from lightning_ssd.parameters.pager import Part, Place
+from lightning_ssd.parameters.pager import Place
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks
 
 __all__ = ["SharedWeights", "is_plain", "owners", "sharded_by_name", "shared_weights", "weights_of", "why_it_stays"]
@@ -42,16 +42,6 @@ class SharedWeights:
     def is_frozen(self) -> bool:
         """Whether none of them is trained."""
         return not any(parameter.requires_grad for parameter in self.parameters)
-
-    @property
-    def parts(self) -> list[Part]:
-        """Where the parameters lie in it; of a shard none, since nobody computes with that, nor of what shows some
-        memory several times (``expand()``), and so has more elements than there are.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            tensors = self.tensors if self.group is None else []
-            parts = [Part(tensor.dtype, int(tensor.storage_offset()), tensor.numel()) for tensor in tensors]
-        return [part for part in parts if (part.start + part.numel) * part.dtype.itemsize <= self.storage.nbytes()]
 
     @property
     def trained_bytes(self) -> int:

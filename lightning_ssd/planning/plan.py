@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_ssd.planning.placement import Placement
@@ -87,14 +86,6 @@ class Plan:
     inputs: tuple[tuple[int, Placement], ...] = ()
     """(block, where its input goes) for blocks to recompute that the trace did not recompute yet: their inputs are not
     among its storages."""
-
-    def moved_bytes(self, sizes: Sequence[int]) -> int:
-        """Of storages of these sizes, in pack order: what goes to a tier.
-
-        What a trace tells of the inside of recomputed blocks stands behind them in :attr:`placements`, and stays.
-        """
-        tiers = (Placement.SSD, Placement.HOST)
-        return sum(nbytes for nbytes, placement in zip(sizes, self.placements, strict=False) if placement in tiers)
 
     @property
     def moves(self) -> bool:

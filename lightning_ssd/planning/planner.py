@@ -57,10 +57,12 @@ class BudgetTooSmall(ValueError):
     """
 
     def __init__(self, budget_bytes: int, smallest_bytes: int) -> None:
-        super().__init__(
-            f"no plan stays under {budget_bytes} bytes of saved activations; allowed: at least {smallest_bytes}"
-        )
+        super().__init__(budget_bytes, smallest_bytes)
         self.smallest_bytes = smallest_bytes
+
+    def __str__(self) -> str:
+        budget_bytes, smallest_bytes = self.args
+        return f"no plan stays under {budget_bytes} bytes of saved activations; allowed: at least {smallest_bytes}"
 
 
 @dataclass(frozen=True, slots=True)

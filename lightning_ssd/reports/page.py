@@ -7,7 +7,7 @@ from html import escape
 
 from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.reports.adviser import advise
-from lightning_ssd.reports.charts import Chart, over_run, step_charts
+from lightning_ssd.reports.charts import Chart, over_run, overhead_over_run, step_charts
 from lightning_ssd.reports.plotly_charts import draw_with_plotly
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import NUM_DRIVES
@@ -55,7 +55,9 @@ def report_charts(report: RunReport) -> list[Chart]:
         ),
         title="Peaks over the run",
     )
-    return [*charts, run] if run.series and len(report.rows) > 1 else charts
+    if len(report.rows) > 1:
+        charts += [chart for chart in (run, overhead_over_run(report.rows)) if chart.series]
+    return charts
 
 
 def render_page(report: RunReport) -> str:
@@ -73,7 +75,7 @@ def render_page(report: RunReport) -> str:
             f'<p class="faint">{escape(_facts(report))}</p>',
             _cards(report),
             _section("Did it fit?", _fit(report), f"<p>{escape(report.summary)}</p>" if report.summary else ""),
-            _section("What did it cost?", _cost(report)),
+            _section("What did it cost?", _cost(report), pictures.get("overhead_over_run")),
             _section("Where is the memory?", "", pictures.get("memory_over_step"), pictures.get("over_run")),
             _section("Did the drives' work hide behind the model's?", _overlap(report), pictures.get("transfers")),
             _section("What became of the largest saved tensors?", "", pictures.get("lifetimes")),

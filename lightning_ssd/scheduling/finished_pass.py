@@ -6,8 +6,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from lightning_ssd.scheduling.clock import Clock, Stamp
+from lightning_ssd.scheduling.overhead import Overhead
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.recorder import Recorder
+from lightning_ssd.scheduling.stalls import stall_seconds
 
 __all__ = ["FinishedPass"]
 
@@ -41,3 +43,8 @@ class FinishedPass:
     """That went to a drive or to host memory."""
     highest_bytes: int = 0
     """All memory in use at the worst moment; 0 where no limit asks for it, or an earlier pass had as much."""
+
+    def overhead(self) -> Overhead:
+        """Return what moving took from the pass, by cause."""
+        stall_s = sum(stall_seconds(self.clock, begin, end) for begin, end in self.stalls)
+        return Overhead(stall_s=stall_s, hook_s=self.hook_s, cpu_s=self.cpu_s)

@@ -33,8 +33,6 @@ class MemoryConstraints:
     """What the policy asks for, in bytes."""
 
     max_slowdown: float
-    min_relief: float = MIN_RELIEF
-    """Of the peak: without a budget, nothing is moved for less."""
     activation_budget: int | None = None
     memory_budget: int | None = None
     wear_bytes_per_day: int | None = None

@@ -20,14 +20,11 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ssd.planning.simulator import LEAST_SHARE
-from lightning_ssd.planning.trace import Trace
 
 __all__ = ["CpuCosts", "Overhead", "OverheadModel", "page_faults"]
 
 _MIN_WEIGHT = 1 / 8
 """Of the latest pass in a running mean."""
-_KEPT_SHARE = 0.4
-"""Of the time of a hook whose storage moves, what a large storage that stays takes (``recipes.benchmarks.hooks``)."""
 _RISE, _FALL = 1 / 2, 1 / 8
 """The same, of an excess that has grown, and of one that has become less: promises come first."""
 
@@ -59,16 +56,16 @@ class CpuCosts:
     """What workers and page faults take from a computation on the same cores.
 
     Attributes:
-        fault_s: seconds per page fault, calibrated once.
+        mapping_s_per_byte: of fresh memory, calibrated once.
         page_bytes: that a fault maps.
         num_threads: of the computation, among which the time is divided.
         has_spare_cores: more cores than threads, so that workers take nothing from the computation.
     """
 
-    fault_s: float
+    mapping_s_per_byte: float
+    page_bytes: int
     num_threads: int
     has_spare_cores: bool
-    page_bytes: int
 
     @staticmethod
     def here(mapping_s_per_byte: float, page_bytes: int) -> CpuCosts:
@@ -80,7 +77,7 @@ class CpuCosts:
         """
         num_threads = torch.get_num_threads()
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return CpuCosts(mapping_s_per_byte * page_bytes, num_threads, num_cores > num_threads, page_bytes)
+        return CpuCosts(mapping_s_per_byte, page_bytes, num_threads, num_cores > num_threads)
 
     def seconds(self, *, worker_s: float, num_faults: int, moved_bytes: int) -> float:
         """Return what one pass lost.
@@ -91,9 +88,14 @@ class CpuCosts:
                 back are in the time of the workers.
             moved_bytes: that left.
         """
-        ours = min(num_faults, moved_bytes // self.page_bytes)
+        mapped_bytes = min(num_faults * self.page_bytes, moved_bytes)
         workers_s = 0.0 if self.has_spare_cores else worker_s
-        return (workers_s + ours * self.fault_s) / self.num_threads
+        return (workers_s + mapped_bytes * self.mapping_s_per_byte) / self.num_threads
+
+    @property
+    def mapping_s_per_moved_byte(self) -> float:
+        """A first guess of what a byte that moves costs, before workers have shown their part."""
+        return self.mapping_s_per_byte / self.num_threads
 
 
 def page_faults() -> int:
@@ -126,29 +128,17 @@ class OverheadModel:
         """
         return self.hook_s_per_byte + (guess if self.cpu_s_per_byte is None else self.cpu_s_per_byte)
 
-    def unplanned(self, trace: Trace) -> float:
-        """Return the overhead that no plan accounts for, relative to the pass: hooks of what stays, or what exceeds."""
-        hook_s = _KEPT_SHARE * self.hook_s_per_byte * sum(storage.nbytes for storage in trace.storages)
-        return max(self.excess, hook_s / max(trace.end_s, 1e-9))
-
     def forget(self) -> None:
         """Trust less what was learnt, because the machine may have been busy."""
         self.hook_s_per_byte /= 4
         self.cpu_s_per_byte, self.excess = None, 0.0
         self._num_hooked = self._num_followed = 0
 
-    def moved(self, overhead: Overhead, moved_bytes: int, kept_bytes: int = 0) -> None:
-        """Learn from any pass that moved something.
-
-        Args:
-            overhead: as measured.
-            moved_bytes: by it.
-            kept_bytes: of saved storages that might have moved.
-        """
+    def moved(self, overhead: Overhead, moved_bytes: int) -> None:
+        """Learn from any pass that moved something."""
         if moved_bytes:
             self._num_hooked += 1
-            cost = overhead.hook_s / (moved_bytes + _KEPT_SHARE * kept_bytes)
-            self.hook_s_per_byte = _mean(self.hook_s_per_byte, cost, self._num_hooked)
+            self.hook_s_per_byte = _mean(self.hook_s_per_byte, overhead.hook_s / moved_bytes, self._num_hooked)
 
     def followed(self, overhead: Overhead, *, step_s: float, moved_bytes: int, predicted: float) -> None:
         """Learn from a pass that followed a plan.

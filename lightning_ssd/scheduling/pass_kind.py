@@ -50,7 +50,7 @@ class TracedPass:
 
 @dataclass(frozen=True, slots=True)
 class PlanInProgress:
-    """A plan that a thread of its own makes, and what it was asked for."""
+    """A plan that is made in the background, and what it was asked for."""
 
     task: Task[Plan]
     traced: TracedPass

@@ -25,12 +25,9 @@ class StoredPlan:
     goal: PlanObjective
     rates: TierRates
     """Of the SSD tier."""
+    host_bytes: int | None = None
+    """Capacity of the host tier that was planned with; ``None``: there is none, or it has no bound."""
     plan: Plan
-
-    @property
-    def moved_bytes(self) -> int:
-        """What a pass that follows it moves."""
-        return self.plan.moved_bytes(self.sizes)
 
     @property
     def predicted_overhead(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 import threading
 from collections import deque
 from functools import partial
@@ -13,12 +15,20 @@ from lightning_ssd.planning.plan import Machine, Plan, PlanObjective
 from lightning_ssd.planning.planner import make_plan
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling.pass_kind import PlanInProgress, TracedPass
+from lightning_ssd.scheduling.planner_process import make_plan_apart
 
 __all__ = ["PlanMaker"]
 
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 60.0
+"""A child that was forked while the process began may hold its pipe, so that its end is never seen."""
+_FEW = 32
+"""Storages for which a plan without recomputing is made sooner (40 ms) than a process begins."""
+
 
 class PlanMaker:
-    """Makes each plan in a thread of its own, one at a time.
+    """Makes plans one at a time, each in a process that a thread waits for; for few storages in the thread.
 
     Args:
         max_tasks: that are waited for at the end.
@@ -43,10 +53,20 @@ class PlanMaker:
             if self._is_closed:
                 raise OffloaderClosedError("the offloader was closed before this plan was begun")
             with span("lightning_ssd::plan"):
-                return make_plan(trace, machine, goal)
+                if len(trace.storages) < _FEW and not goal.recompute:
+                    return make_plan(trace, machine, goal)
+                return self._make_apart(trace, machine, goal)
+
+    @staticmethod
+    def _make_apart(trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
+        try:
+            return make_plan_apart(trace, machine, goal)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            _log.info("plans are made in a thread, where steps wait for them, because no process does it: %s", error)
+            return make_plan(trace, machine, goal)
 
     def close(self) -> None:
         """Wait for the plan that is being made; those that were not begun are dropped."""
         self._is_closed = True
         for task in self._tasks:
-            task.wait()
+            task.wait_for(_PATIENCE_S)

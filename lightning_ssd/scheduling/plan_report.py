@@ -34,6 +34,12 @@ class PlanReport:
     measured_written_bytes: int
     keep_step_s: float
     """The same pass with everything kept, as far as the profile tells."""
+    saved_bytes: int
+    """What one pass saves."""
+    moved_bytes: int
+    """Of this, what went to a drive or to host memory."""
+    host_bytes: int
+    """Of this, what went to host memory."""
     num_passes: int
     """How many passes were measured."""
     num_plans: int
@@ -54,14 +60,19 @@ class PlanReport:
         """Return one sentence, and one more where the wear budget forbids writing."""
         predicted, measured = format_sizes(self.predicted_peak_bytes, self.measured_peak_bytes)
         return (
-            f"Plan: {self.predicted_step_s:.3g} s per pass predicted, {self.measured_step_s:.3g} s measured "
-            f"({_off(self.predicted_step_s, self.measured_step_s)}); "
-            f"overhead {100 * self.predicted_overhead:.1f} % predicted, {100 * self.measured_overhead:.1f} % measured "
-            f"({self.causes()}); peak of resident activations {predicted} predicted, {measured} measured "
-            f"({_off(self.predicted_peak_bytes, self.measured_peak_bytes)}); "
+            f"Plan: {self._what_moved()}; "
+            f"cost {100 * self.measured_overhead:.1f} % ({self.causes()}), {100 * self.predicted_overhead:.1f} % "
+            f"predicted; peak {measured}, {predicted} predicted; "
             f"{pluralize(self.num_passes, 'pass', 'passes')}, {pluralize(self.num_plans, 'plan', 'plans')}."
             f"{self._refused()}"
         )
+
+    def _what_moved(self) -> str:
+        saved, moved, on_host = format_sizes(self.saved_bytes, self.moved_bytes, self.host_bytes)
+        if not self.moved_bytes:
+            return f"all {saved} of saved activations stayed in memory"
+        to_host = f", {on_host} of it to host memory" if self.host_bytes else ""
+        return f"{moved} of {saved} saved activations moved in each pass{to_host}"
 
     def causes(self) -> str:
         """Return the measured overhead by cause, in per cent of the pass without it."""
@@ -80,10 +91,6 @@ class PlanReport:
             f" Nothing is written to the drives, because wear_budget allows this process {allowed} per day and the "
             f"plan would need {needed} per day."
         )
-
-
-def _off(predicted: float, measured: float) -> str:
-    return f"{100 * (measured / predicted - 1):+.0f} %" if predicted > 0 else "nothing predicted"
 
 
 class _Followed(NamedTuple):
@@ -139,6 +146,9 @@ class Comparison:
             predicted_written_bytes=prediction.written_bytes,
             measured_written_bytes=round(statistics.median(one.written_bytes for one in measured)),
             keep_step_s=known.plan.keep_step_s,
+            saved_bytes=sum(known.sizes),
+            moved_bytes=round(statistics.median(one.written_bytes + one.host_bytes for one in measured)),
+            host_bytes=round(statistics.median(one.host_bytes for one in measured)),
             num_passes=len(measured),
             num_plans=num_plans,
             allowed_bytes_per_day=self._wear_bytes_per_day,

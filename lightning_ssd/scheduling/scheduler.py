@@ -1,10 +1,10 @@
 """Turns finished passes into plans, in the background, and says what the next pass follows.
 
 A *kind* is all passes of one signature. Its first pass moves whatever is large enough, waits for nothing, and is
-traced. The plan is made in a thread and put in force at the end of a later backward. From then on the overhead of each
-pass is accounted by cause (``overhead.py``) and held against what was promised; a kind whose promise breaks is traced
-and planned again with the running means of what was measured. One thread at a time learns and puts plans in force;
-others may begin passes meanwhile, and read what stands.
+traced. The plan is made in the background and put in force at the end of a later backward. From then on the overhead
+of each pass is accounted by cause (``overhead.py``) and held against what was promised; a kind whose promise breaks is
+traced and planned again with the running means of what was measured. One thread at a time learns and puts plans in
+force; others may begin passes meanwhile, and read what stands.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling.agreement import Agreement
 from lightning_ssd.scheduling.drift import Measured, is_worth_switching
 from lightning_ssd.scheduling.finished_pass import FinishedPass
-from lightning_ssd.scheduling.memory_limits import Limits, MemoryConstraints
+from lightning_ssd.scheduling.memory_limits import MIN_RELIEF, Limits, MemoryConstraints
 from lightning_ssd.scheduling.overhead import Overhead
 from lightning_ssd.scheduling.pass_kind import PassKind, TracedPass
 from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
 from lightning_ssd.scheduling.plan_maker import PlanMaker
 from lightning_ssd.scheduling.plan_report import DAY_S, Comparison, PlanReport
 from lightning_ssd.scheduling.recorder import Recorder
-from lightning_ssd.scheduling.stalls import stall_seconds
 from lightning_ssd.telemetry.metrics import PlanReadings
 
 __all__ = ["Scheduler"]
@@ -217,12 +216,13 @@ class Scheduler:
             )
             kind.ask_for_trace()  # of a pass under that limit, in which memory returns
             return
-        kind.model.moved(self._overhead(done), done.moved_bytes, max(sum(done.sizes) - done.moved_bytes, 0))
+        overhead = done.overhead()
+        kind.model.moved(overhead, done.moved_bytes)
         known = done.cursor.completed()
         self._is_following = known is not None and done.cursor.recompute == kind.recompute
         kind.num_unplanned = 0 if known is not None else kind.num_unplanned + 1
         if known is not None and self._is_following:
-            self._compare(kind, known, done)
+            self._compare(kind, known, done, overhead)
         elif not kind.is_planned(done.sizes, done.cursor.limit_bytes):
             kind.ask_for_trace(of_unplanned=True)
         is_wanted = done.recorder is not None and kind.wants_trace and kind.planning is None
@@ -238,18 +238,19 @@ class Scheduler:
             self._peak_bytes = done.peak_bytes
             self._traced.append((kind, TracedPass(done.sizes, trace, done.peak_bytes, done.written_bytes)))
 
-    def _compare(self, kind: PassKind, known: StoredPlan, done: FinishedPass) -> None:
+    def _compare(self, kind: PassKind, known: StoredPlan, done: FinishedPass, overhead: Overhead) -> None:
         """Hold the overhead that was measured against the one that was promised."""
         measured = Measured(
             step_s=done.clock.seconds(done.begin, done.end),
-            overhead=self._overhead(done),
+            overhead=overhead,
             peak_bytes=done.peak_bytes,
             written_bytes=done.written_bytes,
             read_bytes=done.read_bytes,
+            host_bytes=done.moved_bytes - done.written_bytes,
             limit_bytes=done.cursor.limit_bytes,
         )
         kind.model.followed(
-            measured.overhead,
+            overhead,
             step_s=measured.step_s,
             moved_bytes=done.moved_bytes,
             predicted=known.predicted_overhead,
@@ -257,15 +258,12 @@ class Scheduler:
         self.comparison.add(known, measured)
         if known.goal.budget_bytes is not None:
             self._hold_to_memory_budget(kind, known, done)
-        reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
+        machine = self.machine
+        host_bytes = None if machine.host is None else machine.host.capacity_bytes
+        reason = kind.watch.passed(known, measured, machine.ssd or _NOTHING, host_bytes)
         if reason is not None:
             _log.info("planning again: %s", reason)
             kind.ask_for_trace()
-
-    @staticmethod
-    def _overhead(done: FinishedPass) -> Overhead:
-        stall_s = sum(stall_seconds(done.clock, begin, end) for begin, end in done.stalls)
-        return Overhead(stall_s=stall_s, hook_s=done.hook_s, cpu_s=done.cpu_s)
 
     def _hold_to_memory_budget(self, kind: PassKind, known: StoredPlan, done: FinishedPass) -> None:
         """Plan with less where all memory in use was more than its budget, at a moment that no trace has shown."""
@@ -294,8 +292,8 @@ class Scheduler:
         limit, wear = self._limits.of(kind.others), self._constraints.wear_bytes_per_day
         may_recompute = self._constraints.recompute and (limit is not None or wear is not None)
         return PlanObjective(
-            max_slowdown=max(self._constraints.max_slowdown - kind.model.unplanned(trace), 1.0),
-            min_relief=self._constraints.min_relief,
+            max_slowdown=max(self._constraints.max_slowdown - kind.model.excess, 1.0),
+            min_relief=MIN_RELIEF,
             budget_bytes=limit,
             written_bytes=None if wear is None else int(wear * trace.end_s / DAY_S),
             # A trace with recomputed blocks cannot tell what their storages would do: placements only, then.
@@ -416,7 +414,14 @@ class Scheduler:
             kind.begin_to_recompute(plan.recompute, inner_bytes(trace, plan.recompute))
             self.num_plans += 1
             return
-        new = StoredPlan(sizes=sizes, trace=trace, goal=goal, rates=machine.ssd or _NOTHING, plan=plan)
+        new = StoredPlan(
+            sizes=sizes,
+            trace=trace,
+            goal=goal,
+            rates=machine.ssd or _NOTHING,
+            host_bytes=None if machine.host is None else machine.host.capacity_bytes,
+            plan=plan,
+        )
         old = kind.plans.get(sizes)
         chosen = new if old is None else self._better(old, new, machine)
         kind.put_in_force(chosen)
@@ -459,7 +464,7 @@ class Scheduler:
             predicted_stall_s=known.plan.prediction.stall_s,
             num_plans=self.num_plans,
             predicted_overhead=known.predicted_overhead,
-            overhead=measured.overhead.ratio(measured.step_s),
+            overhead=measured.overhead_ratio,
             # What no hook sees of recomputed blocks is at the end of the trace, see `with_inner`.
             recomputed_bytes=sum(storage.nbytes for storage in known.trace.storages[len(known.sizes) :]),
         )

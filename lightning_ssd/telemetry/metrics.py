@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_ssd.memory.readings import MemoryReadings
 from lightning_ssd.telemetry.events import Event, StallEvent, TransferEvent
@@ -148,7 +148,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("plan/predicted_peak_gib", "saved activations in memory at the worst moment, as the plan says", GIB, "max"),
     Metric("plan/measured_peak_gib", "the same, as counted", GIB, "max"),
     Metric("plan/predicted_stall_s", "time that training threads wait, as the plan says", 1, "mean"),
-    Metric("plan/num_plans", "plans made since the start", 1, "last"),
+    Metric("plan/num_plans", "plans put in force since the start", 1, "last"),
     Metric("plan/predicted_overhead_ratio", "stalls, hooks and CPU / pass without them, as the plan says", 1, "mean"),
     Metric("plan/overhead_ratio", "the same, measured where it arises", 1, "mean"),
     Metric(
@@ -191,14 +191,7 @@ class PlanReadings:
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
     """Length of the union of ``(start, end)`` intervals; those with ``end <= start`` count nothing."""
-    total = 0.0
-    covered_until = float("-inf")
-    for start, end in sorted(intervals):
-        start = max(start, covered_until)
-        if end > start:
-            total += end - start
-            covered_until = end
-    return total
+    return math.fsum(end - start for start, end in _union(intervals))
 
 
 def intersection(
@@ -319,12 +312,33 @@ def _from_events(events: Iterable[Event], num_drives: int) -> dict[str, float | 
             stalls.append((event.start_s, event.end_s))
         elif not event.failed:
             moved.append(event)
+    to_drives = [event for event in moved if event.tier != "host"]  # the host tier's copies would only flatter rates
+    written = _Busy.of(event for event in to_drives if event.direction == "write")
+    read = _Busy.of(event for event in to_drives if event.direction == "read")
+    on_host = _Busy.of(event for event in moved if event.tier == "host")
     return {
-        "io/overlap_ratio": overlap_ratio(stalls, [(event.start_s, event.end_s) for event in moved]),
-        "io/write_gib_per_s": _bytes_per_s(event for event in moved if event.direction == "write"),
-        "io/read_gib_per_s": _bytes_per_s(event for event in moved if event.direction == "read"),
-        **(_of_drives(moved, num_drives) if num_drives > 1 else {}),
+        "io/overlap_ratio": overlap_ratio(stalls, [*written.union, *read.union, *on_host.union]),
+        "io/write_gib_per_s": written.bytes_per_s,
+        "io/read_gib_per_s": read.bytes_per_s,
+        **(_of_drives(to_drives, num_drives) if num_drives > 1 else {}),
     }
+
+
+class _Busy(NamedTuple):
+    """When transfers were under way, and what they moved."""
+
+    union: list[tuple[float, float]]
+    nbytes: int
+
+    @classmethod
+    def of(cls, transfers: Iterable[TransferEvent]) -> _Busy:
+        moved = list(transfers)
+        return cls(_union((event.start_s, event.end_s) for event in moved), sum(event.nbytes for event in moved))
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        busy_s = union_s(self.union)
+        return self.nbytes / busy_s if busy_s > 0 else None
 
 
 def _of_drives(moved: Sequence[TransferEvent], num_drives: int) -> dict[str, float | None]:
@@ -336,8 +350,9 @@ def _of_drives(moved: Sequence[TransferEvent], num_drives: int) -> dict[str, flo
         by_drive.append(sum(event.nbytes for event in mine))
         for direction in ("write", "read"):
             events = [event for event in mine if event.direction == direction]
-            raw[f"io/drive{n}_{direction}_gib"] = sum(event.nbytes for event in events)
-            raw[f"io/drive{n}_{direction}_gib_per_s"] = _bytes_per_s(events)
+            busy = _Busy.of(events)
+            raw[f"io/drive{n}_{direction}_gib"] = busy.nbytes
+            raw[f"io/drive{n}_{direction}_gib_per_s"] = busy.bytes_per_s
     return {**raw, "io/busiest_drive_ratio": max(by_drive) / sum(by_drive) if any(by_drive) else None}
 
 
@@ -353,13 +368,6 @@ def _from_plan(plan: PlanReadings) -> dict[str, float | None]:
         "plan/overhead_ratio": plan.overhead,
         "plan/recomputed_gib": plan.recomputed_bytes,
     }
-
-
-def _bytes_per_s(transfers: Iterable[TransferEvent]) -> float | None:
-    """Rate of the drives together: the host tier's copies would only flatter it."""
-    to_drives = [event for event in transfers if event.tier != "host"]
-    busy_s = union_s((event.start_s, event.end_s) for event in to_drives)
-    return sum(event.nbytes for event in to_drives) / busy_s if busy_s > 0 else None
 
 
 class MetricWindow:

@@ -11,7 +11,20 @@ from lightning_ssd.errors import StorageError
 from lightning_ssd.tiers.streams import StreamEvent
 from lightning_ssd.tiers.transfer_queue import Transfer
 
-__all__ = ["Progress", "ReadOwner", "StoredBytes", "Tier", "WriteOwner", "check_size", "moved_meanwhile"]
+__all__ = [
+    "NoMemoryToReadError",
+    "Progress",
+    "ReadOwner",
+    "StoredBytes",
+    "Tier",
+    "WriteOwner",
+    "check_size",
+    "moved_meanwhile",
+]
+
+
+class NoMemoryToReadError(MemoryError):
+    """A worker has found no memory for a speculative read. Nothing was read; the bytes are where they were."""
 
 
 class StoredBytes(Protocol):

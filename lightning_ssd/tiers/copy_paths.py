@@ -75,9 +75,8 @@ class Loaded(Protocol):
 class Mover(Protocol):
     """The contract of the three ways. ``store`` and ``load`` block and run in workers."""
 
-    @property
-    def allocates_anywhere(self) -> bool:
-        """Whether a worker may call ``allocate``, because no stream is asked."""
+    allocates_anywhere: bool
+    """Whether a worker may call ``allocate``, because no stream is asked."""
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         """Copy the bytes that do not go to the file."""
@@ -131,13 +130,11 @@ class HostMover:
             the file has all of their bytes.
     """
 
+    allocates_anywhere = True
+
     def __init__(self, backend: Backend, reload: ReloadPool | None) -> None:
         self._backend = backend
         self._reload = reload
-
-    @property
-    def allocates_anywhere(self) -> bool:
-        return True
 
     @property
     def _alignment(self) -> int:
@@ -188,14 +185,12 @@ class StagedMover:
         copies: the streams.
     """
 
+    allocates_anywhere = False
+
     def __init__(self, backend: Backend, staging: StagingPool, copies: CopyEngine) -> None:
         self._backend = backend
         self._staging = staging
         self._copies = copies
-
-    @property
-    def allocates_anywhere(self) -> bool:
-        return False
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         return _NO_EDGES
@@ -267,13 +262,11 @@ class _Staged:
 class DeviceMover:
     """Device memory that the backend reaches by itself. Checksums need the bytes on the host: use StagedMover."""
 
+    allocates_anywhere = False
+
     def __init__(self, backend: Backend, copies: CopyEngine) -> None:
         self._backend = backend
         self._copies = copies
-
-    @property
-    def allocates_anywhere(self) -> bool:
-        return False
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         return _NO_EDGES

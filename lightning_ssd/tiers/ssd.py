@@ -21,10 +21,19 @@ import torch
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, OutOfSpaceError, StorageError, forget_frames
 from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.base import Progress, ReadOwner, StoredBytes, WriteOwner, check_size, moved_meanwhile
+from lightning_ssd.tiers.base import (
+    NoMemoryToReadError,
+    Progress,
+    ReadOwner,
+    StoredBytes,
+    WriteOwner,
+    check_size,
+    moved_meanwhile,
+)
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import Edges, Loaded, Mover, Piece
 from lightning_ssd.tiers.read_priority import UrgentGate
@@ -324,17 +333,19 @@ class _Read(Transfer):
         self._storage = storage
         self._after = after
         self._device = device
-        self._is_discarded = False
         self._mark: StreamEvent | None = None  # of the copy that was queued last
         # Guards the mark and the order of the copies. A leaf lock: under it one copy is queued.
         self._order = threading.Lock()
 
     def begin(self) -> Sequence[Chunk] | None:
         stored, storage = self._stored, self._storage
-        if self._is_discarded:
-            return None
         if storage is None:
-            storage, self._after = self._tier.mover.allocate(stored.nbytes, stored.edges, self._device)
+            try:
+                storage, self._after = self._tier.mover.allocate(stored.nbytes, stored.edges, self._device)
+            except (RuntimeError, MemoryError, OSError) as error:
+                if is_out_of_memory(error):
+                    raise NoMemoryToReadError(str(error)) from None
+                raise
             self._storage = storage
         stored.edges.put_into(storage)
         pieces = list(self._tier.pieces(stored.arena, stored.extent, len(stored.edges.head), stored.body_nbytes))
@@ -395,5 +406,5 @@ class _Read(Transfer):
         self._owner.read_ended(None if error else storage, None if error else self._mark, error)
 
     def discard(self) -> None:
-        self._storage, self._is_discarded = None, True
+        self._storage = None
         self._owner.read_ended(None, None, OffloaderClosedError("the offloader was closed before this read began"))

@@ -312,18 +312,19 @@ class TransferQueue:
     def _work(self) -> None:
         chunk_s = 0.0
         while (claim := self._next(chunk_s)) is not None:
-            transfer, chunk = claim
+            transfer, work = claim[0], [chunk for chunk in claim[1:] if chunk is not None]
+            del claim
             start_s, cpu_s = time.perf_counter(), time.thread_time()
             try:
-                if chunk is None:
-                    self._begin(transfer)
+                if work:
+                    self._run(transfer, work)
                 else:
-                    self._run(transfer, chunk)
+                    self._begin(transfer)
             except BaseException as error:  # the thread goes on: without it, moves would wait for ever
                 self._keep_fault(transfer, error)
             finally:
                 # No reference may outlive the work: an idle worker must not keep a tensor alive.
-                del claim, transfer, chunk
+                del transfer, work
                 self._rest(time.thread_time() - cpu_s)
             chunk_s = time.perf_counter() - start_s
 
@@ -379,14 +380,17 @@ class TransferQueue:
                 self._push(transfer)
                 for _ in chunks[1:]:
                     self._tokens.put(None)
-            first = transfer._chunks.pop() if chunks else None
-        if first is None:
-            self._end(transfer, None)
+            work = [transfer._chunks.pop()] if chunks else []
+            del chunks
+        if work:
+            self._run(transfer, work)
         else:
-            self._run(transfer, first)
+            self._end(transfer, None)
 
-    def _run(self, transfer: Transfer, chunk: Chunk) -> None:
-        settle, error = (None, None) if transfer.error is not None else _attempt(chunk)
+    def _run(self, transfer: Transfer, work: list[Chunk]) -> None:
+        """Run the one chunk in ``work``, and take it out: it holds the memory that moves, which may go with the end."""
+        settle, error = (None, None) if transfer.error is not None else _attempt(work.pop())
+        work.clear()
         with self._lock:
             transfer.error = transfer.error or error
             transfer._num_unfinished -= 1

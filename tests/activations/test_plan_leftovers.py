@@ -47,6 +47,8 @@ def planning_takes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         return make_plan(*args)
 
     monkeypatch.setattr(plan_maker, "make_plan", slow)
+
+    monkeypatch.setattr(plan_maker, "make_plan_apart", slow)
     yield begun
     monkeypatch.undo()
 

@@ -89,7 +89,7 @@ def test_a_write_is_wanted_until_it_is_taken_back_or_nobody_can_ask_again() -> N
             record.accounting.settle() if is_freed else record.forward()
         assert not record.is_wanted()
         record.write_ended(_Stored(), None)
-        assert (tier.freed, record.accounting.num_writes) == (1, 0)
+        assert (tier.freed, len(record.accounting.writes)) == (1, 0)
 
 
 def test_memory_that_is_handed_out_again_still_has_its_mark() -> None:
@@ -173,7 +173,7 @@ def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
     assert taken == [True]
     assert record.state is State.TAKEN_BACK
     assert record.storage is not None, "what was handed out has gone"
-    assert (tier.freed, record.accounting.num_writes) == (1, 0)
+    assert (tier.freed, len(record.accounting.writes)) == (1, 0)
 
 
 @pytest.mark.parametrize("error", [None, OSError("gone")])
@@ -211,7 +211,7 @@ def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> N
     record.write_ended(None, None)
     assert record.state is State.TAKEN_BACK
     assert record.storage is not None
-    assert record.accounting.num_writes == 0
+    assert len(record.accounting.writes) == 0
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_the_state_alone_tells_what_there_is(seed: int) -> None:
         assert (record.read is not None) is (record.state is State.READING)
         assert (record.storage is not None) is (record.state not in (*AWAY, State.READING))
         assert accounting.counters.resident_bytes == (record.nbytes if record.is_resident else 0)
-        assert accounting.num_writes == (record.state in (State.QUEUED, State.WRITING) or is_written)
+        assert len(accounting.writes) == (record.state in (State.QUEUED, State.WRITING) or is_written)
     with accounting.lock:
         record.free()
     assert accounting.counters.resident_bytes == 0
@@ -353,18 +353,18 @@ def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: Ssd
     accounting = record.accounting
     with accounting.lock:
         assert record.queue_write(tier, mark)
-        assert accounting.num_writes == 1
+        assert len(accounting.writes) == 1
     assert mark.asked.wait(PATIENCE_S)
     with accounting.lock:
         if meanwhile == "forwarded":
             assert record.forward()
         elif meanwhile == "freed":
             record.free()
-        assert accounting.num_writes == (meanwhile == "nothing")
+        assert len(accounting.writes) == (meanwhile == "nothing")
     mark.lost.set()
     tier.flush()
     with accounting.lock:
-        assert accounting.num_writes == 0
+        assert len(accounting.writes) == 0
         assert accounting.counters.failures == 1
         assert record.state is (State.FREED if meanwhile == "freed" else State.TAKEN_BACK)
         if meanwhile != "freed":
@@ -372,7 +372,7 @@ def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: Ssd
             assert record.storage is not None
             assert record.storage.data_ptr() == tensor.data_ptr()
             record.free()
-        assert accounting.num_writes == 0
+        assert len(accounting.writes) == 0
 
 
 def test_what_an_operation_may_still_fill_does_not_leave() -> None:

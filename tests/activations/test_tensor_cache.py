@@ -17,13 +17,14 @@ from lightning_ssd.activations.prefetcher import Prefetcher
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.common.inplace_edits import VersionProbe
 from lightning_ssd.common.tensors import TensorSpec
-from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
 from lightning_ssd.tiers.transfer_queue import TransferQueue
-from tests.support.faults import FaultyBackend
+from tests.support.faults import FaultyBackend, always
 from tests.support.helpers import DRAINED, EAGER, KEEP, Setup, assert_released, disk_used_bytes, open_offloader
 from tests.support.late import HeldCopies
 
@@ -40,10 +41,7 @@ def leaf(seed: int = 0) -> Tensor:
 def chain(offloader: Offloader, x: Tensor, *, length: int = 10) -> Tensor:
     """``length`` saved storages: each sine saves its input, which nobody else holds."""
     with offloader.saved_tensors():
-        y = x * 1
-        for _ in range(length):
-            y = y.sin()
-        return y.sum()
+        return chain_of_sines(x, length=length)
 
 
 @pytest.mark.parametrize("setup", [KEEP, EAGER])
@@ -357,7 +355,7 @@ def test_memory_that_writes_will_free_is_waited_for(
         allocate = mover.allocate
 
         def is_full(*arguments: Any) -> Any:
-            if cache.accounting.num_writes or not returns:
+            if cache.accounting.writes or not returns:
                 raise torch.OutOfMemoryError("injected")
             return allocate(*arguments)
 
@@ -501,6 +499,55 @@ def test_memory_that_cannot_be_had_is_told_from_other_errors() -> None:
         assert is_out_of_memory(error)
     for other in (RuntimeError("shapes differ"), OSError(errno.EIO, "broken"), KeyboardInterrupt()):
         assert not is_out_of_memory(other)
+
+
+def test_a_drive_that_has_no_memory_for_a_read_is_an_error_and_no_endless_try(tmp_path: Path) -> None:
+    def no_memory() -> StorageError:
+        return StorageError(errno.ENOMEM, "injected: the kernel has no memory for this read")
+
+    def wrap(backend: Backend) -> Backend:
+        return FaultyBackend(backend, fail_read=always(no_memory))
+
+    with open_offloader(tmp_path, EAGER, _wrap_backend=wrap) as offloader:
+        loss = chain(offloader, leaf())
+        offloader.flush()
+        with pytest.raises(StorageError, match="no memory for this read"):
+            loss.backward()
+        assert offloader.stats.failures > 0
+        offloader.abort()
+
+
+def test_a_worker_without_memory_leaves_it_to_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is brought up ahead is mapped by workers; without room for it each storage comes when it is asked for."""
+    take, num_refused = ReloadPool.take, 0
+
+    def refuse(pool: ReloadPool, *arguments: int) -> torch.UntypedStorage:
+        nonlocal num_refused
+        if threading.current_thread().name.startswith("lightning_ssd"):
+            num_refused += 1
+            raise MemoryError("injected")
+        return take(pool, *arguments)
+
+    monkeypatch.setattr(ReloadPool, "take", refuse)
+    plain, x = leaf(), leaf()
+    chain_of_sines(plain).backward()
+    with open_offloader(tmp_path, EAGER) as offloader:
+        loss = chain(offloader, x)
+        offloader.flush()
+        loss.backward()
+        assert num_refused > 0
+        assert offloader.stats.failures == 0
+        assert offloader.stats.bytes_read > 0
+    assert plain.grad is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, plain.grad)
+
+
+def chain_of_sines(x: Tensor, *, length: int = 10) -> Tensor:
+    y = x * 1
+    for _ in range(length):
+        y = y.sin()
+    return y.sum()
 
 
 @pytest.mark.parametrize(("rows", "moves"), [(SIDE // 8, False), (SIDE // 2, True)])

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFabricStrategy, SSDOffloadStrategy
+from lightning_ssd.common import accelerators
 from lightning_ssd.common.accelerators import (
     CudaAccelerator,
     GenericAccelerator,
@@ -245,6 +246,24 @@ def test_cuda_is_asked_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None
         "event in current",
         *(f"on {name}", f"{name} waits for event", f"event in {name}", f"off {name}", "wait for event"),
     ]
+
+
+def test_cuda_makes_an_object_of_a_stream_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def make(device: torch.device) -> object:
+        made.append(object())
+        return made[-1]
+
+    raw = [7]
+    monkeypatch.setattr(accelerators, "_raw_stream", lambda index: raw[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", make)
+    cuda = CudaAccelerator(torch.device("cuda", 1))
+    assert cuda.current_stream() is cuda.current_stream() is made[0]
+    raw[0] = 8
+    assert cuda.current_stream() is made[1]
+    raw[0] = 7
+    assert cuda.current_stream() is made[2]
 
 
 def gradients(model: torch.nn.Module, batch: torch.Tensor, offloader: Offloader | None) -> list[torch.Tensor]:

@@ -44,6 +44,8 @@ def _recomputes_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan", plan)
 
+    monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan_apart", plan)
+
 
 def run(program: ModuleProgram, mode: str, directory: Path) -> list[int]:
     """Compare with plain PyTorch. Returns how often each step was refused."""

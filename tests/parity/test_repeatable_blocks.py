@@ -295,6 +295,7 @@ def test_a_hook_that_collects_sees_each_forward_once_before_the_loss(tmp_path: P
     setup = Setup(activations=activations, settled=True, recompute_modules="Block", **budget)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan", recomputes_all)
+        patch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan_apart", recomputes_all)
         with open_offloader(tmp_path, setup) as offloader:
             assert_identical(outcome(program, Session.of(offloader, setup)), expected)
 
@@ -390,6 +391,7 @@ def recomputes_all(trace: Any, machine: Any, goal: Any) -> Any:
 
 def test_a_plan_recomputes_only_what_edits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan", recomputes_all)
+    monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan_apart", recomputes_all)
     kinds = (OwnGenerator, OwnList, ClassAttribute, EditsTensor, GoesBack, Elsewhere)
     program = training(*kinds, steps=6)
     expected = outcome(program, Session())

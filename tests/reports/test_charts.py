@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ssd.reports.charts import Chart, lifetimes, memory_over_step, over_run, step_charts, trade_off, transfers
+from lightning_ssd.reports.charts import (
+    Chart,
+    lifetimes,
+    memory_over_step,
+    over_run,
+    overhead_over_run,
+    step_charts,
+    trade_off,
+    transfers,
+)
 from lightning_ssd.reports.palette import BAR_NAMES, COLORS
 from lightning_ssd.telemetry.step_record import Level, Move, StepRecord, Wait
 from tests.support.step_records import MIB, made_record
@@ -85,6 +94,31 @@ def test_a_step_without_anything_has_no_pictures() -> None:
     assert step_charts(StepRecord(step=1, length_s=0.1)) == []
 
 
+COSTLY = {
+    "step": 3.0,
+    "io/stall_s": 9.1,
+    "io/stall_forward_s": 0.06,
+    "io/stall_backward_s": 0.04,
+    "io/hook_s": 0.2,
+    "io/cpu_s": 0.1,
+    "plan/overhead_ratio": 0.04,
+    "plan/predicted_overhead_ratio": 0.03,
+}
+
+
+def test_overhead_is_shown_by_cause_and_as_predicted() -> None:
+    unplanned = {"step": 1.0, "io/stall_s": 0.1, "io/hook_s": 0.2, "io/cpu_s": 0.1}
+    free = {"step": 2.0, "plan/overhead_ratio": 0.0, "plan/predicted_overhead_ratio": 0.0}
+    chart = overhead_over_run([unplanned, free, COSTLY])
+    assert {one.name: one.y for one in chart.series} == {
+        "CPU of workers, page faults": pytest.approx((0.0, 1.0)),
+        "hooks": pytest.approx((0.0, 2.0)),
+        "stalls": pytest.approx((0.0, 1.0)),
+        "predicted": pytest.approx((0.0, 3.0)),
+    }
+    assert not overhead_over_run([unplanned]).series
+
+
 CHARTS = [
     *step_charts(made_record()),
     transfers(made_record(moves=(), waits=(Wait(0.1, 0.2),))),
@@ -93,6 +127,7 @@ CHARTS = [
         [("a", "A", "keep"), ("b", "B", "activations")],
         title="t",
     ),
+    overhead_over_run([COSTLY, COSTLY | {"step": 4.0}]),
     trade_off([("keep", 4.0, 1.0), ("offload", 1.0, 1.1)]),
 ]
 

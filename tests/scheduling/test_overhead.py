@@ -30,11 +30,12 @@ def test_overhead_is_relative_to_the_pass_without_it() -> None:
 
 
 def test_faults_are_charged_up_to_one_per_moved_page() -> None:
-    costs = CpuCosts(fault_s=1e-6, num_threads=2, has_spare_cores=False, page_bytes=4096)
+    costs = CpuCosts(mapping_s_per_byte=1e-6 / 4096, num_threads=2, has_spare_cores=False, page_bytes=4096)
     assert costs.seconds(worker_s=0.0, num_faults=100, moved_bytes=1 << 30) == pytest.approx(50e-6)
     assert costs.seconds(worker_s=0.0, num_faults=10**9, moved_bytes=4096 * 10) == pytest.approx(5e-6)
     huge = replace(costs, page_bytes=2 << 20)
-    assert huge.seconds(worker_s=0.0, num_faults=10**9, moved_bytes=10 << 21) == pytest.approx(5e-6)
+    assert huge.seconds(worker_s=0.0, num_faults=1, moved_bytes=10 << 21) == pytest.approx(512 * 0.5e-6)
+    assert costs.mapping_s_per_moved_byte == pytest.approx(0.5e-6 / 4096)
     assert costs.seconds(worker_s=1.0, num_faults=0, moved_bytes=0) == 0.5
     assert replace(costs, has_spare_cores=True).seconds(worker_s=1.0, num_faults=0, moved_bytes=0) == 0.0
 
@@ -53,13 +54,11 @@ def test_costs_are_running_means_and_excess_is_what_no_prediction_knows() -> Non
         model.followed(Overhead(), step_s=1.0, moved_bytes=100, predicted=0.05)
     assert model.excess == pytest.approx(0.0, abs=1e-3)
     before = vars(model).copy()
-    model.moved(Overhead(hook_s=9.0), 0, 100)
+    model.moved(Overhead(hook_s=9.0), 0)
     model.followed(Overhead(stall_s=0.9), step_s=1.0, moved_bytes=0, predicted=0.0)
     assert vars(model) == before, "a pass that moves nothing teaches nothing"
     model.forget()
     assert model.cost_s_per_byte(1e-4) == pytest.approx(1.75e-4)
-    model.moved(Overhead(hook_s=0.06), 100, 500)
-    assert model.cost_s_per_byte(0.0) == pytest.approx(2e-4), "what stays takes two fifths of the time"
 
 
 # -- a machine --------------------------------------------------------------------------------------------------------
@@ -111,8 +110,7 @@ class World:
         ahead = 4 * max(sizes) if known is None else known.plan.ahead_bytes
         played = simulate(self.trace, placements, self.real, limit_bytes=None, ahead_bytes=ahead).prediction
         num_moved = sum(placement is not Placement.KEEP for placement in placements)
-        num_hooked = num_moved + 0.4 * (len(sizes) - num_moved) if num_moved else 0.0  # at rest there are no hooks
-        hook_s, stall_s = num_hooked * self.hook_s, played.stall_s
+        hook_s, stall_s = num_moved * self.hook_s, played.stall_s
         moved = played.written_bytes + played.host_bytes
         factor = 1 + self._random.uniform(-self.noise, self.noise)
         step_s = self.trace.end_s * factor + hook_s + stall_s

@@ -133,6 +133,7 @@ def test_passes_for_which_nothing_may_move_need_no_hooks_and_are_planned_again_m
 
     make_plan = module.make_plan
     monkeypatch.setattr(module, "make_plan", counted)
+    monkeypatch.setattr(module, "make_plan_apart", counted)
     ample = 1 << 40
     with opened(machine=machine_of(Machine())) as made:
         assert not made.goes_on_keeping("a"), "the first pass moves"
@@ -182,6 +183,8 @@ def test_training_does_not_wait_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> N
         return make_plan(*args)
 
     monkeypatch.setattr(module, "make_plan", slow)
+
+    monkeypatch.setattr(module, "make_plan_apart", slow)
     with opened() as made:
         for _ in range(5):
             assert run_pass(made, make_trace())[0].followed is None
@@ -242,6 +245,8 @@ def test_an_error_of_the_planner_is_not_swallowed(monkeypatch: pytest.MonkeyPatc
         raise ZeroDivisionError("injected")
 
     monkeypatch.setattr(module, "make_plan", broken)
+
+    monkeypatch.setattr(module, "make_plan_apart", broken)
     with opened() as made:
         run_pass(made, make_trace())
         with pytest.raises(ZeroDivisionError, match="injected"):
@@ -327,6 +332,7 @@ def test_room_for_what_is_recomputed_is_not_taken_from_a_pass_that_recomputes_no
 
     make = module.make_plan
     monkeypatch.setattr(module, "make_plan", planned)
+    monkeypatch.setattr(module, "make_plan_apart", planned)
     trace, budget = make_trace(blocks=True), 6 * NBYTES
     with opened(machine=machine_of(SLOW), activation_budget=budget, recompute=True) as made:
         for _ in range(2):  # the second one as if begun earlier

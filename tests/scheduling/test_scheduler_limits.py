@@ -92,6 +92,8 @@ def test_a_budget_that_was_kept_is_not_refused(monkeypatch: pytest.MonkeyPatch) 
         raise BudgetTooSmall(5 * NBYTES, 6 * NBYTES)
 
     monkeypatch.setattr(module, "make_plan", refuse)
+
+    monkeypatch.setattr(module, "make_plan_apart", refuse)
     with opened(activation_budget=5 * NBYTES) as made:
         for _ in range(4):
             cursor, _ = run_pass(made, make_trace())
@@ -454,6 +456,7 @@ def test_two_passes_of_a_kind_in_one_backward_are_planned_one_after_the_other(mo
 
     make = module.make_plan
     monkeypatch.setattr(module, "make_plan", counted)
+    monkeypatch.setattr(module, "make_plan_apart", counted)
     with opened() as made:
         cursors = [made.cursor("a", level_bytes=0, available_bytes=None) for _ in range(2)]
         for cursor, _ in cursors:

@@ -169,6 +169,8 @@ def test_nothing_is_logged_where_a_pass_begins(
         raise BudgetTooSmall(1, 2)
 
     monkeypatch.setattr(plan_maker, "make_plan", refuse)
+
+    monkeypatch.setattr(plan_maker, "make_plan_apart", refuse)
     caplog.set_level(logging.INFO, "lightning_ssd")
     with opened() as made:
         run_pass(made, make_trace())

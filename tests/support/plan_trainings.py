@@ -79,4 +79,4 @@ def faulty(directory: Path, setup: Setup, **faults: Any) -> Iterator[tuple[Offlo
 
 def num_writes(offloader: Offloader) -> int:
     assert offloader._cache is not None
-    return offloader._cache.accounting.num_writes
+    return len(offloader._cache.accounting.writes)

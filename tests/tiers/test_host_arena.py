@@ -232,6 +232,79 @@ class TestLocking:
         arena.close()
         assert calls[2:] == [("unlock", base, 0), ("unlock", base + 4 * MIB, 0)]
 
+    def test_ahead_nothing_is_lent_that_is_not_locked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = self.pinning(monkeypatch)
+        arena = HostArena(2000 * MIB, pin=True, ahead=True)
+        assert arena.capacity_bytes == 0
+        assert arena.allocate(MIB) is None
+        self.lock_ahead(arena)
+        assert arena.capacity_bytes == arena.size_bytes == 256 * MIB
+        assert [kind for kind, _, _ in calls] == ["lock"] * 4
+        extent = must(arena.allocate(100 * MIB))
+        arena.prepare(extent, CPU)
+        assert arena.allocate(160 * MIB) is None
+        assert len(calls) == 4, "each slab was locked once"
+        self.lock_ahead(arena)
+        assert arena.capacity_bytes == 448 * MIB, "four times what was lent, in slabs of 64 MiB"
+        arena.close()
+        assert [kind for kind, _, _ in calls] == ["lock"] * 7 + ["unlock"] * 7
+        self.lock_ahead(arena)
+        assert len(calls) == 14
+
+    def lock_ahead(self, arena: HostArena) -> None:
+        arena.lock_ahead(CPU)
+        if arena._locking is not None:
+            arena._locking.result()
+
+    def test_ahead_ends_with_the_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pinning(monkeypatch)
+        budget = HostMemoryBudget(300 * MIB)
+        others, arena = budget.share(), HostArena(budget, pin=True, ahead=True)
+        assert others.grow(100 * MIB, 100 * MIB)
+        self.lock_ahead(arena)
+        assert arena.capacity_bytes == 200 * MIB
+        before = arena._locking
+        self.lock_ahead(arena)
+        assert arena._locking is before, "nothing is tried again"
+        arena.close()
+        assert budget.left_bytes == 200 * MIB
+
+    def test_ahead_it_grows_as_it_is_needed_where_locking_fails(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.pinning(monkeypatch, 2)
+        arena = HostArena(200 * MIB, pin=True, ahead=True)
+        self.lock_ahead(arena)
+        assert "could not lock more memory" in caplog.text
+        assert arena.capacity_bytes == 200 * MIB
+        must(arena.allocate(150 * MIB))
+        arena.close()
+
+    def test_ahead_what_raises_takes_nothing_and_is_told(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def refuse(*arguments: object) -> int:
+            raise RuntimeError("the driver has gone")
+
+        monkeypatch.setattr("lightning_ssd.tiers.host_arena.lock_memory", refuse)
+        budget = HostMemoryBudget(300 * MIB)
+        arena = HostArena(budget, pin=True, ahead=True)
+        self.lock_ahead(arena)
+        assert "locking it ahead failed: RuntimeError('the driver has gone')" in caplog.text
+        assert budget.left_bytes == 300 * MIB
+        arena.close()
+
+    def test_closing_ends_what_is_locked_in_the_background(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = self.pinning(monkeypatch)
+        monkeypatch.setattr("lightning_ssd.tiers.host_arena._PAUSE_S", 0.05)
+        monkeypatch.setattr("lightning_ssd.tiers.host_arena._LOCKED_BYTES", MIB)
+        arena = HostArena(4096 * MIB, pin=True, ahead=True)
+        arena.lock_ahead(CPU)
+        arena.close()
+        num = len(calls)
+        assert num < 20
+        assert [kind for kind, _, _ in calls].count("lock") * 2 == num
+
     def test_goes_on_unlocked_with_one_warning(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
