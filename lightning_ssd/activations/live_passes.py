@@ -297,10 +297,7 @@ class LivePasses:
             and cursor.limits_total_memory
         ):
             room_bytes = limit_bytes  # what else needs memory is known
-        is_limited = cursor is None or limit_bytes is not None
-        self._heap_policy.expect(
-            peak_bytes, self._accounting.counters.saved_peak_bytes, room_bytes, is_limited=is_limited
-        )
+        self._heap_policy.expect(peak_bytes, self._accounting.counters.saved_peak_bytes, room_bytes)
 
     def stalled(self, begin: Stamp, end: Stamp) -> None:
         """Somebody has waited for a transfer, and with him every pass that is under way."""

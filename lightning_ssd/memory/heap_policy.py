@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from lightning_ssd.memory.huge_heap import HugeHeap
@@ -25,12 +24,6 @@ _MIN_RELAXED_S = 0.2
 _LOOK_S = 0.001
 """In a millisecond little is allocated."""
 _SLACK_SHARE = 1 / 8
-_FREE_SHARE, _MORE_SHARE, _MAX_FREE_SHARE = 1 / 2, 1 / 8, 3 / 4
-"""Of what moving makes room for, free memory that may stay where nobody has asked for less memory: the heap of passes
-that are all alike needs no more after some of them, and giving it back costs them a fifth of their time. Where they
-need more, and give it back each time, more may stay."""
-_NUM_SEEN, _NUM_TRIMMED = 4, 2
-"""So many of the latest passes show that."""
 _MIN_SLACK_BYTES, _MAX_SLACK_BYTES = 16 << 20, 128 << 20
 """Free memory that never has to return: this share of all that is saved, within these bounds."""
 
@@ -52,8 +45,7 @@ class HeapPolicy:
     glibc keeps freed tensors for those to come. That is fast, because pages that are mapped anew cost a fault each, and
     harmless as long as the process is no larger than at the worst moment of such passes, where all of it was in use.
     What is resident beyond that and some slack is given back (``malloc_trim``) if it is free; if it is in use, the
-    worst moment is a worse one than was known. Where no budget asks for less memory, half of what moving makes room for
-    may stay besides.
+    worst moment is a worse one than was known.
 
     Where the limit is one of all memory, or there is little, nothing may stay: glibc maps each tensor on its own
     (:class:`~lightning_ssd.memory.malloc.MallocThreshold`). A pass that keeps everything has glibc as it is without us.
@@ -83,15 +75,9 @@ class HeapPolicy:
         """Resident at the worst moment of such passes, without what was free; as far as it is known."""
         self._unheaped_bytes: int | None = None
         """Of :func:`besides_blocks_bytes`, what was there when nothing was free; ``None``: nobody knows."""
-        self._saved_bytes = 0
-        """Of all that the next pass saves, moved or not; of these, what stays in memory at the worst moment:"""
         self._peak_bytes = 0
-        self._is_limited = True
+        """Saved tensors at the worst moment of the next pass."""
         self._slack_bytes = _MIN_SLACK_BYTES
-        self._free_share = _FREE_SHARE
-        self._has_trimmed = False
-        self._trimmed: deque[bool] = deque(maxlen=_NUM_SEEN)
-        """Which of the latest passes have given memory back."""
 
     def enter(self, mode: HeapMode) -> None:
         """Begin a pass, or give the one under way another mode. Where memory is scarce, ``TRIM`` is ``MAP_EACH``."""
@@ -117,26 +103,20 @@ class HeapPolicy:
         else:
             self._threshold.restore()
 
-    def expect(
-        self, peak_bytes: int, saved_bytes: int, room_bytes: int | None = None, *, is_limited: bool = True
-    ) -> None:
+    def expect(self, peak_bytes: int, saved_bytes: int, room_bytes: int | None = None) -> None:
         """What the next pass that moves will take; before it enters. What is known of such passes outlasts others.
 
         Args:
             peak_bytes: memory of saved tensors at the worst moment, as far as anybody knows.
             saved_bytes: of all that is saved, moved or not.
             room_bytes: what these and free memory may take together; ``None``: unknown.
-            is_limited: whether somebody has asked for less memory; else no time is given for it.
         """
         self._slack_bytes = min(max(int(_SLACK_SHARE * saved_bytes), _MIN_SLACK_BYTES), _MAX_SLACK_BYTES)
         self._is_scarce = room_bytes is not None and room_bytes < peak_bytes + self._slack_bytes
         if abs(peak_bytes - self._peak_bytes) > self._slack_bytes:
             self._needed_bytes = 0  # such passes are no longer the same
-            self._free_share = _FREE_SHARE
-            self._trimmed.clear()
         self._needed_bytes = max(self._needed_bytes - self._slack_bytes // 8, 0)
-        self._saved_bytes, self._peak_bytes = saved_bytes, peak_bytes
-        self._is_limited = is_limited
+        self._peak_bytes = peak_bytes
 
     @property
     def is_ours(self) -> bool:
@@ -169,18 +149,12 @@ class HeapPolicy:
             self._huge.look()
         try:
             level = self._level()
-            if level > self._needed_bytes + self._may_be_free_bytes:
+            if level > self._needed_bytes + self._slack_bytes:
                 needed_bytes = self._without_free(level)
                 self._needed_bytes = max(self._needed_bytes, needed_bytes)
         except (OSError, ValueError, IndexError):
             # Out of file descriptors, say, or somebody has closed ours: memory can return a millisecond later.
             return
-
-    @property
-    def _may_be_free_bytes(self) -> int:
-        if self._is_limited or not self._needed_bytes:
-            return self._slack_bytes
-        return max(self._slack_bytes, int(self._free_share * (self._saved_bytes - self._peak_bytes)))
 
     def _without_free(self, level: int) -> int:
         """Give free memory back if there is much of it; return what is needed."""
@@ -191,18 +165,12 @@ class HeapPolicy:
                 # Such as gradients and what a loss needs: trimming would take holes from tensors that come next.
                 return level - free
         trim()
-        self._has_trimmed |= self._needed_bytes > 0  # else nobody knew what is needed
         self._unheaped_bytes = besides_blocks_bytes()
         return self._level()
 
     def border(self) -> None:
         """A backward is over."""
-        if self._is_watched and not self._is_limited:
-            self._trimmed.append(self._has_trimmed)
-            if sum(self._trimmed) == _NUM_TRIMMED:
-                self._free_share = min(self._free_share + _MORE_SHARE, _MAX_FREE_SHARE)
-                self._trimmed.clear()
-        self._is_watched = self._has_trimmed = False
+        self._is_watched = False
         now_s = time.perf_counter()
         if self._threshold is not None and self._huge is None and now_s - self._last_border_s > _MIN_RELAXED_S:
             self._threshold.restore()

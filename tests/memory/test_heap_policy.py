@@ -102,68 +102,6 @@ def test_pages_of_files_hide_no_free_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert heap.num_trims == 1
 
 
-def test_half_of_what_moving_makes_room_for_may_stay_where_nobody_asks_for_less(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "has_whole_pages", lambda: True)
-    heap = Heap(monkeypatch)
-    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    try:
-        heap_policy.enter(HeapMode.RELAXED)
-        for used, free in ((1000, 0), (1200, 100), (400, 100)):
-            heap.used, heap.free = used, free
-            heap_policy.look()
-        assert heap.num_trims == 0, "what keeps everything goes as malloc sees fit"
-        heap.used, heap.free = 500, 0
-        monkeypatch.setattr(module, "_SLACK_SHARE", 0)
-        for is_limited, most in ((True, 16), (False, 400)):
-            heap_policy.expect(100 * MIB, 900 * MIB, is_limited=is_limited)
-            heap_policy._needed_bytes = 0
-            heap_policy.enter(HeapMode.TRIM)
-            heap.free = 0
-            heap_policy.look()  # of 900 that are saved 100 stay
-            for free, trims in ((most, 0), (most + 1, 1)):
-                heap.num_trims, heap.free = 0, free
-                heap_policy.look()
-                assert heap.num_trims == trims, (is_limited, free)
-    finally:
-        heap_policy.close()
-
-
-def test_more_may_stay_where_each_pass_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to three quarters of what moving makes room for: a quarter of that is saved at least."""
-    monkeypatch.setattr(module, "has_whole_pages", lambda: True)
-    heap = Heap(monkeypatch)
-    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-
-    def run(free: int, peak: int = 100) -> bool:
-        """A pass that has so much free memory; whether it gave that back."""
-        heap.num_trims, heap.used, heap.free = 0, 500, 0
-        heap_policy.expect(peak * MIB, (peak + 800) * MIB, is_limited=is_limited)
-        heap_policy.enter(HeapMode.TRIM)
-        heap_policy.look()
-        heap.num_trims, heap.free = 0, free
-        heap_policy.look()
-        heap_policy.border()
-        return heap.num_trims > 0
-
-    try:
-        is_limited = False
-        run(0)
-        heap_policy._needed_bytes = 500 * MIB
-        monkeypatch.setattr(module, "_SLACK_SHARE", 0)
-        monkeypatch.setattr(module, "_MIN_SLACK_BYTES", 0)  # or what is needed would be forgotten slowly
-        assert [run(free) for free in (450, 0, 0, 0, 450, 0, 450)] == [True, False, False, False, True, False, True]
-        assert not run(450), "500 of 800 MiB, after two of four passes"
-        assert [run(501) for _ in range(3)] == [True, True, False]
-        assert [run(601) for _ in range(9)] == [True] * 9, "never more"
-        assert run(450, peak=300), "such passes are no longer the same"
-        is_limited = True
-        assert all(run(450, peak=300) for _ in range(9))
-    finally:
-        heap_policy.close()
-
-
 @pytest.mark.parametrize(("saved", "slack"), [(0, 16), (8 * 16, 16), (8 * 17, 17), (8 * 128, 128), (8 * 129, 128)])
 def test_what_may_stay_is_bounded(saved: int, slack: int, monkeypatch: pytest.MonkeyPatch) -> None:
     heap = Heap(monkeypatch)
