@@ -13,7 +13,8 @@ import torch
 
 from lightning_ssd.activations.kept_tensor import Kept
 from lightning_ssd.activations.storage_state import State
-from lightning_ssd.common.inplace_edits import owner_of
+from lightning_ssd.common.inplace_edits import Origin, inplace_error, owner_of, resized_error
+from lightning_ssd.common.tensors import required_nbytes
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.accounting import MemoryAccounting
@@ -80,3 +81,21 @@ class KeptLarge(NamedTuple):
 
     kept: Kept
     share: Share
+    origin: Origin | None
+    """Who made the tensor, for PyTorch's error text."""
+
+    def give_back(self) -> torch.Tensor:
+        """Return the tensor, with the values that it was kept with.
+
+        Raises:
+            RuntimeError: it was edited in place since, or its memory is gone.
+        """
+        tensor, saved = self.kept[:2]
+        if (version := tensor._version) != saved:
+            description = tensor.dtype, tensor.device, tensor.size()
+            raise inplace_error(description, self.origin, version=version, expected=saved)
+        nbytes, before = tensor.untyped_storage().nbytes(), self.share.record.nbytes
+        if nbytes < before and nbytes < required_nbytes(tensor):
+            raise resized_error(before, nbytes)
+        kept: torch.Tensor = tensor
+        return kept

@@ -46,6 +46,8 @@ class ParameterStorages:
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._ungathered: list[Gathered] = []
         self._num_to_walk = 0
+        self._recognised: list[int] = []
+        """Storages that have come by :meth:`recognise` since the last walk: inputs that want gradients come and go."""
 
     def register_module(self, module: torch.nn.Module) -> None:
         """Take this module's parameters and buffers in. The module is held weakly."""
@@ -90,10 +92,10 @@ class ParameterStorages:
         """
         if self._num_to_walk and not now:
             self._num_to_walk -= 1
+            self._recognised = self._forget_dead(self._recognised)
             return
-        for cdata, key in list(self.keys.items()):  # a copy: other threads may be packing
-            if not key.alive():
-                self.keys.pop(cdata, None)
+        self._recognised = []
+        self._forget_dead(list(self.keys))  # a copy: other threads may be packing
         gathered: list[Gathered] = []
         for number, reference in list(self._modules.items()):
             module = reference()
@@ -105,6 +107,17 @@ class ParameterStorages:
         self._num_to_walk = 0 if gathered else _NUM_FRESH - 1
         self._take_gathered(gathered)
 
+    def _forget_dead(self, storages: list[int]) -> list[int]:
+        """Forget those of these storages that are gone; return the others."""
+        alive = []
+        for cdata in storages:
+            key = self.keys.get(cdata)
+            if key is not None and key.alive():
+                alive.append(cdata)
+            else:
+                self.keys.pop(cdata, None)
+        return alive
+
     def recognise(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether ``tensor`` is a parameter that nobody registered, or a view of one; then it is known from now on.
 
@@ -114,6 +127,7 @@ class ParameterStorages:
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad):
             self._add(storage)
+            self._recognised.append(storage._cdata)
             return True
         if self._ungathered:
             self._take_gathered(self._ungathered)

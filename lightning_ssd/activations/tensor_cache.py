@@ -35,7 +35,7 @@ from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error, pytorch_wording, resized_error
-from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, required_nbytes
+from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.common.waiting import Latch, is_free_within
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
@@ -539,7 +539,7 @@ class TensorCache:
             share, placement = self._stay(current, tensor, storage, nbytes)
             self._deferred.look()
         if share is not None:
-            packed = KeptLarge(keep(tensor, tensor._is_view()), share)
+            packed = KeptLarge(keep(tensor, tensor._is_view()), share, Origin.of(tensor))
             self._heap_policy.look()
             if self._device.type == "cpu":  # the work that a device has queued hides so short a time
                 self._count_hook(begin_s, waited_s, None)
@@ -711,7 +711,7 @@ class TensorCache:
             return give_back(packed.held) if isinstance(packed.held, tuple) else packed.held.tensor()
         self.check_process()
         if isinstance(packed, KeptLarge):
-            return self._unpack_kept(packed.kept, packed.share.record)
+            return self._unpack_kept(packed)
         lease, spec, probe, origin = packed
         if (version := probe.version) != probe.saved:
             description = spec.dtype, self._device, spec.size
@@ -727,12 +727,9 @@ class TensorCache:
         self._count_hook(begin_s, waited_s, None)
         return tensor
 
-    def _unpack_kept(self, kept: Kept, record: KeptStorage) -> torch.Tensor:
+    def _unpack_kept(self, packed: KeptLarge) -> torch.Tensor:
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
-        tensor = give_back(kept)
-        nbytes = tensor.untyped_storage().nbytes()
-        if nbytes < record.nbytes and nbytes < required_nbytes(tensor):
-            raise resized_error(record.nbytes, nbytes)
+        tensor, record = packed.give_back(), packed.share.record
         self._handed_out.add(tensor, record.share)
         self._fetcher.note_kept(record)
         if self._device.type == "cpu":
