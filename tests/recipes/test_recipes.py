@@ -158,7 +158,6 @@ def test_training_is_exact_in_every_mode(model: str, train: Train, spill_dir: Pa
         assert other.weights_digest == plain.weights_digest
         assert other.counted
         assert other.saved_peak_bytes > 0
-        # Two steps of "auto" are profiled, with everything kept.
         if mode != "auto":  # which moves as much as this machine has time for
             assert (other.written_bytes_per_step > 0) == (mode == "ssd")
     rows = (spill_dir / "ssd" / "csv" / "metrics.csv").read_text().splitlines()
