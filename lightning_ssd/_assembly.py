@@ -114,9 +114,7 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
         reload = ReloadPool(_SPARE_BYTES)
         stack.callback(reload.close)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload)
-    host = _open_host(stack, environment, ahead=True)
-    if host is not None:
-        host.lock_ahead(environment.device)
+    host = _open_host(stack, environment)
     wear = open_wear_meter(environment)
     scheduler = None
     if policy.activations == "auto":
@@ -427,10 +425,10 @@ def _open_mover(
     return StagedMover(backend, staging, copies)
 
 
-def _open_host(stack: ExitStack, environment: Environment, *, ahead: bool = False) -> HostTier | None:
+def _open_host(stack: ExitStack, environment: Environment) -> HostTier | None:
     if not environment.host_budget.total_bytes:
         return None
     pin = _locks_host_memory(environment.device)
-    host = HostTier(environment.host_budget, environment.copies, pin=pin, events=environment.events, ahead=ahead)
+    host = HostTier(environment.host_budget, environment.copies, pin=pin, events=environment.events)
     stack.callback(host.close)
     return host

@@ -228,8 +228,7 @@ class HardwareProfile:
     host_memory: Size | Literal["auto"] = "auto"
     """Cap of what activations and the states of all optimizers of a process take of the host's memory in place of the
     drives', together; 0: nothing. On a CPU these are states that stay where they are updated. "auto": on CUDA a quarter
-    of what is available, shared by the machine's processes; on CPU 0, because it would save nothing. For activations it
-    is pinned in the background: 256 MiB when the run begins, then four times what has been in use."""
+    of what is available, shared by the machine's processes; on CPU 0, because it would save nothing."""
 
     drive_endurance: Size | None = None
     """Bytes that each drive is rated to be written over its life (its "TBW", for example "600TB"); ``None``: unknown,
