@@ -55,7 +55,7 @@ from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats, SavedBytes
 from lightning_ssd.telemetry.step_record import StepRecorder
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
-from lightning_ssd.tiers.host import HostTier
+from lightning_ssd.tiers.base import Tier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
 
@@ -72,7 +72,7 @@ class Tiers:
     """Where storages may go."""
 
     ssd: SsdTier | None = None
-    host: HostTier | None = None
+    host: Tier | None = None
 
 
 class SavedWeight(NamedTuple):
@@ -295,8 +295,6 @@ class TensorCache:
                     self.accounting.counters.saved_peak_bytes,
                 )
         self._passes.learn()
-        if self._tiers.host is not None:
-            self._tiers.host.lock_ahead(self._device)
         with self.accounting.lock:
             self._passes.prune()
             if not are_plain:

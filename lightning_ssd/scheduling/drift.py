@@ -18,7 +18,6 @@ _MAX_PAUSE = 64
 _MIN_GAIN = 0.02
 _MIN_RELIEF = 0.05
 _MIN_SPARED = 0.2
-_MORE_ROOM, _FULL = 1.25, 0.75
 _LITTLE = 0.5
 """Of the promised overhead: a plan that takes less may move more."""
 
@@ -55,21 +54,18 @@ class DriftDetector:
         self._pause = _FIRST_PAUSE
         self._num_to_skip = 0
 
-    def passed(
-        self, known: StoredPlan, measured: Measured, rates: TierRates, host_bytes: int | None = None
-    ) -> str | None:
+    def passed(self, known: StoredPlan, measured: Measured, rates: TierRates) -> str | None:
         """Return why to plan again, or ``None``.
 
         Args:
             known: the plan that was followed.
             measured: the pass.
             rates: of the drives by now.
-            host_bytes: capacity of the host tier by now; ``None``: there is none, or it has no bound.
         """
         if self._num_to_skip:
             self._num_to_skip -= 1
             return None
-        reason = _doubt(known, measured, rates) or _room(known, host_bytes)
+        reason = _doubt(known, measured, rates)
         self._num_doubts = 0 if reason is None else self._num_doubts + 1
         if self._num_doubts < _PATIENCE:
             return None
@@ -99,16 +95,6 @@ def _doubt(known: StoredPlan, measured: Measured, rates: TierRates) -> str | Non
     if measured.read_bytes and _left(known.rates.read_bytes_per_s, rates.read_bytes_per_s):
         return f"reading runs at {rates.read_bytes_per_s:.3g} bytes/s, not {known.rates.read_bytes_per_s:.3g}"
     return None
-
-
-def _room(known: StoredPlan, host_bytes: int | None) -> str | None:
-    """Return that a plan which fills the host tier can have more of it: memory is locked while training runs."""
-    before = known.host_bytes
-    if before is None or host_bytes is None or host_bytes <= _MORE_ROOM * before:
-        return None
-    if known.plan.prediction.host_bytes < _FULL * before:
-        return None
-    return f"the host tier has {host_bytes} bytes, not {before}"
 
 
 def _left(expected: float, got: float) -> bool:

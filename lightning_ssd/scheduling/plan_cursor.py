@@ -25,8 +25,6 @@ class StoredPlan:
     goal: PlanObjective
     rates: TierRates
     """Of the SSD tier."""
-    host_bytes: int | None = None
-    """Capacity of the host tier that was planned with; ``None``: there is none, or it has no bound."""
     plan: Plan
 
     @property

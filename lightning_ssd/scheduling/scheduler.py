@@ -258,9 +258,7 @@ class Scheduler:
         self.comparison.add(known, measured)
         if known.goal.budget_bytes is not None:
             self._hold_to_memory_budget(kind, known, done)
-        machine = self.machine
-        host_bytes = None if machine.host is None else machine.host.capacity_bytes
-        reason = kind.watch.passed(known, measured, machine.ssd or _NOTHING, host_bytes)
+        reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
         if reason is not None:
             _log.info("planning again: %s", reason)
             kind.ask_for_trace()
@@ -414,14 +412,7 @@ class Scheduler:
             kind.begin_to_recompute(plan.recompute, inner_bytes(trace, plan.recompute))
             self.num_plans += 1
             return
-        new = StoredPlan(
-            sizes=sizes,
-            trace=trace,
-            goal=goal,
-            rates=machine.ssd or _NOTHING,
-            host_bytes=None if machine.host is None else machine.host.capacity_bytes,
-            plan=plan,
-        )
+        new = StoredPlan(sizes=sizes, trace=trace, goal=goal, rates=machine.ssd or _NOTHING, plan=plan)
         old = kind.plans.get(sizes)
         chosen = new if old is None else self._better(old, new, machine)
         kind.put_in_force(chosen)

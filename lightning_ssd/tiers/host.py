@@ -51,7 +51,6 @@ class HostTier:
         chunk_bytes: largest single copy, so that urgent reads can overtake others there; default: what takes a few
             milliseconds at most.
         num_workers: workers per direction.
-        ahead: store only in memory that :meth:`lock_ahead` has locked already.
 
     Raises:
         MemoryError: the process may not have that many addresses.
@@ -68,11 +67,10 @@ class HostTier:
         events: EventLog,
         chunk_bytes: int | None = None,
         num_workers: int = DEFAULT_WORKERS,
-        ahead: bool = False,
     ) -> None:
         self.copies = copies
         self.chunk_bytes = chunk_bytes or (_DEVICE_CHUNK_BYTES if copies.is_asynchronous else DEFAULT_CHUNK_BYTES)
-        self.arena = HostArena(room, pin=pin, ahead=ahead)
+        self.arena = HostArena(room, pin=pin)
         # Guards what is freed while it is read. Taken before the arena's lock, and under the locks of layers above.
         self._lock = threading.Lock()
         self._late_error: BaseException | None = None
@@ -85,10 +83,6 @@ class HostTier:
     def capacity_bytes(self) -> int:
         """Most memory that it may have. Falls as others take from its budget, and where the system gives no more."""
         return self.arena.capacity_bytes
-
-    def lock_ahead(self, device: torch.device) -> None:
-        """See :meth:`HostArena.lock_ahead`."""
-        self.arena.lock_ahead(device)
 
     @property
     def memory_bytes(self) -> int:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
 from lightning_ssd.common.rounding import round_up
-from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.host_budget import HostMemoryBudget
-from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, PAGE_BYTES, MappedBlock, libc, lock_memory, unlock_memory
+from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
 
 __all__ = ["HostArena"]
@@ -25,13 +22,6 @@ __all__ = ["HostArena"]
 _log = logging.getLogger(__name__)
 
 _FIRST_GROWTH_BYTES = 64 << 20
-_FIRST_LOCKED_BYTES = 256 << 20
-_TIMES_USED = 4
-_LOCKED_BYTES = 64 << 20
-"""At once, in the background: locking holds the driver, and with it launches and allocations."""
-_PAUSE_S = 0.002
-"""Between two such slabs, for the driver's other users."""
-_POPULATE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
 _MAX_GROWTH_BYTES = 256 << 20
 
 
@@ -46,21 +36,12 @@ class HostArena:
         room: most memory to take, in bytes; or a budget that others take from, too, each as it grows.
         pin: lock slabs for CUDA. Where that fails it goes on without, with one warning.
         growth_bytes: first and smallest slab; later ones are a quarter of the size, at most 256 MiB.
-        ahead: have only memory that :meth:`lock_ahead` has locked already, so that nobody waits for that. Nothing
-            without ``pin``, and given up where locking fails.
 
     Raises:
         MemoryError: there are not that many addresses (``ulimit -v``).
     """
 
-    def __init__(
-        self,
-        room: int | HostMemoryBudget,
-        *,
-        pin: bool,
-        growth_bytes: int = _FIRST_GROWTH_BYTES,
-        ahead: bool = False,
-    ) -> None:
+    def __init__(self, room: int | HostMemoryBudget, *, pin: bool, growth_bytes: int = _FIRST_GROWTH_BYTES) -> None:
         host_budget = HostMemoryBudget(room) if isinstance(room, int) else room
         self._share = host_budget.share()
         self._limit_bytes = host_budget.total_bytes
@@ -75,9 +56,6 @@ class HostArena:
         # lock above may be taken under this one, never the other way round.
         self._pin_lock = threading.Lock()
         self._pin = pin
-        self._is_ahead = ahead and pin
-        self._locking: Task[None] | None = None
-        self._wanted_bytes = self._most_used_bytes = 0
         self._num_pinned = 0
         self._pinned_starts: list[int] = []
         self._device: torch.device | None = None
@@ -92,12 +70,7 @@ class HostArena:
 
     @property
     def capacity_bytes(self) -> int:
-        """Most memory that it may have: what it has, and what others and the system leave.
-
-        What is locked so far, where memory is locked ahead.
-        """
-        if self._is_ahead:
-            return self.size_bytes
+        """Most memory that it may have: what it has, and what others and the system leave."""
         return min(self._limit_bytes, self._share.nbytes + self._share.host_budget.left_bytes)
 
     @property
@@ -124,9 +97,8 @@ class HostArena:
                 return Extent(0, 0)
             try:
                 extent = self._extents.allocate(nbytes)
-                if extent is None and not self._is_ahead and self._grow(nbytes):
+                if extent is None and self._grow(nbytes):
                     extent = self._extents.allocate(nbytes)
-                self._most_used_bytes = max(self._most_used_bytes, self._extents.used_bytes)
             except BaseException:
                 self._extents.recover()
                 raise
@@ -148,54 +120,6 @@ class HostArena:
                 except BaseException:
                     self._extents.recover()
                     raise
-
-    def lock_ahead(self, device: torch.device) -> None:
-        """Take and lock memory in the background: at first 256 MiB, then four times what has been lent at a time.
-
-        Memory is touched outside of the driver, in huge pages, which takes most of the time; then it is locked, slab
-        by slab. Returns at once.
-        """
-        self._wanted_bytes = max(self._wanted_bytes, _FIRST_LOCKED_BYTES, _TIMES_USED * self._most_used_bytes)
-        is_there = not self._is_ahead or self.size_bytes >= min(self._wanted_bytes, self._limit_bytes)
-        if is_there or self.is_foreign or (self._locking is not None and not self._locking.is_done):
-            return
-        self._locking = task = Task(partial(self._lock_wanted, device), "lightning_ssd-lock")
-        task.start()
-
-    def _lock_wanted(self, device: torch.device) -> None:
-        while self._is_ahead and self.size_bytes < self._wanted_bytes:
-            if not self._lock_more(device):
-                if self._is_ahead:  # others and the system leave no more, or it is closed
-                    self._limit_bytes = self.size_bytes
-                break
-            self._say()
-            time.sleep(_PAUSE_S)
-        self._say()
-
-    def _lock_more(self, device: torch.device) -> bool:
-        """Take one more slab, touch it and lock it; return whether there is more to have."""
-        with self._pin_lock:
-            size, block = self.size_bytes, self._block
-            if block is None:
-                return False
-            slab = self._share.grow(PAGE_BYTES, min(_LOCKED_BYTES, self._limit_bytes - size))
-            if not slab or not block.make_usable(size, slab):
-                self._share.give_back(slab)
-                return False
-            libc.madvise(block.address + size, slab, _POPULATE)  # an older system touches it where it is locked
-            try:
-                self._lock_slab(size, slab, device)
-            except Exception as error:
-                self._share.give_back(slab)
-                self._is_ahead = False
-                self._unsaid.append(f"host memory is locked as it is needed, since locking it ahead failed: {error!r}")
-                return False
-            with self._lock:
-                if self._block is not None:
-                    self._extents.grow(slab)
-                    self._slab_ends.append(size + slab)
-                self._is_ahead = self._pin  # else it grows as it is needed from now on
-        return True
 
     def prepare(self, extent: Extent, device: torch.device) -> None:
         """Lock the slabs under an extent where that has not been done; takes long for each new slab."""
@@ -227,9 +151,6 @@ class HostArena:
         """Give the memory back. Nobody may copy from or to it any more. Idempotent."""
         if self.is_foreign:
             return  # the memory is not in this process, and the locks may have been taken at the fork
-        self._wanted_bytes = 0
-        if self._locking is not None:
-            self._locking.wait()
         with self._pin_lock, self._lock:
             block, self._block = self._block, None
             starts, self._pinned_starts = self._pinned_starts, []

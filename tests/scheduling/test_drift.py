@@ -182,19 +182,3 @@ def test_without_a_budget_the_lower_peak_wins_by_a_margin() -> None:
 
 def test_a_plan_that_is_too_slow_goes() -> None:
     assert is_better(max_step_s=0.99, peak_bytes=200)
-
-
-def test_more_host_memory_is_a_reason_where_the_plan_has_filled_what_there_was() -> None:
-    """On a device, host memory is locked in the background while training runs."""
-
-    def asked(plan: StoredPlan, host_bytes: int | None) -> str | None:
-        watch = DriftDetector()
-        assert watch.passed(plan, AS_PREDICTED, RATES, host_bytes) is None
-        return watch.passed(plan, AS_PREDICTED, RATES, host_bytes)
-
-    full = replace(known(host_bytes=80), host_bytes=100)
-    assert asked(full, 126) == "the host tier has 126 bytes, not 100"
-    assert asked(full, 125) is None
-    assert asked(full, None) is None
-    assert asked(replace(known(host_bytes=74), host_bytes=100), 1000) is None
-    assert asked(known(host_bytes=80), 1000) is None
