@@ -306,6 +306,14 @@ class SavedStorage:
         A failure may come before the write has begun (a device that is lost while its stream is waited for): from
         QUEUED, or after somebody has taken it back.
         """
+        try:
+            self._settle_write(stored, error)
+        finally:  # last, and always: a budget waits for this, and then finds the memory gone
+            with self.accounting.lock:
+                self._write_gone()
+        self.accounting.returned()
+
+    def _settle_write(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         storage = None
         with self.accounting.lock:
             self.accounting.settle()
@@ -327,9 +335,6 @@ class SavedStorage:
                     self.tier.free(stored)
         # The memory goes here, outside of the lock: unmapping it can take milliseconds.
         del storage
-        with self.accounting.lock:
-            self._write_gone()  # last: whoever waits for room under a budget finds the memory gone
-        self.accounting.returned()
 
     def _count_written(self, nbytes: int) -> None:
         if self.is_on_host:

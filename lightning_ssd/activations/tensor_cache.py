@@ -556,6 +556,8 @@ class TensorCache:
                     self._deferred.look()
                     break
             self._fetcher.wait_for_room(current, nbytes, room)
+            if self._fetcher.is_closed:  # its writes will never end
+                return keep(tensor, tensor._is_view())
         self._heap_policy.look()
         self._run_ahead.wait()
         self._copies.protect(tensor)

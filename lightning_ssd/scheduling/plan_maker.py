@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 from collections import deque
 from functools import partial
@@ -61,7 +60,7 @@ class PlanMaker:
     def _make_apart(trace: Trace, machine: Machine, goal: PlanObjective) -> Plan:
         try:
             return make_plan_apart(trace, machine, goal)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
+        except OSError as error:
             _log.info("plans are made in a thread, where steps wait for them, because no process does it: %s", error)
             return make_plan(trace, machine, goal)
 

@@ -4,7 +4,8 @@ The planner is plain Python and takes 0.1 to 2 seconds. In a thread beside train
 four times as long, because each operation gives the lock away and has to wait for it again.
 
 This file is also the program of that process. It runs without site packages and without ``lightning_ssd/__init__.py``,
-which imports PyTorch: only ``planning`` and what that needs. Trace, goal and plan are numbers, and go through pipes.
+which imports PyTorch: only ``planning`` and what that needs. Trace, goal and plan go through pipes that only these two
+processes hold, so that unpickling them runs nothing that a third one has written.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def make_plan_apart(trace: Trace, machine: Machine, goal: PlanObjective) -> Plan
 
     Raises:
         BudgetTooSmall: no plan stays under the budget.
-        OSError: the system starts no process.
-        EOFError, UnpicklingError: it has ended without an answer, or within it.
+        OSError: the system starts no process, or it has ended without an answer.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         raise OSError("this program has no Python interpreter of its own")
@@ -46,7 +46,10 @@ def make_plan_apart(trace: Trace, machine: Machine, goal: PlanObjective) -> Plan
             raise OSError("the planner's process has no pipes")
         pickle.dump((trace, machine, goal), child.stdin)
         child.stdin.close()
-        answer: Plan | Exception = pickle.load(child.stdout)
+        try:
+            answer: Plan | Exception = pickle.load(child.stdout)
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise OSError("the planner's process has ended without a plan") from error
     if isinstance(answer, Exception):
         raise answer
     return answer

@@ -304,11 +304,16 @@ def dangers(source: str) -> list[str]:
     return found
 
 
+OWN_PIPES = "lightning_ssd/scheduling/planner_process.py"
+"""Unpickles what comes out of a pipe that only it and the process that it has started hold."""
+
+
 def test_nothing_that_was_read_is_run() -> None:
     folders = ("lightning_ssd", "recipes", "tests/faults", "tests/compat")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(sources) > 50
-    assert {str(path): found for path in sources if (found := dangers(path.read_text(encoding="utf-8")))} == {}
+    found = {str(path.relative_to(ROOT)): dangers(path.read_text(encoding="utf-8")) for path in sources}
+    assert {path: dangers for path, dangers in found.items() if dangers} == {OWN_PIPES: ["pickle"]}
 
 
 @pytest.mark.parametrize(
