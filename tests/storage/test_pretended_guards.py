@@ -153,7 +153,7 @@ def dropped_and_found(directory: Path, device: PretendedDevice) -> None:
             loss = (x * 2).exp().sum()
         opened.flush()
         cache = opened._opened()
-        (record,) = (r for r in cache._by_storage.values() if r.state in AWAY)
+        (record,) = (r for r in cache.by_storage.values() if r.state in AWAY)
         with held_copies():
             with cache.accounting.lock:
                 record.start_read(CPU, urgent=False)

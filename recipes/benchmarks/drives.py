@@ -1,0 +1,221 @@
+"""How the rates of several drives add up, equal and unequal ones, on loop devices that the kernel throttles.
+
+    python -m recipes.benchmarks.drives --dir DIR [--rate 100] [--rounds 3] [--json FILE]
+
+Needs root on Linux. Each drive is a file with a file system of its own, read and written past the page cache
+(``losetup --direct-io=on``), and limited by a control group (``blkio``): a third of the rate for the last one. The
+rate of each set of drives is compared with that of one: all that it is given is written, then read back last things
+first, as a backward pass does, 256 MiB ahead. What comes back is compared with what was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ssd.memory.pools import ReloadPool
+from lightning_ssd.storage.factory import open_backend
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import HostMover
+from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.transfer_queue import Transfer
+from recipes.benchmarks.harness.cgroups import GroupUnavailableError, control_group
+from recipes.benchmarks.io import Owner
+
+NUM_DRIVES = 4
+SLOW_PART = 3
+"""The last drive has the rate of the others divided by this."""
+MIB = 1 << 20
+AHEAD_BYTES = 256 * MIB
+SETS = {"1": (0,), "2": (0, 1), "4": (0, 1, 2, 3), "fast + slow": (0, 4)}
+"""Numbers of the drives in each set."""
+
+
+@contextmanager
+def loop_drives(directory: Path, number: int, nbytes: int) -> Iterator[list[tuple[Path, str]]]:
+    """Make file systems on loop devices.
+
+    Args:
+        directory: where their files lie.
+        number: of drives.
+        nbytes: of each.
+
+    Yields:
+        Where each is mounted, and the numbers of its device ("7:0").
+    """
+    with ExitStack() as stack:
+        drives = []
+        for index in range(number):
+            image, mount = directory / f"drive{index}.img", directory / f"drive{index}"
+            mount.mkdir()
+            with image.open("wb") as file:
+                file.truncate(nbytes)
+            _run("mkfs.ext4", "-q", "-F", str(image))
+            device = _run("losetup", "--direct-io=on", "--show", "--find", str(image))
+            stack.callback(_run, "losetup", "--detach", device)
+            _run("mount", device, str(mount))
+            stack.callback(_run, "umount", str(mount))
+            drives.append((mount, Path(f"/sys/block/{Path(device).name}/dev").read_text().strip()))
+        yield drives
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def rates_of(directories: Sequence[Path], tensors: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Return MB/s of writing these tensors to directories, and of reading them back.
+
+    Raises:
+        RuntimeError: other bytes came back.
+    """
+    with ExitStack() as stack:
+        backend = stack.enter_context(_closing(_backend(directories)))
+        reload = stack.enter_context(_closing(ReloadPool(2 * AHEAD_BYTES)))
+        tier = stack.enter_context(
+            _closing(
+                SsdTier(
+                    backend, HostMover(backend, reload), list(directories), events=EventLog(), sampler=Sampler("off")
+                )
+            )
+        )
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        owners = [Owner(tensor) for tensor in tensors]
+        begin = time.perf_counter()
+        for owner in owners:
+            tier.write(owner, owner.tensor.nbytes, None, label="bench")
+        tier.flush()
+        written_s = time.perf_counter() - begin
+        begin = time.perf_counter()
+        _read(tier, owners, check=False)
+        read_s = time.perf_counter() - begin
+        _read(tier, owners, check=True)
+    return nbytes / written_s / 1e6, nbytes / read_s / 1e6
+
+
+def _read(tier: SsdTier, owners: Sequence[Owner], *, check: bool) -> None:
+    """Read everything back, last things first."""
+    under_way: list[tuple[Owner, Transfer]] = []
+    ahead = 0
+    for owner in reversed(owners):
+        under_way.append((owner, tier.read(owner, owner.require_stored(), torch.device("cpu"), urgent=False)))
+        ahead += owner.tensor.nbytes
+        while under_way and (ahead > AHEAD_BYTES or owner is owners[0]):
+            oldest, read = under_way.pop(0)
+            read.wait()
+            ahead -= oldest.tensor.nbytes
+            if oldest.error is not None:
+                raise oldest.error
+            if check and not oldest.is_right():
+                raise RuntimeError("a tensor came back with other bytes; report this")
+            oldest.reloaded = None
+
+
+def _backend(directories: Sequence[Path]) -> Any:
+    return open_backend("posix", directories=directories, device=torch.device("cpu"), allow_unsuitable_paths=True)[0]
+
+
+@contextmanager
+def _closing(opened: Any) -> Iterator[Any]:
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str, Any]:
+    """Measure all sets, in turns, and return medians.
+
+    Args:
+        directory: on a disk that is faster than all drives together.
+        rate: of a fast drive, MB/s.
+        rounds: of all sets.
+        total: bytes per drive that are written in each.
+    """
+    kinds = {"16 MiB": 16 * MIB, "256 MiB": 256 * MIB}
+    samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    with loop_drives(directory, NUM_DRIVES + 1, 4 * total) as drives, control_group("blkio", v1={}, v2={}) as group:
+        for index, (_, device) in enumerate(drives):
+            _limit(group.directory, device, int(rate * 1e6 / (SLOW_PART if index == NUM_DRIVES else 1)))
+        group.add_own_processes()
+        for _ in range(rounds):
+            for kind, nbytes in kinds.items():
+                for name, chosen in SETS.items():
+                    tensors = _tensors(total * len(chosen), nbytes)
+                    found = rates_of([drives[i][0] for i in chosen], tensors)
+                    samples.setdefault((kind, name), []).append(found)
+                    print(f"{kind:8s} {name:12s} write {found[0]:6.0f} MB/s, read {found[1]:6.0f} MB/s", flush=True)
+    table: dict[str, Any] = {}
+    for (kind, name), found in samples.items():
+        alone = samples[kind, "1"]
+        ratios = [[ours[way] / one[way] for ours, one in zip(found, alone, strict=True)] for way in (0, 1)]
+        table.setdefault(kind, {})[name] = {
+            "write_mb_per_s": statistics.median(one[0] for one in found),
+            "read_mb_per_s": statistics.median(one[1] for one in found),
+            "write_over_one": statistics.median(ratios[0]),
+            "read_over_one": statistics.median(ratios[1]),
+        }
+    return table
+
+
+def _limit(group: Path, device: str, bytes_per_s: int) -> None:
+    """Limit both directions of a device, in a group of either version. The kernel takes one device at a time."""
+    if (group / "io.max").exists():
+        (group / "io.max").write_text(f"{device} rbps={bytes_per_s} wbps={bytes_per_s}")
+        return
+    for way in ("read", "write"):
+        (group / f"blkio.throttle.{way}_bps_device").write_text(f"{device} {bytes_per_s}")
+
+
+def _tensors(total: int, nbytes: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    one = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return [one.roll(17 * i) for i in range(max(total // nbytes, 1))]
+
+
+def show(table: dict[str, Any]) -> None:
+    """Print a table in Markdown."""
+    print("\n| storages | drives | write MB/s | / one | read MB/s | / one |\n|---|---|---|---|---|---|")
+    for kind, rows in table.items():
+        for name, row in rows.items():
+            print(
+                f"| {kind} | {name} | {row['write_mb_per_s']:.0f} | {row['write_over_one']:.2f} "
+                f"| {row['read_mb_per_s']:.0f} | {row['read_over_one']:.2f} |"
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dir", type=Path, required=True, help="on a disk faster than all drives together")
+    parser.add_argument("--rate", type=float, default=100.0, help="of a fast drive, MB/s (default 100)")
+    parser.add_argument("--rounds", type=int, default=3, help="default 3")
+    parser.add_argument("--mib", type=int, default=256, help="written per drive and set (default 256)")
+    parser.add_argument("--json", type=Path, help="where the medians go")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="drives-") as directory:
+        try:
+            table = bench(Path(directory), rate=options.rate, rounds=options.rounds, total=options.mib * MIB)
+        except (GroupUnavailableError, subprocess.CalledProcessError, PermissionError) as error:
+            sys.exit(f"this machine cannot throttle loop devices: {error}; run as root on Linux with losetup")
+    show(table)
+    if options.json is not None:
+        run = {"date": date.today().isoformat(), "torch": torch.__version__, "rate_mb_per_s": options.rate}
+        options.json.write_text(json.dumps({"run": run, "median": table}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
