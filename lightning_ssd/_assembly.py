@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -118,7 +119,7 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
     wear = open_wear_meter(environment)
     scheduler = None
     if policy.activations == "auto":
-        probe, probe_host = partial(_measure_one, backend, directories), partial(measure_copies, environment.device)
+        probe, probe_host = partial(_measure_all, backend, directories), partial(measure_copies, environment.device)
         meter = BandwidthMeter(
             ssd,
             probe,
@@ -126,7 +127,6 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
             probe_host=probe_host,
             place=_place(environment.paths),
             expected=environment.expected_rates,
-            num_directories=len(directories),
             cost_s_per_byte=0.0 if cpu is None else cpu.mapping_s_per_moved_byte,
         )
         constraints = _constraints(policy, wear.capacity_bytes, environment.num_local_processes)
@@ -356,16 +356,26 @@ def _open_directories(stack: ExitStack, environment: Environment) -> tuple[Backe
     return (backend if environment.wrap_backend is None else environment.wrap_backend(backend)), directories, why
 
 
-def _measure_one(backend: Backend, directories: Sequence[Path]) -> Rates:
-    """Of the first drive that can be measured: a full one is passed over when bytes are written, too.
+def _measure_all(backend: Backend, directories: Sequence[Path]) -> Rates:
+    """Measure all drives at once, as they are used; a full one is passed over when bytes are written, too.
 
     Raises:
-        OSError: none can.
+        OSError: none can be measured.
     """
-    for directory in directories[:-1]:
-        with suppress(OSError):
-            return measure_rates(backend, directory)
-    return measure_rates(backend, directories[-1])
+    with ThreadPoolExecutor(len(directories)) as pool:
+        probes = [pool.submit(measure_rates, backend, directory) for directory in directories]
+    found, failures = [], []
+    for probe in probes:
+        error = probe.exception()
+        if error is None:
+            found.append(probe.result())
+        elif isinstance(error, OSError):
+            failures.append(error)
+        else:
+            raise error
+    if not found:
+        raise failures[0]
+    return Rates(sum(rates.write_per_s for rates in found), sum(rates.read_per_s for rates in found))
 
 
 def _place(paths: Sequence[Path]) -> str:

@@ -26,18 +26,17 @@ def leaves_band(value: float, reference: float, width: float = BAND) -> bool:
     return abs(value - reference) > width * reference
 
 
-def first_guess(probed: float, expected: float, num_directories: int) -> float:
-    """What to begin with for all directories together, in bytes per second.
+def first_guess(probed: float, expected: float) -> float:
+    """Return what to begin with for all directories together, in bytes per second.
 
-    A short probe of one directory sees the drive's cache and none of its neighbours; a data sheet sees neither this
-    machine nor who else works there. Both are upper bounds, so that the lower one counts.
+    A short probe sees the caches of the drives; a data sheet sees neither this machine nor who else works there. Both
+    are upper bounds, so that the lower one counts.
 
     Args:
-        probed: of one directory; 0: it does not work.
-        expected: of all of them, for this process; 0: nobody has told.
-        num_directories: that there are.
+        probed: 0: they do not work.
+        expected: for this process; 0: the user has not told.
     """
-    return min(expected, probed * num_directories) if expected else probed
+    return min(expected, probed) if expected else probed
 
 
 class RateEstimate:

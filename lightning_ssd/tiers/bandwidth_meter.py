@@ -83,7 +83,6 @@ class BandwidthMeter:
         place: of the drives, as the user knows it, for messages.
         expected: of all drives, for this process, as the user has told: see :func:`first_guess`. Without a probe the
             run begins with it. 0: unknown.
-        num_directories: of which ``probe`` measures one.
         cost_s_per_byte: a first guess of what moving takes besides transfers.
     """
 
@@ -96,11 +95,10 @@ class BandwidthMeter:
         probe_host: Callable[[], Rates] | None = None,
         place: str = "the SSD tier",
         expected: Rates = _UNKNOWN,
-        num_directories: int = 1,
         cost_s_per_byte: float = 0.0,
     ) -> None:
         self._cost_s_per_byte = cost_s_per_byte
-        self._ssd = _Channels(ssd.progress, probe, place, expected, num_directories)
+        self._ssd = _Channels(ssd.progress, probe, place, expected)
         self._host_tier = host
         self._host: _Channels | None = None
         if host is not None and probe_host is not None:
@@ -123,10 +121,8 @@ class _Channels:
         probe: Callable[[], Rates] | None,
         place: str,
         expected: Rates = _UNKNOWN,
-        num_directories: int = 1,
     ) -> None:
         self._expected = expected
-        self._num_directories = num_directories
         self._progress = progress
         self._probe = probe
         self._place = place
@@ -167,4 +163,4 @@ class _Channels:
 
     def _begun(self, estimate: RateEstimate, probed: float, expected: float) -> RateEstimate:
         """With what the run has shown already, else with what is known of the drives."""
-        return estimate if estimate.value else RateEstimate(first_guess(probed, expected, self._num_directories))
+        return estimate if estimate.value else RateEstimate(first_guess(probed, expected))

@@ -272,20 +272,13 @@ def test_a_tier_that_works_after_all_is_not_called_unusable(wait: Callable[[floa
 
 
 @pytest.mark.parametrize(
-    ("probed", "expected", "num_directories", "begun"),
-    [(2.0, 0.0, 4, 2.0), (2.0, 5.0, 1, 2.0), (7.0, 5.0, 1, 5.0), (2.0, 20.0, 4, 8.0), (7.0, 20.0, 4, 20.0)],
-    ids=["nothing told", "a slow drive", "the cache of a drive", "slow drives", "several drives"],
+    ("probed", "expected", "begun"),
+    [(2.0, 0.0, 2.0), (2.0, 5.0, 2.0), (7.0, 5.0, 5.0)],
+    ids=["nothing told", "slow drives", "the cache of a drive"],
 )
-def test_the_lower_of_two_upper_bounds_counts(
-    probed: float, expected: float, num_directories: int, begun: float
-) -> None:
+def test_the_lower_of_two_upper_bounds_counts(probed: float, expected: float, begun: float) -> None:
     tier = FakeTier()
-    meter = BandwidthMeter(
-        tier.as_ssd,
-        lambda: Rates(probed, 2 * probed),
-        expected=Rates(expected, 2 * expected),
-        num_directories=num_directories,
-    )
+    meter = BandwidthMeter(tier.as_ssd, lambda: Rates(probed, 2 * probed), expected=Rates(expected, 2 * expected))
     assert meter.machine().ssd == TierRates(write_bytes_per_s=begun, read_bytes_per_s=2 * begun)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ssd._assembly import _measure_all
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.memory.pools import ReloadPool
@@ -213,3 +214,21 @@ def test_closing_drains_what_has_begun_on_every_drive(tmp_path: Path) -> None:
         tier.close()
         for owner in owners:
             assert owner.error is None or not isinstance(owner.error, OSError)
+
+
+def test_the_probe_measures_all_drives_at_once(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in "abc"]
+    for directory in directories:
+        directory.mkdir()
+    drives = Drives(directories, dict.fromkeys("ab", 0.1))
+    try:
+        drives.full.add("c")
+        begin = time.perf_counter()
+        rates = _measure_all(drives, directories)
+        assert time.perf_counter() - begin < 0.55, "three rounds of one chunk, side by side"
+        assert rates.write_per_s > 1.2 * (16 << 20) / 0.2
+        drives.full |= {"a", "b"}
+        with pytest.raises(OutOfSpaceError):
+            _measure_all(drives, directories)
+    finally:
+        drives.close()
