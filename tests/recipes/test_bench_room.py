@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from recipes.benchmarks import step
-from recipes.benchmarks.harness import groups
 from recipes.benchmarks.harness import rounds as bench_round
 from recipes.benchmarks.harness.mode_names import parse_mode
 from recipes.benchmarks.harness.process import Child, ChildDiedError, ChildOutOfMemoryError
@@ -106,13 +105,6 @@ def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch
     with pytest.raises(SystemExit, match=r"has 10.0 GiB free.* ssd 6.0, budget=40% 3.6, naive 6.0; name fewer --modes"):
         step.check_room([*modes[:5], "naive"], 6 << 30, tmp_path)
     step.check_room(modes, None, tmp_path)
-    # Groups run one after the other.
-    monkeypatch.setattr(groups, "held_if_needed", lambda *_: 6 << 30)
-    monkeypatch.setattr(groups, "run_round", lambda *_, **__: [])
-    args = step.parse_arguments([])
-    groups.run_groups([["keep", "ssd"], ["keep", "naive"]], TINY, tmp_path, args)
-    with pytest.raises(SystemExit, match=r"10\.0 GiB free"):
-        groups.run_groups([["keep", "ssd", "naive"]], TINY, tmp_path, args)
 
 
 @pytest.mark.parametrize(("free", "batch"), [(200, 16), (96, 16), (95, 15), (64, 10), (5, 1), (0, 1)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from recipes.benchmarks import step as bench_step
 from recipes.benchmarks.harness import rounds as bench_round
 from recipes.benchmarks.harness import shapes
 from recipes.benchmarks.harness.modes import Account
-from recipes.benchmarks.harness.shapes import SHAPES, TINY, TINY_PLANNED
+from recipes.benchmarks.harness.shapes import SHAPES, TINY, Shape
 from recipes.benchmarks.harness.tables import Sample, show, summarise
 from recipes.benchmarks.workers import step as worker
 from recipes.benchmarks.workers.step import Job, open_trainer
@@ -238,7 +237,7 @@ def test_where_time_is_short_there_are_fewer_turns(
 def test_the_model_without_transformers_trains_alike_in_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = replace(TINY_PLANNED, layers=2, batch=8)
+    shape = Shape(layers=2, width=128, heads=4, sequence=128, batch=8, vocabulary=211)
     published = sum(p.numel() for p in shape.model().parameters())
     monkeypatch.setattr(shapes, "has_transformers", lambda: False)
     hashes = []
@@ -270,7 +269,7 @@ def test_the_shapes_of_a_card_are_its_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_workers")  # those of test_largest_batch begin with the interpreter, as with users
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("profile", ["cpu", "h200"])
 def test_a_toy_run_of_the_real_thing(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     modes = "keep,keep_again,ssd" if profile == "h200" else "keep,ssd,recompute+mmap,naive"

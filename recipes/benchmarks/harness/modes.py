@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import lightning_ssd
 from lightning_ssd.memory.malloc import MallocThreshold
 from recipes.benchmarks.harness.mode_names import ModeSpec, parse_mode
-from recipes.benchmarks.harness.profile_json import trace_to_json
 from recipes.benchmarks.harness.throttle import Throttle, parse_rate, throttled
 
 
@@ -41,10 +40,6 @@ class Mode:
 
     def description(self) -> dict[str, Any]:
         """What really happens, for reports; empty where there is nothing to say."""
-        return {}
-
-    def profile(self) -> dict[str, Any]:
-        """The profiled pass and the measured rates as JSON; empty where there is none."""
         return {}
 
 
@@ -79,12 +74,6 @@ class OurMode(Mode):
 
     def description(self) -> dict[str, Any]:
         return {"backend": self._offloader.description, "throttle": self._throttle}
-
-    def profile(self) -> dict[str, Any]:
-        trace, machine = self._offloader.trace, self._offloader.machine
-        if trace is None or machine is None:
-            return {}
-        return {"trace": trace_to_json(trace), "machine": asdict(machine)}
 
 
 class _File:
@@ -129,10 +118,6 @@ class Settings:
     verify: str = "off"
     budget_bytes: int | None = None
     """Of saved activations, for ``budget=...``."""
-    memory_budget_bytes: int | None = None
-    """Of the whole device, for planned modes."""
-    device_limit_bytes: int | None = None
-    """What PyTorch's allocator may take of a CUDA device."""
     deterministic: bool = True
     """On a CUDA device: only operations that repeat their bits, as far as there are any."""
 
@@ -166,7 +151,6 @@ def _open_ours(stack: ExitStack, spec: ModeSpec, model: nn.Module, directory: Pa
         activations=spec.activations,  # type: ignore[arg-type]
         verify=settings.verify,  # type: ignore[arg-type]
         activation_budget=settings.budget_bytes,
-        memory_budget=settings.memory_budget_bytes if spec.is_planned else None,
         recompute_modules="blocks" if spec.is_planned else (),
     )
     offloader = lightning_ssd.Offloader(

@@ -37,7 +37,7 @@ def run_round(
         index: number of the round; steps are compared within one.
         jobs: one per mode.
         args: ``steps``, ``warmup``, ``turn_steps``, ``within`` and ``started_s``.
-        details: also what plain PyTorch holds, and the profiles that plans were made from.
+        details: also what plain PyTorch holds.
         failed: takes the modes that run out of memory, and what to say of them; the others go on, and no sample of
             those comes back. ``None``: then that is an error like any other.
 
@@ -57,7 +57,7 @@ def run_round(
         samples += _take_turns(index, children, args, failed)
         for child in _alive(children, failed):
             with _noting(failed, child):
-                _note_details(child, samples, descriptions[child.mode], details=details)
+                _note_details(child, samples, descriptions[child.mode])
         if details:
             account = _account(_alive(children, failed), failed)
             for sample in samples:
@@ -82,14 +82,12 @@ def _alive(children: Sequence[Child], failed: dict[str, str] | None) -> list[Chi
     return [child for child in children if child.mode not in (failed or ())]
 
 
-def _note_details(child: Child, samples: Sequence[Sample], described: dict[str, Any], *, details: bool) -> None:
+def _note_details(child: Child, samples: Sequence[Sample], described: dict[str, Any]) -> None:
     rest = child.ask("rest")
-    profile = child.ask("profile") if details else {}
     mine = [sample for sample in samples if sample.mode == child.mode]
     for sample in mine:
         sample.values["rest"] = rest
-    # Once per mode: a profile is long.
-    mine[-1].values["described"] = described | ({"profile": profile} if profile else {})
+    mine[-1].values["described"] = described
 
 
 def _take_turns(

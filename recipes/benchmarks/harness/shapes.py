@@ -22,7 +22,6 @@ __all__ = [
     "PROFILES",
     "SHAPES",
     "TINY",
-    "TINY_PLANNED",
     "Shape",
     "add_shape_arguments",
     "choose_card",
@@ -99,8 +98,6 @@ class Shape:
 
 
 TINY = Shape(layers=2, width=64, heads=4, sequence=32, batch=2, vocabulary=211)
-TINY_PLANNED = Shape(layers=4, width=128, heads=4, sequence=128, batch=16, vocabulary=211)
-"""As small as it can be with saved tensors that are large enough to be moved."""
 SHAPES = {
     "small": Shape(),
     # About the bytes of "small". Tall: a third of its arithmetic per byte, which is harder on the drive. Wide: twice.
@@ -133,7 +130,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int)
 
 
-def choose_shape(args: argparse.Namespace, *, tiny: Shape = TINY) -> Shape:
+def choose_shape(args: argparse.Namespace) -> Shape:
     """Profile or shape, then ``--tiny``, then single sizes."""
     sizes: Mapping[str, int | None] = {name: getattr(args, name) for name in _SIZES}
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -143,7 +140,7 @@ def choose_shape(args: argparse.Namespace, *, tiny: Shape = TINY) -> Shape:
             sys.exit(f"--shape {args.shape} belongs to --profile cpu; with {args.profile} give the single sizes")
         shape = SHAPES[args.shape]
     if args.tiny:
-        shape = replace(tiny, autocast=shape.autocast)
+        shape = replace(TINY, autocast=shape.autocast)
     elif shape.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"--profile {args.profile} needs a CUDA device and there is none here; with --tiny it runs on the CPU")
     return replace(shape, **given)
