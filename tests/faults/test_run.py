@@ -282,9 +282,10 @@ def wall_clocks(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
-def test_nothing_reads_a_clock_that_jumps(path: Path) -> None:
-    assert wall_clocks(path.read_text(encoding="utf-8")) == []
+def test_nothing_reads_a_clock_that_jumps() -> None:
+    found = {path: wall_clocks(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert len(found) > 100
+    assert {path: clocks for path, clocks in found.items() if clocks} == {}
 
 
 def test_the_clock_test_can_fail() -> None:
