@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.waiting import Changes, Latch
@@ -18,10 +18,10 @@ from lightning_ssd.telemetry.stats import Counters, SavedBytes
 from lightning_ssd.telemetry.step_record import StepRecorder
 
 if TYPE_CHECKING:
-    from lightning_ssd.activations.kept_storage import KeptStorage, Share
+    from lightning_ssd.activations.kept_storage import KeptStorage
     from lightning_ssd.activations.saved_storage import Lease, SavedStorage
 
-__all__ = ["MemoryAccounting"]
+__all__ = ["Death", "MemoryAccounting"]
 
 
 class MemoryAccounting:
@@ -51,8 +51,9 @@ class MemoryAccounting:
         self._worst = SavedBytes()  # since somebody took it
         self.recorder: StepRecorder | None = None  # of the step under way; none: nobody looks
         self._leaving: deque[SavedStorage] = deque()
-        self._watched: dict[int, _Death] = {}
-        self._deaths: deque[_Death] = deque()
+        self.watched: dict[int, Death] = {}
+        self._deaths: deque[Death] = deque()
+        self.died = self._deaths.append
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
 
@@ -74,26 +75,38 @@ class MemoryAccounting:
 
     def recount(self) -> None:
         """Add up again what is there: an interrupt may have come between a change and its count."""
-        live = [death.record for death in self._watched.values()]
+        live = [death.record for death in list(self.watched.values())]
         self.num_live = len(live)
         self.saved_bytes = sum(record.nbytes for record in live)
         self.ahead_bytes = sum(record.nbytes for record in live if record.ahead)
         self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
         self._away_on_host_bytes = sum(r.nbytes for r in live if r.is_on_host and not r.is_resident)
 
-    def opened(self, record: SavedStorage | KeptStorage) -> None:
+    def opened(self, record: SavedStorage) -> None:
         """A new saved storage, in memory."""
-        counters = self.counters
-        counters.num_saved += 1
-        counters.bytes_saved += record.nbytes
-        self.num_live += 1
-        self.saved_bytes += record.nbytes
-        counters.saved_peak_bytes = max(counters.saved_peak_bytes, self.saved_bytes)
+        self._count_saved(1, record.nbytes)
         if self.recorder is not None:
             self.recorder.saved(id(record), record.nbytes)
         self.occupy(record)
+        self._note_worst()
+
+    def stayed(self, num_storages: int, nbytes: int) -> None:
+        """Count storages that are in memory to stay. No recorder knows of them."""
+        self._count_saved(num_storages, nbytes)
+        self.counters.bytes_kept += nbytes
+        self._occupy(nbytes)
+        self._note_worst()
+
+    def _count_saved(self, num_storages: int, nbytes: int) -> None:
+        self.counters.num_saved += num_storages
+        self.counters.bytes_saved += nbytes
+        self.num_live += num_storages
+        self.saved_bytes += nbytes
+        self.counters.saved_peak_bytes = max(self.counters.saved_peak_bytes, self.saved_bytes)
+
+    def _note_worst(self) -> None:
         if self.saved_bytes >= self._worst.saved_bytes:
-            resident, on_host = counters.resident_bytes, self._away_on_host_bytes
+            resident, on_host = self.counters.resident_bytes, self._away_on_host_bytes
             self._worst = SavedBytes(self.saved_bytes, resident, on_host, self._worst.recomputed_bytes)
 
     def recomputed(self, nbytes: int) -> None:
@@ -106,13 +119,16 @@ class MemoryAccounting:
         worst, self._worst = self._worst, SavedBytes()
         return worst if worst.saved_bytes else None
 
-    def occupy(self, record: SavedStorage | KeptStorage) -> None:
+    def occupy(self, record: SavedStorage) -> None:
         """Memory was taken for a saved storage."""
-        counters = self.counters
-        counters.resident_bytes += record.nbytes
         self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0  # a new one is sent nowhere yet
         if self.recorder is not None:
             self.recorder.entered(id(record), record.nbytes)
+        self._occupy(record.nbytes)
+
+    def _occupy(self, nbytes: int) -> None:
+        counters = self.counters
+        counters.resident_bytes += nbytes
         if counters.resident_bytes > counters.resident_peak_bytes:
             self.sweep_all()
             counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
@@ -152,10 +168,10 @@ class MemoryAccounting:
         while self._deaths:
             death = self._deaths[0]
             record = death.record
-            if self.recorder is not None and id(death) in self._watched:  # first: that its memory goes is no journey
+            if self.recorder is not None and id(death) in self.watched:  # first: that its memory goes is no journey
                 self.recorder.freed(id(record), record.nbytes, None if record.tier is None else record.tier.name)
             record.free()
-            if self._watched.pop(id(death), None) is not None:
+            if self.watched.pop(id(death), None) is not None:
                 self.num_live -= 1
                 self.saved_bytes -= record.nbytes
                 self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
@@ -163,14 +179,14 @@ class MemoryAccounting:
         self.sweep()
         self._look()
 
-    def watch(self, lease: Lease | Share, record: SavedStorage | KeptStorage) -> None:
+    def watch(self, lease: Lease, record: SavedStorage) -> None:
         """Get a note when the lease dies: see "What happens when a lease dies" in ``activations/saved_storage.py``."""
-        death = _Death(lease, self._deaths.append)
+        death = Death(lease, self.died)
         death.record = record
-        self._watched[id(death)] = death
+        self.watched[id(death)] = death
 
 
-class _Death(weakref.ref["Lease | Share"]):
+class Death(weakref.ref[Any]):
     """Of a lease. Held by us: one that dies together with its lease tells nobody."""
 
     __slots__ = ("record",)

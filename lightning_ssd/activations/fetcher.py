@@ -86,11 +86,13 @@ class Fetcher:
 
     def fetch(self, record: SavedStorage) -> torch.UntypedStorage:
         """The storage's bytes, in memory and visible to the current stream. The caller holds no lock."""
-        self._note(record)
-        start_s = 0.0
+        start_s, is_noted = 0.0, False
         begin: Stamp = None
         while True:
             with self._accounting.lock:
+                if not is_noted:
+                    self._note(record)
+                    is_noted = True
                 pending = self._bring_up(record)
                 storage, mark = record.storage, None if record.copy is None else record.copy.mark
             if storage is not None:
@@ -128,17 +130,16 @@ class Fetcher:
         self._consumed = deque(r for r in self._consumed if r.state is not State.FREED)
 
     def _note(self, record: SavedStorage) -> None:
-        """Somebody asks for this storage; what everybody has had by now need not stay."""
-        with self._accounting.lock:
-            self._asked_for(record)
-            record.asked_for()
-            record.num_unpacked += 1
-            if record.num_unpacked >= record.num_tensors:
-                self._consumed.append(record)
-            while len(self._consumed) > _NUM_CONSUMED:
-                consumed = self._consumed.popleft()
-                if consumed is not record:
-                    consumed.drop_copy()
+        """Note that backward asks for this storage; what all its tensors have had by now need not stay."""
+        self._asked_for(record)
+        record.asked_for()
+        record.num_unpacked += 1
+        if record.num_unpacked >= record.num_tensors:
+            self._consumed.append(record)
+        while len(self._consumed) > _NUM_CONSUMED:
+            consumed = self._consumed.popleft()
+            if consumed is not record:
+                consumed.drop_copy()
 
     def _asked_for(self, record: SavedStorage | KeptStorage) -> bool:
         """Backward asks for a storage; return whether it is the first one of its pass. The lock is held."""
@@ -157,13 +158,18 @@ class Fetcher:
             if self._asked_for(record):
                 self._advance(record)
 
-    def wait_for_room(self, home: SavedPass | None, nbytes: int, room: Latch) -> None:
-        """What :meth:`admit` gave to wait for. The caller holds no lock."""
+    def wait_for_room(self, home: SavedPass | None, nbytes: int, room: Latch) -> bool:
+        """Wait for what :meth:`admit` gave. The caller holds no lock.
+
+        Returns:
+            Whether room may come: not after the end, when no write goes on.
+        """
         begin, start_s = self._clock.stamp(), time.perf_counter()
         with span("lightning_ssd::stall"):
             room.wait_for(_LONGEST_WAIT_S)
         with self._accounting.lock:
             self._stalled(home, nbytes, start_s, begin, self._clock.stamp(), for_read=False)
+        return not self.is_closed
 
     def _bring_up(self, record: SavedStorage) -> list[Transfer] | Latch:
         """Make the storage come, urgently; then look ahead. Returns what to wait for before trying again: reads, or

@@ -90,8 +90,8 @@ class HandedOut:
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, int], weakref.ref[_Held]] = {}
-        """By thread and backward."""
+        self.held: dict[tuple[int, int], weakref.ref[_Held]] = {}
+        """By thread and backward. While it is empty, a node that is no ``Function`` in Python need not be told of."""
 
     def add(self, tensor: torch.Tensor, lease: Callable[[], object | None]) -> None:
         """The node that runs in this thread is given a tensor.
@@ -102,7 +102,7 @@ class HandedOut:
         """
         node: Any = torch._C._current_autograd_node()
         key = threading.get_ident(), torch._C._current_graph_task_id()
-        known = self._held.get(key)
+        known = self.held.get(key)
         held = None if known is None else known()
         if not isinstance(node, BackwardCFunction):
             if held is not None:
@@ -118,12 +118,12 @@ class HandedOut:
             held.add(_Given(lease, tensor, tensor))
 
     def _begin(self, key: tuple[int, int]) -> _Held:
-        for other, reference in list(self._held.items()):
+        for other, reference in list(self.held.items()):
             if reference() is None:
-                self._held.pop(other, None)
+                self.held.pop(other, None)
         held = _Held()
         _engine.queue_callback(held)
-        self._held[key] = weakref.ref(held)
+        self.held[key] = weakref.ref(held)
         return held
 
 

@@ -1,16 +1,17 @@
 """A large storage that stays in memory for certain: counted, found again, and nothing else.
 
 It needs no probe, no description and no event, because nothing ever rebuilds or moves it. Autograd holds the tensor
-itself (``kept_tensor.py``) and a :class:`Share`, whose death says that the memory has gone.
+itself (``kept_tensor.py``) and a :class:`Share`, whose death says that the graph has let go.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_ssd.activations.accounting import Death
 from lightning_ssd.activations.kept_tensor import Kept
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.inplace_edits import Origin, inplace_error, owner_of, resized_error
@@ -20,33 +21,26 @@ if TYPE_CHECKING:
     from lightning_ssd.activations.accounting import MemoryAccounting
     from lightning_ssd.activations.saved_pass import SavedPass
 
-__all__ = ["KeptLarge", "KeptStorage", "Share"]
+__all__ = ["KeptStorage", "Share", "check_not_resized", "edited_error", "keep_large", "open_kept"]
 
 
 class KeptStorage:
-    """Count one storage that stays until its graph lets go. The accounting lock guards it.
+    """One storage that stays until its graph lets go. :func:`open_kept` makes it."""
 
-    Args:
-        accounting: of all saved storages.
-        nbytes: of the storage.
-        tensor: the first one over it that is saved, in its present version.
-        index: in the pack order of its pass.
-    """
-
-    __slots__ = ("_owner", "_version", "accounting", "home", "index", "nbytes", "share", "state")
+    __slots__ = ("accounting", "home", "index", "nbytes", "owner", "share", "state", "version")
 
     ahead = is_on_host = False
     tier = None
+    accounting: MemoryAccounting
+    home: SavedPass | None
+    index: int
+    """In the pack order of its pass."""
+    nbytes: int
+    owner: weakref.ref[torch.Tensor]
+    """Whose version counter the saved tensors have."""
     share: weakref.ref[Share]
-
-    def __init__(self, accounting: MemoryAccounting, nbytes: int, tensor: torch.Tensor, *, index: int) -> None:
-        self.accounting = accounting
-        self.nbytes = nbytes
-        self.index = index
-        self.state = State.KEPT
-        self.home: SavedPass | None = None
-        self._owner = weakref.ref(owner_of(tensor))
-        self._version = tensor._version
+    state: State
+    version: int
 
     @property
     def is_resident(self) -> bool:
@@ -55,7 +49,7 @@ class KeptStorage:
 
     def is_same_value(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor over this storage has the bytes that were saved."""
-        return self._version == tensor._version and self._owner() is owner_of(tensor)
+        return self.version == tensor._version and self.owner() is owner_of(tensor)
 
     def free(self) -> None:
         """Stop counting the memory: the graph has let go. Again after an interrupt: does the rest."""
@@ -70,32 +64,76 @@ class Share:
 
     __slots__ = ("__weakref__", "record")
 
-    def __init__(self, record: KeptStorage) -> None:
-        self.record = record
-        record.share = weakref.ref(self)
-        record.accounting.watch(self, record)
+    record: KeptStorage
 
 
-class KeptLarge(NamedTuple):
-    """What autograd holds in place of a tensor over such a storage."""
+def open_kept(
+    accounting: MemoryAccounting, current: SavedPass, owner: torch.Tensor, nbytes: int, packed_s: float
+) -> Share:
+    """Begin to watch a storage that stays, and add it to its pass. Whoever packs counts it later. Takes no lock.
 
-    kept: Kept
-    share: Share
-    origin: Origin | None
-    """Who made the tensor, for PyTorch's error text."""
+    Args:
+        accounting: of all saved storages.
+        current: the pass that saves it.
+        owner: the tensor whose version counter the saved one has.
+        nbytes: of the storage.
+        packed_s: by ``time.perf_counter``.
+    """
+    record, share = KeptStorage(), Share()  # without methods of their own to begin them: this is the hot path
+    record.accounting = accounting
+    record.nbytes = nbytes
+    record.index = len(current.records)
+    record.state = State.KEPT
+    record.owner = weakref.ref(owner)
+    record.version = owner._version
+    record.home = current
+    share.record = record
+    record.share = death = Death(share, accounting.died)
+    death.record = record
+    accounting.watched[id(death)] = death
+    current.records.append(record)
+    current.sizes.append(nbytes)
+    current.packed_s.append(packed_s)  # last: a pass with lists of several lengths was interrupted
+    return share
 
-    def give_back(self) -> torch.Tensor:
-        """Return the tensor, with the values that it was kept with.
 
-        Raises:
-            RuntimeError: it was edited in place since, or its memory is gone.
-        """
-        tensor, saved = self.kept[:2]
-        if (version := tensor._version) != saved:
-            description = tensor.dtype, tensor.device, tensor.size()
-            raise inplace_error(description, self.origin, version=version, expected=saved)
-        nbytes, before = tensor.untyped_storage().nbytes(), self.share.record.nbytes
-        if nbytes < before and nbytes < required_nbytes(tensor):
-            raise resized_error(before, nbytes)
-        kept: torch.Tensor = tensor
-        return kept
+def keep_large(tensor: torch.Tensor, is_view: bool, share: Share) -> Kept:
+    """Hold a tensor over such a storage for autograd: what :func:`~.kept_tensor.keep` holds, and the share.
+
+    The reference to the tensor is for PyTorch's error text, too.
+    """
+    node = tensor.grad_fn
+    if node is None:
+        return tensor, tensor._version, weakref.ref(tensor), share
+    return (
+        tensor.detach(),
+        tensor._version,
+        node.name(),
+        node._sequence_nr(),
+        tensor.output_nr,
+        is_view,
+        weakref.ref(tensor),
+        share,
+    )
+
+
+def edited_error(tensor: torch.Tensor, expected: int, *rest: Any) -> RuntimeError:
+    """Return PyTorch's error for what :func:`keep_large` has held, and somebody has edited in place since."""
+    origin = Origin(*rest[:-1]) if len(rest) > 2 else None
+    description = tensor.dtype, tensor.device, tensor.size()
+    return inplace_error(description, origin, version=tensor._version, expected=expected)
+
+
+def check_not_resized(tensor: torch.Tensor, before: int) -> None:
+    """Check that a kept tensor lies within its storage.
+
+    Args:
+        tensor: kept.
+        before: bytes that the storage had.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    nbytes = tensor.untyped_storage().nbytes()
+    if nbytes < before and nbytes < required_nbytes(tensor):
+        raise resized_error(before, nbytes)

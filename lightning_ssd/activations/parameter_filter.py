@@ -44,7 +44,7 @@ class ParameterStorages:
     def __init__(self) -> None:
         self.keys: dict[int, StorageKey] = {}
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
-        self._ungathered: list[Gathered] = []
+        self.ungathered: list[Gathered] = []
         self._num_to_walk = 0
         self._recognised: list[int] = []
         """Storages that have come by :meth:`recognise` since the last walk: inputs that want gradients come and go."""
@@ -129,8 +129,8 @@ class ParameterStorages:
             self._add(storage)
             self._recognised.append(storage._cdata)
             return True
-        if self._ungathered:
-            self._take_gathered(self._ungathered)
+        if self.ungathered:
+            self._take_gathered(self.ungathered)
             return storage._cdata in self.keys
         return False
 
@@ -149,7 +149,7 @@ class ParameterStorages:
                 self._add(tensor.untyped_storage())
             if not tensors:
                 ungathered.append(parameter)
-        self._ungathered = ungathered
+        self.ungathered = ungathered
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self.keys:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.kept_storage import KeptStorage
+from lightning_ssd.activations.replay import Uncounted
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.common.compiler import hide_from_compiler
 from lightning_ssd.common.status_line import StatusLine
@@ -68,14 +68,11 @@ class SavedTensorHooks(Protocol):
     def enter(self, current: SavedPass) -> None:
         """A forward begins."""
 
-    def leave(self) -> None:
+    def leave(self, current: SavedPass) -> None:
         """A forward is over."""
 
-    def pack(self, current: SavedPass, tensor: torch.Tensor) -> Any:
-        """Return what autograd holds in the place of a tensor that it saves."""
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor that was packed."""
+    def hooks_of(self, current: SavedPass) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """Return what gives autograd something to hold in place of a tensor, and what gives the tensor back."""
 
     def recomputed(self, current: SavedPass, sizes: Iterable[int]) -> None:
         """A block of the pass has run again, and has saved storages of these sizes."""
@@ -114,16 +111,16 @@ class SavedPass:
         self.is_plain = False  # it keeps everything and nobody looks: no hooks at all
         self.records: list[SavedStorage | KeptStorage] = []
         self.sizes: list[int] = []
+        self.packed_s: list[float] = []
+        self.uncounted = Uncounted()
         self.order: list[int] = []
+        self.wanted_s: dict[int, float] = {}  # when each was first asked for
         self.stayed: set[int] = set()  # whose memory somebody else was found to hold
         self.next_ahead = 0
         self.recomputed_bytes = 0  # saved again by its blocks so far
         self._hooks = hooks
         self._kept: object = None  # while the forward runs
         self._num_blocks = 0
-        self._num_begun = self._num_added = 0
-        self._packed_s: list[float] = []
-        self._wanted_s: dict[int, float] = {}  # when each was first asked for
         self._installed: list[AbstractContextManager[object]] = []
         self._line: StatusLine | None = None
         self._guess: PassProfile | None = None
@@ -142,16 +139,12 @@ class SavedPass:
         with ExitStack() as stack:
             for blocks in self._blocks:
                 stack.enter_context(blocks.observe(self))
-            pack: Callable[[torch.Tensor], Any] = partial(self._hooks.pack, self)
+            pack, unpack = self._hooks.hooks_of(self)
             line = StatusLine(None if self.recorder is None else "Profiling a first pass")
             if line.is_wanted:
-                self._line, pack = line, partial(self._pack_in_sight, line)
-            stack.enter_context(saved_tensors_hooks(pack, self._hooks.unpack))
+                self._line, pack = line, _in_sight(line, pack)
+            stack.enter_context(saved_tensors_hooks(pack, unpack))
             self._installed.append(stack.pop_all())
-
-    def _pack_in_sight(self, line: StatusLine, tensor: torch.Tensor) -> Any:
-        line.update()
-        return self._hooks.pack(self, tensor)
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -162,7 +155,7 @@ class SavedPass:
         self.has_failed = self.has_failed or exc_type is not None
         if not self._installed:
             if not self.is_plain:
-                self._hooks.leave()
+                self._hooks.leave(self)
             self._kept = None
             if self.recorder is not None:
                 self.recorder.forward_ended()
@@ -181,24 +174,22 @@ class SavedPass:
     @property
     def is_spoilt(self) -> bool:
         """Whether an interrupt came while a storage was added, so that nothing can be learnt from this pass."""
-        return self._num_begun != self._num_added
+        return not len(self.records) == len(self.sizes) == len(self.packed_s)
 
     @property
     def is_over(self) -> bool:
         """Whether its forward is over."""
         return not self._installed
 
-    def add(self, record: SavedStorage | KeptStorage) -> None:
+    def add(self, record: SavedStorage) -> None:
         """A storage was seen for the first time."""
-        self._num_begun += 1
         self.records.append(record)
         self.sizes.append(record.nbytes)
-        self._packed_s.append(time.perf_counter())
-        if self.recorder is not None and isinstance(record, SavedStorage):  # which all are in a pass that is traced
+        if self.recorder is not None:
             self.recorder.packed(record.nbytes, record.identity)
             self.recorder.sample(record.accounting.counters.resident_bytes)
         record.home = self
-        self._num_added += 1
+        self.packed_s.append(time.perf_counter())  # last: it tells that nothing has interrupted this
 
     def freed(self, record: SavedStorage) -> None:
         """The graph has let go of a storage."""
@@ -265,8 +256,8 @@ class SavedPass:
 
     def asked_for(self, record: SavedStorage | KeptStorage, now_s: float, book: ProfileBook) -> None:
         """Backward unpacks this storage; what lies before it in the expected order is not prefetched any more."""
-        if record.index not in self._wanted_s:
-            self._wanted_s[record.index] = now_s
+        if record.index not in self.wanted_s:
+            self.wanted_s[record.index] = now_s
             if record.accounting.recorder is not None:
                 record.accounting.recorder.backward_wants()
             self.order.append(record.index)
@@ -282,8 +273,18 @@ class SavedPass:
 
     def profile(self, *, write_rate: float, read_rate: float) -> PassProfile:
         """What the next pass of this shape can learn from this one."""
-        wanted_s = [self._wanted_s.get(index) for index in range(len(self.records))]
+        wanted_s = [self.wanted_s.get(index) for index in range(len(self.records))]
         keep = storages_to_keep(
-            self.sizes, self._packed_s, wanted_s, stayed=self.stayed, write_rate=write_rate, read_rate=read_rate
+            self.sizes, self.packed_s, wanted_s, stayed=self.stayed, write_rate=write_rate, read_rate=read_rate
         )
         return PassProfile(tuple(self.sizes), tuple(self.order), keep)
+
+
+def _in_sight(line: StatusLine, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Return a hook that has a line of the terminal go on as it packs."""
+
+    def pack_in_sight(tensor: torch.Tensor) -> Any:
+        line.update()
+        return pack(tensor)
+
+    return pack_in_sight

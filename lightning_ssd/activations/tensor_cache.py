@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,17 +24,25 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.fetcher import Fetcher
 from lightning_ssd.activations.graph_memory import GraphMemory
 from lightning_ssd.activations.handed_out import HandedOut
-from lightning_ssd.activations.kept_storage import KeptLarge, KeptStorage, Share
+from lightning_ssd.activations.kept_storage import KeptStorage, Share, keep_large, open_kept
 from lightning_ssd.activations.kept_tensor import Kept, give_back, keep
 from lightning_ssd.activations.live_passes import LivePasses
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.parameter_filter import ParameterStorages
+from lightning_ssd.activations.replay import DATA_PARTS, MIN_DATA_BYTES, hooks_of
 from lightning_ssd.activations.run_ahead import RunAhead
 from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
-from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error, pytorch_wording, resized_error
+from lightning_ssd.common.inplace_edits import (
+    Origin,
+    VersionProbe,
+    inplace_error,
+    owner_of,
+    pytorch_wording,
+    resized_error,
+)
 from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
 from lightning_ssd.common.waiting import Latch, is_free_within
 from lightning_ssd.errors import OffloaderClosedError
@@ -49,6 +57,7 @@ from lightning_ssd.recompute.global_modes import forget_threads, note_thread, tr
 from lightning_ssd.scheduling.clock import clock_of
 from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
+from lightning_ssd.scheduling.pass_program import KEEPS_ALL, NOTHING_KNOWN, PassProgram
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.scheduling.stalls import Stalls
 from lightning_ssd.telemetry.events import EventLog
@@ -60,11 +69,6 @@ from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
 
 __all__ = ["TensorCache", "Tiers"]
-
-_NUM_PARTS = 4
-_MIN_DATA_BYTES = 16 << 20
-"""Data (what no gradient goes to) that is less than one of so many parts of a storage of at least so many bytes leaves
-the storage alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class SavedWeight(NamedTuple):
     unit: Unit[Any]
 
 
-_Packed = Kept | KeptLarge | SavedTensor | SavedWeight
+_Packed = Kept | SavedTensor | SavedWeight
 """What autograd holds in place of a saved tensor."""
 
 
@@ -130,22 +134,24 @@ class TensorCache:
         # Without a probe: before the drive has told its rate, or the user, nothing is kept for it.
         self._meter = meter or (None if tiers.ssd is None else BandwidthMeter(tiers.ssd))
         self._device = device
-        self._min_nbytes = max(min_tensor_nbytes, 1)
+        self.min_nbytes = max(min_tensor_nbytes, 1)
+        """Smaller storages stay, and are not counted one by one."""
         self._copies = copies
         # Meanwhile nobody may ask a device how it is doing, and nothing has an end that a worker could wait for.
         self._is_capturing = copies.is_capturing
         self._graph_memory = GraphMemory(device)
-        self._handed_out = HandedOut()
+        self.handed_out = HandedOut()
         self._recompute = recompute
         self.blocks: list[Blocks] = []
         self.parameters = ParameterStorages()
         self._parameter_keys = self.parameters.keys
         self._weights = weights
+        self.has_pager = weights is not None
         self._warned_of_writes = self._warned_of_graphs = False
         self._num_plain = 0
         self._pid = os.getpid()
         # All of the following are guarded by the accounting lock.
-        self._by_storage: dict[int, SavedStorage | KeptStorage] = {}
+        self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
         self._deferred = DeferredWrites()
         self._run_ahead = RunAhead()
         self._clock = clock_of(device)
@@ -166,7 +172,7 @@ class TensorCache:
         self._known_available_bytes: int | None = None
         self._budget = PrefetchBudget()
         self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
-        self._fetcher = Fetcher(
+        self.fetcher = Fetcher(
             self.accounting,
             self._passes,
             budget=self._budget,
@@ -222,7 +228,7 @@ class TensorCache:
     def enter(self, current: SavedPass) -> None:
         self.check_process()
         note_thread(self)
-        if self._fetcher.is_closed:
+        if self.fetcher.is_closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
         self._passes.warn_of_forgotten_ends()
         is_graphed = self._is_graphed(current)
@@ -259,10 +265,43 @@ class TensorCache:
             )
         return True
 
-    def leave(self) -> None:
+    def hooks_of(self, current: SavedPass) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """Return what packs and what unpacks the saved tensors of a pass."""
+        limit = None if current.cursor is not None or current.limit_bytes is None else current.limit_bytes // 2
+        with self.accounting.lock:
+            known = self._known_of(current)
+        return hooks_of(self, current, known, limit_bytes=limit)
+
+    def _known_of(self, current: SavedPass) -> PassProgram:
+        """Return what is known of a pass that begins now.
+
+        Nothing is certain of storages that are traced, shown in a record of the step, or under a limit that may have
+        them leave later.
+        """
+        if current.recorder is not None or self.accounting.recorder is not None:
+            return NOTHING_KNOWN
+        if self._tiers.ssd is None:
+            return KEEPS_ALL
+        if current.cursor is not None:
+            return NOTHING_KNOWN if current.cursor.limit_bytes is not None else current.cursor.program
+        latest = self._passes.book.latest
+        return NOTHING_KNOWN if latest is None else PassProgram.of(latest.sizes, latest.keep.__contains__)
+
+    def _count_stayed(self, current: SavedPass) -> None:
+        """Count what the hooks of a pass have kept by themselves. The accounting lock is held."""
+        uncounted = current.uncounted
+        if uncounted.num_storages:
+            num_storages, nbytes = uncounted.num_storages, uncounted.nbytes
+            uncounted.num_storages = uncounted.nbytes = 0
+            self.accounting.stayed(num_storages, nbytes)
+            if current.cursor is not None:
+                current.cursor.skip(current.sizes)
+
+    def leave(self, current: SavedPass) -> None:
         """A forward is over."""
         if not self.is_foreign:
             with self.accounting.lock:
+                self._count_stayed(current)
                 self._deferred.send_all()
                 if self.accounting.recorder is not None:
                     self.accounting.recorder.forward_left()
@@ -307,7 +346,7 @@ class TensorCache:
         if self.is_foreign:  # a fork may go on with a graph of ours, and may take no lock
             return
         with self.accounting.lock:
-            current.recomputed_bytes += sum(nbytes for nbytes in sizes if nbytes >= self._min_nbytes)
+            current.recomputed_bytes += sum(nbytes for nbytes in sizes if nbytes >= self.min_nbytes)
             self.accounting.recomputed(current.recomputed_bytes)
 
     def _settle_stalls(self) -> None:
@@ -328,8 +367,9 @@ class TensorCache:
 
     def _prune(self) -> None:
         """Forget storages whose graphs are gone."""
-        self._by_storage = {c: r for c, r in self._by_storage.items() if r.state is not State.FREED}
-        self._fetcher.prune()
+        # A copy first: other threads' hooks add to it without a lock.
+        self.by_storage = {c: r for c, r in list(self.by_storage.items()) if r.state is not State.FREED}
+        self.fetcher.prune()
 
     def _warn_of_writes(self) -> None:
         failure = self.accounting.write_failure
@@ -346,14 +386,14 @@ class TensorCache:
         with self.accounting.lock:
             self.accounting.settle()
             self._deferred.drop()
-            for record in self._by_storage.values():
+            for record in list(self.by_storage.values()):
                 if isinstance(record, SavedStorage) and record.state is State.QUEUED:
                     record.forward()
 
     def abort(self) -> None:
         """A step has failed: keep what is queued, and raise nothing at close over the error that is under way."""
         self.cancel_writes()
-        self._fetcher.abort()
+        self.fetcher.abort()
         self._warned_of_writes = True
 
     def is_free_within(self, timeout_s: float) -> bool:
@@ -463,7 +503,7 @@ class TensorCache:
         recorder, self.accounting.recorder = self.accounting.recorder, None
         if recorder is not None:
             recorder.stop()
-        failure = self._fetcher.close()
+        failure = self.fetcher.close()
         forget_threads(self)
         self.cancel_writes()
         self._warn_of_writes()
@@ -471,22 +511,22 @@ class TensorCache:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def pack(self, current: SavedPass, tensor: torch.Tensor) -> _Packed:
-        """What autograd gets to hold in place of ``tensor``."""
+    def pack(self, current: SavedPass, tensor: torch.Tensor, moves: bool = False) -> _Packed:
+        """Return what autograd gets to hold in place of a tensor.
+
+        Args:
+            current: the pass that saves it.
+            tensor: is saved.
+            moves: it is the first one over its storage, and what is known of the pass says that this moves.
+        """
         if type(tensor) in PLAIN_TYPES:
             try:
-                # A small tensor that is no view can be told without asking for its storage, which takes as long as
-                # all the rest.
-                is_small = tensor.nbytes < self._min_nbytes and not tensor._is_view()
-                storage = None if is_small else tensor.untyped_storage()
+                storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # sparse, opaque and functorch tensors have no storage
                 self._counters.num_kept_foreign += 1
                 return keep(tensor, tensor._is_view())
-            if storage is None:
-                self._counters.num_kept_small += 1
-                return keep(tensor, False)
             nbytes = storage.nbytes()
-            if nbytes < self._min_nbytes:
+            if nbytes < self.min_nbytes:
                 self._counters.num_kept_small += 1
                 return keep(tensor, tensor._is_view())
             if storage._cdata in self._parameter_keys:
@@ -496,7 +536,7 @@ class TensorCache:
                 return SavedWeight(self._weights.save(tensor, unit) or keep(tensor, tensor._is_view()), unit)
             if self._is_ours(tensor, storage, nbytes):
                 if not self.parameters.recognise(tensor, storage):
-                    return self._pack_storage(current, tensor, storage, nbytes)
+                    return self._pack_storage(current, tensor, storage, nbytes, moves)
                 self._counters.num_kept_parameters += 1
                 return keep(tensor, tensor._is_view())
         self._counters.num_kept_foreign += 1
@@ -507,7 +547,7 @@ class TensorCache:
             # A part with a version counter of its own (``unsafe_chunk``): its siblings may be edited, unseen by it,
             # while the storage that they share is written.
             return False
-        if storage_nbytes >= max(_MIN_DATA_BYTES, _NUM_PARTS * tensor.nbytes) and not tensor.requires_grad:
+        if storage_nbytes >= max(MIN_DATA_BYTES, DATA_PARTS * tensor.nbytes) and not tensor.requires_grad:
             # A batch that is a slice of the data: all of it would be written, and it stays in memory anyway.
             return False
         if not tensor.requires_grad and tensor.__dict__:
@@ -527,26 +567,30 @@ class TensorCache:
         )
 
     def _pack_storage(
-        self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
-    ) -> Kept | KeptLarge | SavedTensor:
-        if self._fetcher.is_closed:  # hooks that are there still: an interrupt came when their pass was to remove them
+        self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, moves: bool
+    ) -> Kept | SavedTensor:
+        if self.fetcher.is_closed:  # hooks that are there still: an interrupt came when their pass was to remove them
             return keep(tensor, tensor._is_view())
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
-        with self.accounting.lock:
-            self.accounting.settle()
-            share, placement = self._stay(current, tensor, storage, nbytes)
-            self._deferred.look()
-        if share is not None:
-            packed = KeptLarge(keep(tensor, tensor._is_view()), share, Origin.of(tensor))
-            self._heap_policy.look()
-            if self._device.type == "cpu":  # the work that a device has queued hides so short a time
-                self._count_hook(begin_s, waited_s, None)
-            return packed
+        placement = None
+        if not moves:
+            with self.accounting.lock:
+                self._count_stayed(current)
+                self.accounting.settle()
+                share, placement = self._stay(current, tensor, storage, nbytes)
+                self._deferred.look()
+            if share is not None:
+                packed = keep_large(tensor, tensor._is_view(), share)
+                self._heap_policy.look()
+                if self._device.type == "cpu":  # the work that a device has queued hides so short a time
+                    self._count_hook(begin_s, waited_s, None)
+                return packed
         # All that PyTorch is asked for comes first: it lets go of the GIL, which a worker that has just been told of a
         # write would hold while this thread, and the cores that compute for it, wait.
         probe, spec, origin = VersionProbe(tensor), TensorSpec.of(tensor), Origin.of(tensor)
         while True:
             with self.accounting.lock:
+                self._count_stayed(current)
                 self.accounting.settle()
                 lease = self._find(tensor, storage, nbytes, probe)
                 room = self._admit(current, nbytes) if lease is None else None
@@ -555,8 +599,7 @@ class TensorCache:
                     lease.record.num_tensors += 1
                     self._deferred.look()
                     break
-            self._fetcher.wait_for_room(current, nbytes, room)
-            if self._fetcher.is_closed:  # its writes will never end
+            if not self.fetcher.wait_for_room(current, nbytes, room):
                 return keep(tensor, tensor._is_view())
         self._heap_policy.look()
         self._run_ahead.wait()
@@ -580,7 +623,7 @@ class TensorCache:
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe
     ) -> Lease | None:
         """Of a storage that was saved before, in this version, with all that the tensor shows."""
-        record = self._by_storage.get(storage._cdata)
+        record = self.by_storage.get(storage._cdata)
         lease = record.lease() if isinstance(record, SavedStorage) else None
         if not isinstance(record, SavedStorage) or lease is None or record.nbytes != nbytes:
             return None
@@ -598,7 +641,7 @@ class TensorCache:
         Returns:
             Its share, or ``None`` if it needs a full record; and where it goes, if that was asked for.
         """
-        record = self._by_storage.get(storage._cdata)
+        record = self.by_storage.get(storage._cdata)
         if isinstance(record, KeptStorage):
             share = record.share()
             if share is not None and record.nbytes == nbytes and record.is_same_value(tensor):
@@ -615,12 +658,9 @@ class TensorCache:
         placement = self._place(current, nbytes)
         if placement is not Placement.KEEP:
             return None, placement
-        kept = KeptStorage(self.accounting, nbytes, tensor, index=len(current.records))
-        share = Share(kept)
-        self._by_storage[storage._cdata] = kept
-        current.add(kept)
-        self.accounting.opened(kept)
-        self._counters.bytes_kept += nbytes
+        share = open_kept(self.accounting, current, owner_of(tensor), nbytes, time.perf_counter())
+        self.by_storage[storage._cdata] = share.record
+        self.accounting.stayed(1, nbytes)
         return share, placement
 
     def _open(
@@ -636,7 +676,7 @@ class TensorCache:
         parts = SavedParts(nbytes, tensor)
         record = SavedStorage(self.accounting, storage, nbytes, probe, parts, index=len(current.records))
         lease = Lease(record, storage)
-        self._by_storage[record.key.cdata] = record
+        self.by_storage[record.key.cdata] = record
         record.operation = None if tensor.requires_grad else Operation.current()
         if placement is None:
             placement = self._place(current, nbytes)
@@ -674,7 +714,7 @@ class TensorCache:
         if limit is None or self.accounting.counters.resident_bytes + nbytes <= limit:
             return None
         self._deferred.send_all()
-        return self._fetcher.admit(nbytes, limit)
+        return self.fetcher.admit(nbytes, limit)
 
     @staticmethod
     def _limit_of(current: SavedPass) -> int | None:
@@ -696,42 +736,29 @@ class TensorCache:
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def unpack(self, packed: _Packed) -> torch.Tensor:
-        """Give autograd its tensor back, waiting for the drive if it must.
+    def unpack(self, packed: SavedTensor | SavedWeight) -> torch.Tensor:
+        """Give autograd a tensor back that is not simply kept, waiting for the drive if it must.
 
         Raises:
             RuntimeError: it was edited in place since, in PyTorch's words, or its memory is gone.
             StorageError: the drive refuses.
         """
-        if type(packed) is tuple:
-            return give_back(packed)
         if isinstance(packed, SavedWeight):
             if self._weights is not None:
                 self._weights.wanted(packed.unit)
             return give_back(packed.held) if isinstance(packed.held, tuple) else packed.held.tensor()
         self.check_process()
-        if isinstance(packed, KeptLarge):
-            return self._unpack_kept(packed)
         lease, spec, probe, origin = packed
         if (version := probe.version) != probe.saved:
             description = spec.dtype, self._device, spec.size
             raise inplace_error(description, origin, version=version, expected=probe.saved)
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
-        storage = self._fetcher.fetch(lease.record)
+        storage = self.fetcher.fetch(lease.record)
         if storage.nbytes() < lease.record.nbytes:
             raise resized_error(lease.record.nbytes, storage.nbytes())
         tensor: torch.Tensor = probe.rebuild(spec, storage)
         self._copies.protect(tensor)
-        self._handed_out.add(tensor, lease.record.lease)
-        self._fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL
+        self.handed_out.add(tensor, lease.record.lease)
+        self.fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL
         self._count_hook(begin_s, waited_s, None)
-        return tensor
-
-    def _unpack_kept(self, packed: KeptLarge) -> torch.Tensor:
-        begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
-        tensor, record = packed.give_back(), packed.share.record
-        self._handed_out.add(tensor, record.share)
-        self._fetcher.note_kept(record)
-        if self._device.type == "cpu":
-            self._count_hook(begin_s, waited_s, None)
         return tensor

@@ -89,6 +89,11 @@ class ProfileBook:
                 return profile
         return None
 
+    @property
+    def latest(self) -> PassProfile | None:
+        """The one that was added last."""
+        return next(reversed(self._profiles.values()), None)
+
     def exact(self, sizes: Sequence[int]) -> PassProfile | None:
         """The profile of a pass with exactly these sizes."""
         return self._profiles.get(tuple(sizes))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Plan, PlanObjective, TierRates
 from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.pass_program import NOTHING_KNOWN, PassProgram
 
 __all__ = ["PlanCursor", "StoredPlan"]
 
@@ -91,6 +92,21 @@ class PlanCursor:
             self.ran_out = True
             self.limit_bytes = int(_FULL * self._room_bytes)
         return Placement.HOST
+
+    def skip(self, sizes: Sequence[int]) -> None:
+        """Go on behind these storages: those that were not placed yet stay, as in :attr:`program`."""
+        begin, self._num_placed = self._num_placed, len(sizes)
+        new = tuple(sizes[begin:])
+        self._candidates = [known for known in self._candidates if known.sizes[begin : len(sizes)] == new]
+
+    @property
+    def program(self) -> PassProgram:
+        """What is known of a pass that follows the latest plan from its first storage on."""
+        if not self._candidates:
+            return NOTHING_KNOWN
+        known = self._candidates[0]
+        placements = known.plan.placements
+        return PassProgram.of(known.sizes, lambda index: placements[index] is Placement.KEEP)
 
     @property
     def may_move(self) -> bool:

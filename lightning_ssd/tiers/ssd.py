@@ -1,20 +1,20 @@
 """The SSD tier: directories on drives, where the bytes of storages wait.
 
-:class:`SsdTier` spreads storages over its directories, cuts each into chunks, and lets
-its workers move them. It checks what comes back (``verify``), tries a failed or wrong chunk once more, and never
-returns other bytes.
+:class:`SsdTier` cuts storages into chunks. Each directory has workers of its own, and a worker that is free writes the
+next chunk to its directory. So each drive gets as much as it can take, and a slow one slows no other. The tier checks
+what comes back (``verify``), tries a failed or wrong chunk once more, and never returns other bytes.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,13 +45,21 @@ __all__ = ["SsdTier"]
 _log = logging.getLogger(__name__)
 
 
+class _Part(NamedTuple):
+    """``nbytes`` bytes from ``start`` of a storage on, in one arena."""
+
+    start: int
+    nbytes: int
+    lane: int
+    extent: Extent
+
+
 @dataclass(frozen=True, slots=True)
 class _SsdBytes:
-    """One storage in an arena. ``checksums`` holds one value per chunk, or nothing."""
+    """One storage in arenas, in order. ``checksums`` holds one value per chunk, or nothing."""
 
     tier: SsdTier
-    arena: Arena
-    extent: Extent
+    parts: tuple[_Part, ...]
     nbytes: int
     edges: Edges
     checksums: tuple[int, ...]
@@ -74,13 +82,13 @@ class SsdTier:
     Args:
         backend: how bytes reach a file.
         mover: how bytes leave and enter tensor memory.
-        directories: one per drive; storages go round robin, an arena that is full is passed over.
+        directories: one per drive. Where one is full, or refuses to be written to, others get its part.
         events: gets one event per move.
         sampler: which storages get checksums.
         chunk_bytes: largest request; a transfer is shared by the workers of its direction chunk by chunk.
-        num_workers: workers per direction.
-        first: number of the directory that the first storage goes to. Processes that share the directories save the
-            same sizes at the same moments: with equal ones they would all write to one drive, then to the next.
+        num_workers: workers per direction and directory.
+        first: number of the directory that is asked first. Processes that share the directories save the same sizes at
+            the same moments: with equal ones they would all begin at one drive.
         drive: where the tier has but one directory, its number among those of others, for events.
 
     Note [writes give way]: reads and writes share the drives. While somebody waits for a read, no worker begins a write
@@ -107,8 +115,8 @@ class SsdTier:
         self._sampler = sampler
         self._chunk_bytes = max(chunk_bytes // backend.block_bytes, 1) * backend.block_bytes
         self._arenas: list[Arena] = []
-        self._turn = itertools.count(first)
         self._drive = drive
+        self._refusing: set[int] = set()  # directories that no write goes to any more
         self.num_retries = 0
         self._late_error: BaseException | None = None
         self._lost: list[object] = []
@@ -117,9 +125,10 @@ class SsdTier:
             for directory in directories:
                 self._arenas.append(backend.open_arena(directory))
                 undo.callback(self._arenas[-1].close)
-            self._writes = TransferQueue("write", num_workers, events, tier=self.name, yields_to=gate)
+            lanes: dict[str, Any] = {"tier": self.name, "num_lanes": len(self._arenas), "first_lane": first}
+            self._writes = TransferQueue("write", num_workers, events, yields_to=gate, **lanes)
             undo.callback(self._writes.close)
-            self._reads = TransferQueue("read", num_workers, events, tier=self.name, announces=gate)
+            self._reads = TransferQueue("read", num_workers, events, announces=gate, **lanes)
             undo.pop_all()
 
     @property
@@ -167,14 +176,17 @@ class SsdTier:
         self._reads.promote(read)
 
     def free(self, stored: StoredBytes) -> None:
-        mine = self._mine(stored)
-        if mine.extent.nbytes:
-            mine.arena.free(mine.extent)
+        self.free_parts(self._mine(stored).parts)
 
     def show(self, stored: StoredBytes, view: FileView, start: int, offset: int, nbytes: int) -> None:
         """Map part of a body, from ``offset`` on, at ``start`` of a view. It stays as it is until :meth:`free`."""
         mine = self._mine(stored)
-        mine.arena.show(view, start, mine.extent.offset + offset, nbytes)
+        head = len(mine.edges.head)
+        for part in mine.parts:
+            begin, end = max(offset, part.start - head), min(offset + nbytes, part.start - head + part.nbytes)
+            if begin < end:
+                at = part.extent.offset + begin - (part.start - head)
+                self._arenas[part.lane].show(view, start + begin - offset, at, end - begin)
 
     def progress(self) -> Progress:
         return Progress(*self._writes.progress(), *self._reads.progress())
@@ -214,23 +226,55 @@ class SsdTier:
 
     # -- used by the two transfers below -----------------------------------------------------------------------
 
-    def allocate(self, nbytes: int) -> tuple[Arena, Extent]:
-        """An extent on the next directory in turn; on another one when that is full."""
+    @property
+    def num_directories(self) -> int:
+        """Of directories, each with its own workers."""
+        return len(self._arenas)
+
+    def allocate(self, start: int, nbytes: int) -> _Part:
+        """Return room for part of a storage on the directory of the worker that asks; on another one if that is full.
+
+        Raises:
+            OutOfSpaceError: all are full.
+        """
         if nbytes == 0:  # a storage smaller than a block: its edges are all there is
-            return self._arenas[0], Extent(0, 0)
-        first = next(self._turn)
+            return _Part(start, 0, 0, Extent(0, 0))
         error: OutOfSpaceError | None = None
-        for i in range(len(self._arenas)):
-            arena = self._arenas[(first + i) % len(self._arenas)]
+        first = self._writes.lane
+        lanes = [(first + i) % len(self._arenas) for i in range(len(self._arenas))]
+        for lane in sorted(lanes, key=self._refusing.__contains__):
             try:
-                return arena, arena.allocate(nbytes)
+                return _Part(start, nbytes, lane, self._arenas[lane].allocate(nbytes))
             except OutOfSpaceError as full:
                 error = full
         raise error or StorageError("this tier has no directory; give at least one in HardwareProfile.paths")
 
-    def drive_of(self, arena: Arena) -> int | None:
-        """Number of the directory of an arena, for events; ``None``: there is but one."""
-        return self._arenas.index(arena) if len(self._arenas) > 1 else self._drive
+    def gives_up(self, lane: int, error: OSError) -> bool:
+        """Write to a directory no more, because it refuses. Return whether another one is left."""
+        if lane not in self._refusing:
+            self._refusing.add(lane)
+            _log.warning("%s is written to no more, after: %s", self._arenas[lane].path, str(error))
+        return len(self._refusing) < len(self._arenas)
+
+    def free_parts(self, parts: Iterable[_Part]) -> None:
+        """Give the room of parts back."""
+        for part in parts:
+            if part.extent.nbytes:
+                self._arenas[part.lane].free(part.extent)
+
+    def shares(self, parts: Sequence[_Part], nbytes: int) -> list[tuple[int | None, int]]:
+        """Return the numbers of the drives that hold these parts, with their bytes; ``None``: there is but one.
+
+        Args:
+            parts: of one storage.
+            nbytes: that have moved, for a tier of one drive.
+        """
+        if len(self._arenas) == 1 or not parts:
+            return [(self._drive, nbytes)]
+        by_lane: dict[int | None, int] = {}
+        for part in parts:
+            by_lane[part.lane] = by_lane.get(part.lane, 0) + part.nbytes
+        return list(by_lane.items())
 
     def wants_check(self) -> bool:
         """Whether the next storage gets checksums."""
@@ -243,10 +287,18 @@ class SsdTier:
         self._late_error = self._late_error or error
         _log.error("copying %s to the device failed after it was handed over: %s", label, str(error))
 
-    def pieces(self, arena: Arena, extent: Extent, start: int, nbytes: int) -> Iterable[Piece]:
-        """Cut a body into chunks."""
-        for done in range(0, nbytes, self._chunk_bytes):
-            yield Piece(start + done, min(self._chunk_bytes, nbytes - done), arena, extent.offset + done)
+    def cut(self, start: int, nbytes: int) -> list[tuple[int, int]]:
+        """Cut a body into chunks: where each begins, and its bytes."""
+        step = self._chunk_bytes
+        return [(start + done, min(step, nbytes - done)) for done in range(0, nbytes, step)]
+
+    def piece(self, part: _Part, start: int, nbytes: int) -> Piece:
+        """Return where a chunk of a part lies."""
+        return Piece(start, nbytes, self._arenas[part.lane], part.extent.offset + start - part.start)
+
+    def pieces(self, parts: Iterable[_Part]) -> list[tuple[int, Piece]]:
+        """Return the chunks of a body, each with its lane."""
+        return [(part.lane, self.piece(part, *cut)) for part in parts for cut in self.cut(part.start, part.nbytes)]
 
 
 class _Write(Transfer):
@@ -259,12 +311,13 @@ class _Write(Transfer):
         self._after = after
         self._label = label
         self._storage: torch.UntypedStorage | None = None
-        self._stored: _SsdBytes | None = None
+        self._edges: Edges | None = None
+        self._parts: list[_Part] = []
         self._checksums: list[int | None] = []
         self._memory: Region | None = None
         self._missing_nbytes = 0  # of the pieces that nobody wanted any more
-        # Guards it and the bytes that move. A leaf lock.
-        self._giving_up = threading.Lock()
+        # Guards it, the parts and the bytes that move. A leaf lock.
+        self._changing = threading.Lock()
 
     def begin(self) -> Sequence[Chunk] | None:
         if self._after is not None:
@@ -274,37 +327,67 @@ class _Write(Transfer):
         if storage is None:
             return None
         self._memory = check_size(storage, self.nbytes, self._label)
-        edges = self._tier.mover.edges(storage)
-        body = storage.nbytes() - len(edges.head) - len(edges.tail)
+        edges = self._edges = self._tier.mover.edges(storage)
+        head, body = len(edges.head), storage.nbytes() - len(edges.head) - len(edges.tail)
         self.nbytes = body
-        arena, extent = self._tier.allocate(body)
-        self._stored = _SsdBytes(self._tier, arena, extent, storage.nbytes(), edges, (), self._label)
-        self.drive = self._tier.drive_of(arena)
-        pieces = list(self._tier.pieces(arena, extent, len(edges.head), body))
-        self._checksums = [None] * len(pieces)
+        cuts = self._tier.cut(head, body)
+        # One place for all of it, where there is but one directory; else each chunk finds its own when it is written.
+        whole = self._tier.allocate(head, body) if self._tier.num_directories == 1 else None
+        if whole is not None:
+            self._parts.append(whole)
+        self._checksums = [None] * len(cuts)
         check = self._tier.wants_check()
-        return [partial(self._store, i, storage, piece, check) for i, piece in enumerate(pieces)]
+        return [partial(self._store, i, storage, whole, cut, check) for i, cut in enumerate(cuts)]
 
-    def _store(self, index: int, storage: torch.UntypedStorage, piece: Piece, check: bool) -> None:
+    def _store(
+        self, index: int, storage: torch.UntypedStorage, part: _Part | None, cut: tuple[int, int], check: bool
+    ) -> None:
         if not self._owner.is_wanted():  # it was taken back, and would hold its memory as long as it is written
-            with self._giving_up:
-                self._missing_nbytes += piece.nbytes
-                self.nbytes -= piece.nbytes
+            with self._changing:
+                self._missing_nbytes += cut[1]
+                self.nbytes -= cut[1]
             return
-        self._checksums[index] = self._tier.mover.store(storage, piece, self._after, check=check)
+        while True:
+            place = self._place(*cut) if part is None else part
+            try:
+                piece = self._tier.piece(place, *cut)
+                self._checksums[index] = self._tier.mover.store(storage, piece, self._after, check=check)
+                return
+            except OSError as error:
+                if part is not None or not self._tier.gives_up(place.lane, error):
+                    raise
+                with self._changing:
+                    self._parts.remove(place)
+                self._tier.free_parts([place])
+
+    def _place(self, start: int, nbytes: int) -> _Part:
+        place = self._tier.allocate(start, nbytes)
+        with self._changing:
+            self._parts.append(place)
+        return place
+
+    def shares(self) -> Sequence[tuple[int | None, int]]:
+        return self._tier.shares(self._parts, self.nbytes)
 
     def finish(self, error: BaseException | None) -> None:
-        stored, storage = self._stored, self._storage
+        storage, edges = self._storage, self._edges
         self._storage = self._after = None  # the tensor's memory may go now
         if error is None:
             error = moved_meanwhile(storage, self._memory, self._label)
+        stored = None
+        if error is None and storage is not None and edges is not None:
+            stored = _SsdBytes(
+                self._tier,
+                tuple(sorted(self._parts)),
+                storage.nbytes(),
+                edges,
+                tuple(value for value in self._checksums if value is not None),
+                self._label,
+                self._missing_nbytes,
+            )
+        else:
+            self._tier.free_parts(self._parts)
         del storage
-        if stored is not None and error is None:
-            checksums = tuple(value for value in self._checksums if value is not None)
-            stored = replace(stored, checksums=checksums, missing_nbytes=self._missing_nbytes)
-        elif stored is not None:
-            self._tier.free(stored)
-            stored = None
         self._owner.write_ended(stored, error)
 
     def discard(self) -> None:
@@ -326,7 +409,6 @@ class _Read(Transfer):
         urgent: bool,
     ) -> None:
         super().__init__("read", stored.body_nbytes, urgent=urgent)
-        self.drive = tier.drive_of(stored.arena)
         self._tier = tier
         self._owner = owner
         self._stored = stored
@@ -348,9 +430,13 @@ class _Read(Transfer):
                 raise
             self._storage = storage
         stored.edges.put_into(storage)
-        pieces = list(self._tier.pieces(stored.arena, stored.extent, len(stored.edges.head), stored.body_nbytes))
+        pieces = self._tier.pieces(stored.parts)
+        self.lanes = [lane for lane, _ in pieces]
         expected: Sequence[int | None] = stored.checksums or [None] * len(pieces)
-        return [partial(self._bring, storage, piece, value) for piece, value in zip(pieces, expected, strict=True)]
+        return [partial(self._bring, storage, piece, value) for (_, piece), value in zip(pieces, expected, strict=True)]
+
+    def shares(self) -> Sequence[tuple[int | None, int]]:
+        return self._tier.shares(self._stored.parts, self.nbytes)
 
     def _bring(self, storage: torch.UntypedStorage, piece: Piece, expected: int | None) -> Callable[[], None] | None:
         """Read one piece and queue its copy; return what waits for the copy."""

@@ -2,6 +2,9 @@
 
 A :class:`Transfer` is cut into chunks, so that several workers share a large one and an urgent one overtakes at
 chunk borders. The queue knows nothing of tensors or files; ``tiers/ssd.py`` says what a chunk does.
+
+A lane is one drive, with workers of its own. A chunk that may use any drive is taken by the first worker that is free,
+so that each drive gets as much as it can move, whatever its speed. A chunk that needs one drive waits for its workers.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ class Transfer(ABC):
     A subclass says what happens. Its methods run in a worker, never in the thread that submitted.
     """
 
+    lanes: Sequence[int] | None = None
+    """The lane of each chunk, known when :meth:`begin` has returned; ``None``: any worker may run any of them."""
     outlasts = False
     """Whether bytes may still move on the device when the move has ended for those who wait: :meth:`settle` is called
     then, and the move's event and the busy time go on until it returns."""
@@ -46,7 +51,6 @@ class Transfer(ABC):
         self.direction: Direction = direction
         self.nbytes = nbytes
         self.urgent = urgent
-        self.drive: int | None = None
         self.queued_s = time.perf_counter()
         self.start_s = 0.0
         self.error: BaseException | None = None
@@ -55,7 +59,7 @@ class Transfer(ABC):
         self._queue: TransferQueue | None = None
         self._has_waited = False
         # The queue's lock guards these three.
-        self._chunks: list[Chunk] | None = None
+        self._chunks: dict[int | None, list[Chunk]] | None = None  # by lane, the first one last
         self._num_unfinished = 0
         self._seq = 0
 
@@ -73,6 +77,10 @@ class Transfer(ABC):
     @abstractmethod
     def discard(self) -> None:
         """Called once instead of the others when the queue closes before the move began."""
+
+    def shares(self) -> Sequence[tuple[int | None, int]]:
+        """Return the drives that have moved it, each with its bytes; asked at the end."""
+        return [(None, self.nbytes)]
 
     def settle(self) -> BaseException | None:
         """Where :attr:`outlasts`: called after the end; block until nothing moves any more. Return what went wrong."""
@@ -117,11 +125,13 @@ class TransferQueue:
 
     Args:
         direction: what the workers do, for thread names and events.
-        num_workers: moves (or chunks of one) under way at once.
+        num_workers: moves (or chunks of one) under way at once, in each lane.
         events: receives one ``TransferEvent`` per finished move.
         tier: the tier's name, for events and thread names.
         announces: told of urgent moves.
         yields_to: before each chunk, wait a while for the urgent moves announced there.
+        num_lanes: drives.
+        first_lane: is told first of what any of them may do.
     """
 
     def __init__(
@@ -131,6 +141,8 @@ class TransferQueue:
         events: EventLog,
         *,
         tier: str = "ssd",
+        num_lanes: int = 1,
+        first_lane: int = 0,
         announces: UrgentGate | None = None,
         yields_to: UrgentGate | None = None,
     ) -> None:
@@ -142,10 +154,15 @@ class TransferQueue:
         # calling into a transfer, so that it can be taken under any lock of the layers above (never the reverse).
         self._lock = threading.Lock()
         self._idle = Changes(self._lock)
-        # Wakes workers: one token, or more, for each thing to do. Put there before it, or an interrupt in between would
-        # leave something that nobody does.
-        self._tokens: SimpleQueue[None] = SimpleQueue()
-        self._heap: list[tuple[int, int, Transfer]] = []
+        # Wakes workers of a lane: one token, or more, for each thing to do. Put there before it, or an interrupt in
+        # between would leave something that nobody does.
+        self._tokens: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(num_lanes)]
+        self._told = [self._tokens[(first_lane + i) % num_lanes] for i in range(num_lanes)]
+        # What each lane alone may do; under None what all may.
+        self._heaps: dict[int | None, list[tuple[int, int, Transfer]]] = {
+            lane: [] for lane in (None, *range(num_lanes))
+        }
+        self._lane = threading.local()
         self._seq = itertools.count(1)
         self._num_active = 0  # workers that have claimed something; of these, those that wait are not busy
         self._num_done = 0  # chunks
@@ -156,8 +173,10 @@ class TransferQueue:
         self._fault: BaseException | None = None
         self._is_fault_told = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"lightning_ssd-{tier}-{direction}-{i}", daemon=True)
-            for i in range(num_workers)
+            threading.Thread(
+                target=self._work, args=(i % num_lanes,), name=f"lightning_ssd-{tier}-{direction}-{i}", daemon=True
+            )
+            for i in range(num_workers * num_lanes)
         ]
         try:
             for thread in self._threads:
@@ -174,8 +193,8 @@ class TransferQueue:
                 raise OffloaderClosedError("a transfer was submitted after the offloader was closed; open it again")
             transfer._queue = self
             transfer._seq = next(self._seq)
-            self._tokens.put(None)
-            self._push(transfer)
+            self._wake(None)
+            self._push(transfer, None)
             if transfer.urgent:
                 self._announce(transfer)
 
@@ -183,10 +202,11 @@ class TransferQueue:
         """Make a queued move urgent: somebody waits for it."""
         with self._lock:
             if not transfer.urgent and not transfer.ended:
-                # A second entry with a better rank; the first one is skipped when it surfaces.
+                # Second entries with a better rank; the first ones are skipped when they surface.
                 transfer.urgent = True
-                self._tokens.put(None)
-                self._push(transfer)
+                for lane in (None,) if transfer._chunks is None else transfer._chunks:
+                    self._wake(lane)
+                    self._push(transfer, lane)
                 self._announce(transfer)
 
     def progress(self) -> tuple[int, float]:
@@ -206,7 +226,7 @@ class TransferQueue:
         Raises:
             BaseException: what a move has raised where it must not: somebody may not know of its end.
         """
-        self._idle.until(lambda: True if not self._num_active and not self._has_work() else None)
+        self._idle.until(lambda: True if not self._num_active and not self._has_any_work() else None)
         fault = self._fault
         self._is_fault_told = fault is not None
         if fault is not None:
@@ -222,10 +242,11 @@ class TransferQueue:
         with self._lock:
             self._closed = True
             # A transfer that has begun still needs its remaining chunks: workers drain those before they leave.
-            unbegun = {id(t): t for _, _, t in self._heap if t._chunks is None and not t.ended}
-            self._heap = [entry for entry in self._heap if id(entry[2]) not in unbegun]
-            heapq.heapify(self._heap)
-            self._tokens.put(None)
+            heap = self._heaps[None]
+            unbegun = {id(t): t for _, _, t in heap if t._chunks is None and not t.ended}
+            heap = self._heaps[None] = [entry for entry in heap if id(entry[2]) not in unbegun]
+            heapq.heapify(heap)
+            self._wake(None)
             self._idle.tell()
         for transfer in unbegun.values():
             try:
@@ -266,52 +287,68 @@ class TransferQueue:
 
     # -- everything below runs in the workers ------------------------------------------------------------------
 
-    def _push(self, transfer: Transfer) -> None:
-        heapq.heappush(self._heap, (0 if transfer.urgent else 1, transfer._seq, transfer))
+    @property
+    def lane(self) -> int:
+        """The lane of the worker that asks."""
+        lane: int = self._lane.number
+        return lane
 
-    def _has_work(self) -> bool:
-        """Drop entries that have nothing left to start; say whether one remains."""
-        while self._heap:
-            transfer = self._heap[0][2]
-            exhausted = transfer._chunks is not None and not transfer._chunks
+    def _push(self, transfer: Transfer, lane: int | None) -> None:
+        heapq.heappush(self._heaps[lane], (0 if transfer.urgent else 1, transfer._seq, transfer))
+
+    def _wake(self, lane: int | None) -> None:
+        """Tell a worker of a lane, or one of each lane where any may do it."""
+        for tokens in self._told if lane is None else (self._tokens[lane],):
+            tokens.put(None)
+
+    def _best(self, lane: int | None) -> tuple[int, int, Transfer] | None:
+        """Drop entries that have nothing left to start; return the best one that remains."""
+        heap = self._heaps[lane]
+        while heap:
+            transfer = heap[0][2]
+            exhausted = transfer._chunks is not None and not transfer._chunks.get(lane)
             if not exhausted and not transfer.ended:
-                return True
-            heapq.heappop(self._heap)
-        return False
+                return heap[0]
+            heapq.heappop(heap)
+        return None
 
-    def _next(self, chunk_s: float) -> tuple[Transfer, Chunk | None] | None:
+    def _has_any_work(self) -> bool:
+        return any(self._best(lane) is not None for lane in self._heaps)
+
+    def _next(self, lane: int, chunk_s: float) -> tuple[Transfer, Chunk | None] | None:
         """Claim a chunk of the best transfer, or the right to begin it; ``None`` when the queue has closed."""
-        gate, yielded = self._yields_to, False
+        gate, yielded, tokens = self._yields_to, False, self._tokens[lane]
         while True:
-            self._tokens.get()
+            tokens.get()
             with self._lock:
-                if not self._has_work():
+                found = [(best[:2], key) for key in (lane, None) if (best := self._best(key)) is not None]
+                if not found:
                     if self._closed:
-                        self._tokens.put(None)  # for the next one
+                        tokens.put(None)  # for the next one
                         return None
                     yielded = False  # what came meanwhile gives way anew
                     continue
                 if gate is None or gate.num_urgent == 0 or yielded or self._closed:
-                    return self._claim()
+                    return self._claim(min(found, key=lambda one: one[0])[1])
             # Before anything is claimed, so that waiting is not counted as busy, and what is cancelled meanwhile ends.
-            self._tokens.put(None)
+            tokens.put(None)
             gate.wait(patience_s(chunk_s))
             yielded = True
 
-    def _claim(self) -> tuple[Transfer, Chunk | None]:
+    def _claim(self, lane: int | None) -> tuple[Transfer, Chunk | None]:
         """With the lock held, and work there."""
-        transfer = self._heap[0][2]
+        transfer = self._heaps[lane][0][2]
         self._num_active += 1
         self._count_busy(1)
         if transfer._chunks is None:
-            heapq.heappop(self._heap)
-            transfer._chunks = []  # claimed: a second heap entry of a promoted transfer is skipped
+            heapq.heappop(self._heaps[lane])
+            transfer._chunks = {}  # claimed: a second heap entry of a promoted transfer is skipped
             return transfer, None
-        return transfer, transfer._chunks.pop()
+        return transfer, transfer._chunks[lane].pop()
 
-    def _work(self) -> None:
-        chunk_s = 0.0
-        while (claim := self._next(chunk_s)) is not None:
+    def _work(self, lane: int) -> None:
+        chunk_s, self._lane.number = 0.0, lane
+        while (claim := self._next(lane, chunk_s)) is not None:
             transfer, work = claim[0], [chunk for chunk in claim[1:] if chunk is not None]
             del claim
             start_s, cpu_s = time.perf_counter(), time.thread_time()
@@ -342,7 +379,7 @@ class TransferQueue:
             self._num_done += 1
             self._num_active -= 1
             self._count_busy(-1)
-            if self._num_active == 0 and not self._has_work():
+            if self._num_active == 0 and not self._has_any_work():
                 self._idle.tell()
 
     def _pause(self) -> None:
@@ -374,18 +411,29 @@ class TransferQueue:
             self._let_go(transfer)
             return
         with self._lock:
-            transfer._num_unfinished = len(chunks)
-            transfer._chunks = list(reversed(chunks))
-            if len(chunks) > 1:
-                self._push(transfer)
-                for _ in chunks[1:]:
-                    self._tokens.put(None)
-            work = [transfer._chunks.pop()] if chunks else []
+            transfer._num_unfinished = num_chunks = len(chunks)
+            by_lane = transfer._chunks = self._by_lane(transfer, chunks)
+            # The first one that this worker may run.
+            mine = next((lane for lane in (None, self.lane) if by_lane.get(lane)), None)
+            work = [by_lane[mine].pop()] if by_lane.get(mine) else []
+            for lane, left in by_lane.items():
+                for _ in left:
+                    self._wake(lane)
+                if left:
+                    self._push(transfer, lane)
             del chunks
         if work:
             self._run(transfer, work)
-        else:
+        elif not num_chunks:
             self._end(transfer, None)
+
+    @staticmethod
+    def _by_lane(transfer: Transfer, chunks: Sequence[Chunk]) -> dict[int | None, list[Chunk]]:
+        lanes: Sequence[int | None] = [None] * len(chunks) if transfer.lanes is None else transfer.lanes
+        by_lane: dict[int | None, list[Chunk]] = {}
+        for lane, chunk in zip(reversed(lanes), reversed(chunks), strict=True):
+            by_lane.setdefault(lane, []).append(chunk)
+        return by_lane
 
     def _run(self, transfer: Transfer, work: list[Chunk]) -> None:
         """Run the one chunk in ``work``, and take it out: it holds the memory that moves, which may go with the end."""
@@ -416,19 +464,20 @@ class TransferQueue:
             self._record(transfer, error or late_error)
 
     def _record(self, transfer: Transfer, error: BaseException | None) -> None:
-        self._events.append(
-            TransferEvent(
-                direction=transfer.direction,
-                nbytes=transfer.nbytes,
-                queued_s=transfer.queued_s,
-                start_s=transfer.start_s,
-                end_s=time.perf_counter(),
-                tier=self._tier,
-                urgent=transfer.urgent,
-                failed=error is not None,
-                drive=transfer.drive,
+        for drive, nbytes in transfer.shares():
+            self._events.append(
+                TransferEvent(
+                    direction=transfer.direction,
+                    nbytes=nbytes,
+                    queued_s=transfer.queued_s,
+                    start_s=transfer.start_s,
+                    end_s=time.perf_counter(),
+                    tier=self._tier,
+                    urgent=transfer.urgent,
+                    failed=error is not None,
+                    drive=drive,
+                )
             )
-        )
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:

@@ -111,7 +111,7 @@ def test_nothing_is_held_when_the_backward_is_over(offloader: Offloader, retain_
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         loss.backward(retain_graph=retain_graph)
     x.grad = None
-    assert all(held() is None or not held().given for held in offloader._opened()._handed_out._held.values())  # type: ignore[union-attr]
+    assert all(held() is None or not held().given for held in offloader._opened().handed_out.held.values())  # type: ignore[union-attr]
     del loss, before
     assert not key.alive()
 

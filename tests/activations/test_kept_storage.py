@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import Offloader
-from lightning_ssd.activations.kept_storage import KeptLarge, KeptStorage
+from lightning_ssd.activations.kept_storage import KeptStorage, Share
 from lightning_ssd.activations.saved_pass import SavedPass
 from tests.support.helpers import KEEP, open_offloader
 
@@ -35,13 +35,18 @@ def packed(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return what autograd is given from now on, in order."""
     given: list[Any] = []
     cache = offloader._cache
-    pack = cache.pack
+    hooks_of = cache.hooks_of
 
-    def note(current: SavedPass, tensor: Tensor) -> Any:
-        given.append(pack(current, tensor))
-        return given[-1]
+    def noting(current: SavedPass) -> Any:
+        pack, unpack = hooks_of(current)
 
-    monkeypatch.setattr(cache, "pack", note)
+        def note(tensor: Tensor) -> Any:
+            given.append(pack(tensor))
+            return given[-1]
+
+        return note, unpack
+
+    monkeypatch.setattr(cache, "hooks_of", noting)
     return given
 
 
@@ -50,8 +55,8 @@ def test_a_storage_counts_once_until_its_graph_dies(offloader: Offloader, monkey
     with offloader.saved_tensors():
         y = leaf() * 1
         loss = (y.sin() + y.cos() + y.view(-1).exp().view(SIDE, SIDE)).sum()
-    assert {type(one) for one in given} <= {KeptLarge, tuple}
-    shared = [one.share.record for one in given if isinstance(one, KeptLarge) and one.kept[0].shape == (SIDE, SIDE)]
+    assert {type(one) for one in given} == {tuple}
+    shared = [one[-1].record for one in given if isinstance(one[-1], Share) and one[0].shape == (SIDE, SIDE)]
     assert len({id(record) for record in shared[:2]}) == 1, "two nodes save y"
     before = offloader.stats
     assert before.num_saved == 2, "y and the exponential"
@@ -147,7 +152,7 @@ def test_it_costs_few_python_calls_and_no_probe(offloader: Offloader, monkeypatc
                 y = y.sin()
         finally:
             sys.setprofile(None)
-    assert all(isinstance(one.share.record, KeptStorage) for one in given)
+    assert all(isinstance(one[-1].record, KeptStorage) for one in given)
     num_pack = len(calls)
     calls.clear()
     sys.setprofile(count)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,14 +47,12 @@ class HooksThatKeepNothing:
     def enter(self, current: SavedPass) -> None:
         """Nobody counts."""
 
-    def leave(self) -> None:
+    def leave(self, current: SavedPass) -> None:
         """Nobody counts."""
 
-    def pack(self, current: SavedPass, tensor: torch.Tensor) -> None:
+    def hooks_of(self, current: SavedPass) -> Any:
         """Nothing is kept."""
-
-    def unpack(self, packed: None) -> torch.Tensor:
-        raise AssertionError("nothing was kept")
+        return lambda tensor: None, lambda packed: None
 
 
 def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
@@ -285,7 +284,7 @@ def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
         record.accounting.settle()
     assert record.state is State.FREED
     assert (tier.freed, record.accounting.num_live, record.accounting.saved_bytes) == (1, 0, 0)
-    assert not record.accounting._watched
+    assert not record.accounting.watched
 
 
 def test_memory_goes_with_the_last_lease() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import Offloader
-from lightning_ssd.activations import tensor_cache
+from lightning_ssd.activations import replay, tensor_cache
 from lightning_ssd.activations.prefetcher import Prefetcher
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.common.inplace_edits import VersionProbe
@@ -555,7 +555,8 @@ def test_a_slice_of_the_data_does_not_take_all_of_it_to_the_drive(
     tmp_path: Path, rows: int, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch that is a view of a data set in memory: saving it by its storage would write the data set each step."""
-    monkeypatch.setattr(tensor_cache, "_MIN_DATA_BYTES", NBYTES)
+    for module in (tensor_cache, replay):
+        monkeypatch.setattr(module, "MIN_DATA_BYTES", NBYTES)
     data, weight = torch.rand(SIDE, SIDE), leaf(1)
     with open_offloader(tmp_path) as offloader:
         with offloader.saved_tensors():

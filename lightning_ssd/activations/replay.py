@@ -1,0 +1,149 @@
+"""The hooks of one pass: what is known to stay is kept here, without a lock and in few Python calls.
+
+A plan, or what an earlier pass has taught, names the storages of a pass by size, in pack order. As long as the pass
+saves the same sizes, the hooks keep what is to stay, and hand everything else to the tensor cache. From the first other
+size on the tensor cache gets everything. A wrong guess costs a place in the order, never a value: a tensor that is kept
+is held as it is, with its version, whatever storage it was taken for.
+
+The tensor cache counts what has stayed when it packs the next storage, and when the forward is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from lightning_ssd.activations.kept_storage import (
+    KeptStorage,
+    Share,
+    check_not_resized,
+    edited_error,
+    keep_large,
+    open_kept,
+)
+from lightning_ssd.activations.kept_tensor import give_back, keep
+from lightning_ssd.common.tensors import PLAIN_TYPES
+from lightning_ssd.scheduling.pass_program import KEEPS_ALL, PassProgram
+
+if TYPE_CHECKING:
+    from lightning_ssd.activations.saved_pass import SavedPass
+    from lightning_ssd.activations.tensor_cache import TensorCache
+
+__all__ = ["DATA_PARTS", "MIN_DATA_BYTES", "Uncounted", "hooks_of"]
+
+DATA_PARTS = 4
+MIN_DATA_BYTES = 16 << 20
+"""Data (what no gradient goes to) that is less than one of so many parts of a storage of at least so many bytes leaves
+the storage alone."""
+
+
+class Uncounted:
+    """What has stayed in one pass and is not counted yet. The thread of its forward adds to it."""
+
+    __slots__ = ("nbytes", "num_storages")
+
+    def __init__(self) -> None:
+        self.num_storages = 0
+        self.nbytes = 0
+
+
+def hooks_of(
+    cache: TensorCache, current: SavedPass, program: PassProgram, *, limit_bytes: int | None
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Return what packs and what unpacks the saved tensors of a pass.
+
+    Args:
+        cache: gets what the program does not keep.
+        current: the pass.
+        program: what stays.
+        limit_bytes: of saved activations in memory, above which the cache decides; ``None``: no limit.
+    """
+    # Names of this function: an attribute of an object takes as long to find as a storage takes to be kept.
+    pack_slowly, unpack_slowly, check_process = cache.pack, cache.unpack, cache.check_process
+    accounting, fetcher, handed_out, parameters = cache.accounting, cache.fetcher, cache.handed_out, cache.parameters
+    counters, parameter_keys, has_pager, held = accounting.counters, parameters.keys, cache.has_pager, handed_out.held
+    least, device, is_cpu = cache.min_nbytes, cache.device, cache.device.type == "cpu"
+    sizes, order, wanted, stayed = current.sizes, current.order, current.wanted_s, current.uncounted
+    (expected, stays), keeps_all = program, program is KEEPS_ALL
+    num_expected = len(expected)
+    clock, current_node, strided, plain = time.perf_counter, torch._C._current_autograd_node, torch.strided, PLAIN_TYPES
+
+    def pack(tensor: torch.Tensor) -> Any:
+        nonlocal num_expected
+        if type(tensor) not in plain:
+            return pack_slowly(current, tensor)
+        try:
+            # A small tensor that is no view can be told without asking for its storage, which takes as long as all
+            # the rest.
+            nbytes, is_view = tensor.nbytes, tensor._is_view()
+            if nbytes < least and not is_view:
+                counters.num_kept_small += 1
+                return keep(tensor, False)
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # it has none
+            return pack_slowly(current, tensor)
+        cdata = storage._cdata
+        if cdata in parameter_keys and not has_pager:
+            counters.num_kept_parameters += 1
+            return keep(tensor, is_view)
+        begin_s, index, share = clock(), len(sizes), None
+        record, whole = cache.by_storage.get(cdata), storage.nbytes()
+        if record is None:
+            owner = tensor._base if is_view else tensor
+            if (
+                (keeps_all or (index < num_expected and stays[index] and expected[index] == whole))
+                and whole >= least
+                and (limit_bytes is None or counters.resident_bytes + stayed.nbytes + whole <= limit_bytes)
+                # Below, what the cache would not count among the storages of the pass.
+                and (nbytes == whole or is_view)
+                and (tensor.requires_grad or not (tensor.__dict__ or whole >= max(MIN_DATA_BYTES, DATA_PARTS * nbytes)))
+                and type(owner) is torch.Tensor
+                and not (owner.is_leaf and owner.requires_grad)
+                and tensor.layout is strided
+                and tensor.device == device
+                and not parameters.ungathered
+            ):
+                share = open_kept(accounting, current, owner, whole, begin_s)
+                cache.by_storage[cdata] = share.record
+                stayed.num_storages += 1
+                stayed.nbytes += whole
+        elif type(record) is KeptStorage and record.nbytes == whole and record.is_same_value(tensor):
+            share = record.share()
+        if share is None:
+            moves = record is None and index < num_expected and expected[index] == whole and not stays[index]
+            packed = pack_slowly(current, tensor, moves)
+            if len(sizes) > index and not (index < num_expected and expected[index] == sizes[index]):
+                num_expected = 0
+            return packed
+        kept = keep_large(tensor, is_view, share)
+        if is_cpu:  # the work that a device has queued hides so short a time
+            counters.hook_s += clock() - begin_s
+        return kept
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if type(packed) is not tuple:
+            return unpack_slowly(packed)
+        share = packed[-1]
+        if type(share) is not Share:
+            return give_back(packed)
+        tensor: torch.Tensor = packed[0]
+        record = share.record
+        if tensor._version != packed[1]:
+            raise edited_error(*packed)
+        if tensor.untyped_storage().nbytes() < record.nbytes:
+            check_not_resized(tensor, record.nbytes)
+        if not order or record.home is not current:
+            check_process()
+            fetcher.note_kept(record)
+        elif record.index not in wanted:
+            wanted[record.index] = clock()
+            order.append(record.index)
+        if held or isinstance(current_node(), BackwardCFunction):
+            handed_out.add(tensor, record.share)
+        return tensor
+
+    return pack, unpack

@@ -1,0 +1,27 @@
+"""What is known of a pass before it begins: its storages by size, in pack order, and which of them stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["KEEPS_ALL", "NOTHING_KNOWN", "PassProgram"]
+
+
+class PassProgram(NamedTuple):
+    """What is known of a pass before it begins."""
+
+    sizes: tuple[int, ...]
+    """Bytes of its storages, in pack order."""
+    stays: bytes
+    """For each of them 1 if it stays, else 0."""
+
+    @classmethod
+    def of(cls, sizes: tuple[int, ...], stays: Callable[[int], bool]) -> PassProgram:
+        """Ask of each index whether that storage stays."""
+        return cls(sizes, bytes(map(stays, range(len(sizes)))))
+
+
+NOTHING_KNOWN = PassProgram((), b"")
+KEEPS_ALL = PassProgram((), b"")
+"""Nothing can move, so that sizes need not be known."""

@@ -1,0 +1,215 @@
+"""Several directories of one tier: each worker that is free writes the next chunk to its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd.common.tensors import Region
+from lightning_ssd.errors import OutOfSpaceError
+from lightning_ssd.memory.pools import ReloadPool
+from lightning_ssd.storage.backend import WrappedBackend
+from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.storage.spill_file import Arena
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import HostMover
+from lightning_ssd.tiers.ssd import SsdTier
+from tests.support.faults import eio
+from tests.support.owners import Owner, random_storage
+
+CHUNK = 64 << 10
+CPU = torch.device("cpu")
+
+
+class Drives(WrappedBackend):
+    """Directories that take a time of their own for each chunk, refuse writes, or are full."""
+
+    def __init__(self, directories: list[Path], seconds: dict[str, float] | None = None) -> None:
+        super().__init__(PosixBackend(directories, direct=False))
+        self.seconds = seconds or {}
+        self.refusing: set[str] = set()
+        self.full: set[str] = set()
+        self.writes: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()
+        self.threads: dict[str, set[str]] = {}
+        self.names: dict[int, str] = {}
+
+    def open_arena(self, directory: Path) -> Arena:
+        arena = super().open_arena(directory)
+        allocate, name = arena.allocate, directory.name
+        self.names[id(arena)] = name
+
+        def allocated(nbytes: int) -> object:
+            if name in self.full:
+                raise OutOfSpaceError(f"{name} is full")
+            return allocate(nbytes)
+
+        arena.allocate = allocated  # type: ignore[method-assign, assignment]
+        return arena
+
+    def write(self, arena: Arena, region: Region, offset: int) -> None:
+        name = self.names[id(arena)]
+        self.writes[name] += 1
+        self.threads.setdefault(name, set()).add(threading.current_thread().name)
+        if name in self.refusing:
+            raise eio()
+        time.sleep(self.seconds.get(name, 0.0))
+        super().write(arena, region, offset)
+
+    def read(self, arena: Arena, region: Region, offset: int) -> None:
+        name = self.names[id(arena)]
+        self.reads[name] += 1
+        time.sleep(self.seconds.get(name, 0.0))
+        super().read(arena, region, offset)
+
+
+@contextmanager
+def tier_on(tmp_path: Path, names: str, seconds: dict[str, float] | None = None) -> Iterator[tuple[SsdTier, Drives]]:
+    directories = [tmp_path / name for name in names]
+    for directory in directories:
+        directory.mkdir()
+    drives = Drives(directories, seconds)
+    tier = SsdTier(
+        drives,
+        HostMover(drives, ReloadPool(0)),
+        directories,
+        events=EventLog(),
+        sampler=Sampler("full"),
+        chunk_bytes=CHUNK,
+    )
+    try:
+        yield tier, drives
+    finally:
+        tier.close()
+        drives.close()
+
+
+def write_all(tier: SsdTier, sizes: list[int]) -> list[Owner]:
+    owners = [Owner(random_storage(nbytes, seed)) for seed, nbytes in enumerate(sizes)]
+    for owner in owners:
+        assert tier.write(owner, owner.storage.nbytes(), None, label="one")  # type: ignore[union-attr]
+    tier.flush()
+    return owners
+
+
+def read_all(tier: SsdTier, owners: list[Owner]) -> None:
+    reads = [tier.read(owner, owner.place, CPU, urgent=False) for owner in owners]
+    for read, owner in zip(reads, owners, strict=True):
+        read.wait()
+        assert owner.is_right()
+        tier.free(owner.place)
+
+
+SIZES = [CHUNK, 7 * CHUNK + 4097, 3, 4096, 40 * CHUNK, CHUNK - 1, 0, 12 * CHUNK + 17]
+
+
+def test_bytes_come_back_whatever_drives_they_lie_on(tmp_path: Path) -> None:
+    with tier_on(tmp_path, "abc") as (tier, drives):
+        for _ in range(3):  # room that was freed is used again
+            read_all(tier, write_all(tier, SIZES))
+        assert set(drives.writes) == {"a", "b", "c"}
+        assert all(arena.used_bytes == 0 for arena in tier._arenas)
+
+
+def test_one_storage_is_spread_over_all_drives(tmp_path: Path) -> None:
+    with tier_on(tmp_path, "abcd", dict.fromkeys("abcd", 0.01)) as (tier, drives):
+        read_all(tier, write_all(tier, [32 * CHUNK + 4096]))
+        assert min(drives.writes.values()) >= 4
+        assert drives.reads == drives.writes
+
+
+def test_a_slow_drive_gets_less_and_slows_no_other(tmp_path: Path) -> None:
+    with tier_on(tmp_path, "ab", {"a": 0.004, "b": 0.04}) as (tier, drives):
+        owners = write_all(tier, [4 * CHUNK + 4096] * 20)
+        assert drives.writes["a"] > 3 * drives.writes["b"] > 0
+        read_all(tier, owners)
+
+
+def test_a_drive_that_becomes_slow_gets_less_from_then_on(tmp_path: Path) -> None:
+    with tier_on(tmp_path, "ab", {"a": 0.004, "b": 0.004}) as (tier, drives):
+        write_all(tier, [4 * CHUNK + 4096] * 10)
+        assert min(drives.writes.values()) > 10
+        drives.seconds["b"], before = 0.08, drives.writes.copy()
+        read_all(tier, write_all(tier, [4 * CHUNK + 4096] * 10))
+        assert drives.writes["b"] - before["b"] < (drives.writes["a"] - before["a"]) / 2
+
+
+def test_drives_have_workers_of_their_own(tmp_path: Path) -> None:
+    with tier_on(tmp_path, "ab", dict.fromkeys("ab", 0.001)) as (tier, drives):
+        read_all(tier, write_all(tier, [8 * CHUNK + 4096] * 4))
+        assert not drives.threads["a"] & drives.threads["b"]
+
+
+def test_a_drive_that_refuses_writes_gets_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tier_on(tmp_path, "abc", dict.fromkeys("abc", 0.001)) as (tier, drives):
+        before = write_all(tier, [8 * CHUNK + 4096] * 2)
+        drives.refusing.add("b")
+        drives.writes.clear()
+        after = write_all(tier, [8 * CHUNK + 4096] * 4)
+        assert 1 <= drives.writes["b"] <= 2, "one for each of its workers, which may both be at it"
+        assert "is written to no more, after" in caplog.text
+        read_all(tier, before + after)  # it still gives what it has
+        assert all(arena.used_bytes == 0 for arena in tier._arenas)
+
+
+def test_where_all_refuse_the_owner_keeps_what_it_has(tmp_path: Path) -> None:
+    with tier_on(tmp_path, "ab") as (tier, drives):
+        drives.refusing |= {"a", "b"}
+        (owner,) = write_all(tier, [8 * CHUNK + 4096])
+        assert isinstance(owner.error, OSError)
+        assert all(arena.used_bytes == 0 for arena in tier._arenas)
+
+
+def test_a_full_drive_is_passed_over_until_it_has_room(tmp_path: Path) -> None:
+    with tier_on(tmp_path, "ab", dict.fromkeys("ab", 0.001)) as (tier, drives):
+        drives.full.add("a")
+        read_all(tier, write_all(tier, [8 * CHUNK + 4096] * 2))
+        assert set(drives.writes) == {"b"}
+        drives.full.clear()
+        read_all(tier, write_all(tier, [8 * CHUNK + 4096] * 2))
+        assert drives.writes["a"] > 0
+
+
+def test_all_of_them_full(tmp_path: Path) -> None:
+    with tier_on(tmp_path, "ab") as (tier, drives):
+        drives.full |= {"a", "b"}
+        (owner,) = write_all(tier, [8 * CHUNK + 4096])
+        assert isinstance(owner.error, OutOfSpaceError)
+
+
+def test_events_tell_what_each_drive_has_moved(tmp_path: Path) -> None:
+    events = EventLog()
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    drives = Drives(directories, dict.fromkeys("ab", 0.002))
+    mover = HostMover(drives, ReloadPool(0))
+    tier = SsdTier(drives, mover, directories, events=events, sampler=Sampler("off"), chunk_bytes=CHUNK)
+    try:
+        owners = write_all(tier, [16 * CHUNK + 4096])
+        moved = events.drain()
+        assert {event.drive for event in moved} == {0, 1}  # type: ignore[union-attr]
+        body = owners[0].place.body_nbytes
+        assert sum(event.nbytes for event in moved) == body == tier.progress().written_bytes  # type: ignore[union-attr]
+    finally:
+        tier.close()
+        drives.close()
+
+
+def test_closing_drains_what_has_begun_on_every_drive(tmp_path: Path) -> None:
+    with tier_on(tmp_path, "abc", dict.fromkeys("abc", 0.01)) as (tier, _):
+        owners = [Owner(random_storage(12 * CHUNK, seed)) for seed in range(6)]
+        for owner in owners:
+            tier.write(owner, 12 * CHUNK, None, label="one")
+        time.sleep(0.02)
+        tier.close()
+        for owner in owners:
+            assert owner.error is None or not isinstance(owner.error, OSError)
