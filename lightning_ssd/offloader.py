@@ -29,7 +29,7 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.memory.readings import read_memory
 from lightning_ssd.optimizer.offloaded_optimizer import NO_OPTIMIZER, OffloadedOptimizer
-from lightning_ssd.planning.plan import TierRates
+from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.recompute.block_discovery import compiled_modules, find_blocks
 from lightning_ssd.recompute.blocks import Blocks
@@ -606,14 +606,21 @@ class Offloader:
         return None if self._parts.scheduler is None else self._parts.scheduler.trace
 
     @property
+    def machine(self) -> Machine | None:
+        """The tiers' rates that plans are made with; ``None`` without a planner. May measure the drives."""
+        scheduler = self._parts.scheduler
+        if scheduler is None or not self.is_open or self._is_foreign:
+            return None
+        return scheduler.machine
+
+    @property
     def drive_rates(self) -> TierRates | None:
         """Bytes per second of the drives together: what plans are made with, once there is one, else what the run has
         shown; ``None``: nothing moves to drives. Measures nothing.
         """
-        scheduler = self._parts.scheduler
         if self._cache is None or self._is_foreign:
             return None
-        return self._cache.drive_rates if scheduler is None or self.plan_report is None else scheduler.machine.ssd
+        return self._cache.drive_rates if self.plan_report is None else (self.machine or Machine()).ssd
 
     def drain_metrics(self, *, step_s: float | None = None) -> dict[str, float]:
         """What happened since the last call, under the keys of :data:`lightning_ssd.telemetry.metrics.METRICS`.

@@ -148,6 +148,7 @@ def _try_everything(offloader: Offloader, twins: Twins, loss: Tensor) -> None:
         lambda: offloader.stats,
         offloader.reset_peaks,
         offloader.drain_metrics,
+        lambda: offloader.machine,
         offloader.abort,
         lambda: twins.ours.optimizer.state_dict(),
     ]

@@ -178,6 +178,7 @@ def _use_in_fork(offloader: lightning_ssd.Offloader) -> int:
     harmless: list[Callable[[], object]] = [
         lambda: offloader.stats,
         lambda: offloader.optimizer_stats,
+        lambda: offloader.machine,
         offloader.drain_metrics,
         offloader.abort,
         offloader.close,
