@@ -138,9 +138,10 @@ def violations(module: str, source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("module", module_names())
-def test_imports_point_down(module: str) -> None:
-    assert not violations(module, module_names()[module].read_text(encoding="utf-8"))
+def test_imports_point_down() -> None:
+    sources = {module: path.read_text(encoding="utf-8") for module, path in module_names().items()}
+    assert len(sources) > 100
+    assert [found for module, source in sources.items() for found in violations(module, source)] == []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.errors import HooksRefusedError, OffloadError
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.scheduling.clock import Stamp
-from lightning_ssd.scheduling.pass_profile import PassProfile, PassTimes, ProfileBook, profile_of
+from lightning_ssd.scheduling.pass_profile import PassProfile, ProfileBook, storages_to_keep
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.recorder import Recorder
 
@@ -273,13 +273,11 @@ class SavedPass:
 
     def profile(self, *, write_rate: float, read_rate: float) -> PassProfile:
         """What the next pass of this shape can learn from this one."""
-        times = PassTimes(
-            sizes=self.sizes,
-            packed_s=self.packed_s,
-            wanted_s=[self.wanted_s.get(index) for index in range(len(self.records))],
-            stayed=frozenset(self.stayed),
+        wanted_s = [self.wanted_s.get(index) for index in range(len(self.records))]
+        keep = storages_to_keep(
+            self.sizes, self.packed_s, wanted_s, stayed=self.stayed, write_rate=write_rate, read_rate=read_rate
         )
-        return profile_of(times, self.order, write_rate=write_rate, read_rate=read_rate)
+        return PassProfile(tuple(self.sizes), tuple(self.order), keep)
 
 
 def _in_sight(line: StatusLine, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

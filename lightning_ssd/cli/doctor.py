@@ -226,7 +226,7 @@ def _notes(reports: Sequence[DirectoryReport], memory: dict[str, Any]) -> list[s
         for names in places.values()
         if len(names) > 1
     ]
-    if not memory["malloc_reuses_holes"]:
+    if memory["malloc"].startswith("glibc") and "whole pages" not in memory["malloc"]:
         notes.append(
             f"this malloc seldom reuses the memory of freed tensors: on a CPU set {PAGES_VARIABLE}=1 (PyTorch's own "
             "switch), or preload tcmalloc"

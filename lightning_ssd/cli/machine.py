@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.errors import BackendUnavailableError
-from lightning_ssd.memory.malloc import malloc_name, reuses_holes
+from lightning_ssd.memory.malloc import malloc_name
 from lightning_ssd.memory.readings import cgroup_available_bytes, cgroup_limit_bytes, host_available_bytes
 from lightning_ssd.storage.kvikio import gds_status
 
@@ -62,7 +62,6 @@ def memory() -> dict[str, Any]:
         "cgroup_available_bytes": cgroup_available_bytes(),
         "memlock_bytes": None if memlock == resource.RLIM_INFINITY else memlock,
         "malloc": malloc_name(),
-        "malloc_reuses_holes": reuses_holes(),
     }
 
 

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 from lightning_ssd.memory.host_room import AMPLE, HostRoom
-from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, has_whole_pages, trim
+from lightning_ssd.memory.malloc import MallocThreshold, has_whole_pages, trim
 
 __all__ = ["FreedMemory"]
 
@@ -14,37 +14,7 @@ _MAPPED_BYTES = 1 << 20
 """Where freed memory leaves, tensors from this size on are mapped one by one."""
 _LOOK_S = 0.1
 _STAY_S = 60.0
-"""For so long freed memory stays that nobody takes again."""
-_MUCH_MORE = 1.5
-
-
-class _Unused:
-    """When to give back what the heap has free: what one large batch has left would stay to the end.
-
-    A heap that keeps its memory never has less free at the next border, and nobody tells what of that steps take again.
-    To give it back, and to map anew what they do take, costs a second and more for a large model. So it is given back
-    less and less often, and at once only where much more is free than a minute of steps has left.
-    """
-
-    def __init__(self) -> None:
-        self._usual_bytes: int | None = None
-        """Free a minute after it was last given back; ``None``: that minute is not over."""
-        self._stay_s = _STAY_S
-        self._next_look_s = self._next_trim_s = time.monotonic() + _STAY_S
-
-    def is_much(self, now_s: float) -> bool:
-        """Whether it is to be given back now. Looks once a minute: malloc counts its free blocks one by one."""
-        if now_s < self._next_look_s:
-            return False
-        self._next_look_s = now_s + _STAY_S
-        free_bytes = free_heap_bytes()
-        is_new = self._usual_bytes is not None and free_bytes > _MUCH_MORE * self._usual_bytes
-        if not is_new and now_s < self._next_trim_s:
-            self._usual_bytes = free_bytes if self._usual_bytes is None else self._usual_bytes
-            return False
-        self._stay_s = _STAY_S if is_new else 2 * self._stay_s
-        self._next_trim_s, self._usual_bytes = now_s + self._stay_s, None
-        return True
+"""For so long freed memory stays that no step takes again. To map all of it anew takes a second for a large model."""
 
 
 class FreedMemory:
@@ -54,7 +24,8 @@ class FreedMemory:
     room for weights and gradients that wait. But what leaves is mapped anew in each forward, which costs page faults.
     Where there is room for both, freed memory stays: of itself glibc would give back the end of its heap after each
     backward, which gradients hold otherwise. Only where tensors have whole pages: else the heap seldom reuses what it
-    has, and glibc is left as it is without us. Once memory was short, freed memory leaves to the end.
+    has, and glibc is left as it is without us. Once a minute what stays is given back all the same: one large batch
+    would leave its memory to the end. Once memory was short, freed memory leaves to the end.
 
     Args:
         is_limited: whether somebody has asked for less memory: then freed memory always leaves.
@@ -66,13 +37,12 @@ class FreedMemory:
         self._room, self._is_limited = HostRoom(num_processes), is_limited
         self._waiting_bytes = 0
         self._next_look_s = 0.0
-        self._leaves = self._was_short = False
-        self._unused: _Unused | None = None
-        """Of freed memory that stays."""
+        self._next_trim_s = time.monotonic() + _STAY_S
+        self._leaves = self._was_short = self._stays = False
 
     def leaves(self) -> None:
         """From now on freed memory leaves, as long as nothing is known of what will wait."""
-        self._leaves, self._unused = True, None
+        self._leaves, self._stays = True, False
         self._threshold.fix()
 
     def expect(self, waiting_bytes: int) -> None:
@@ -82,12 +52,10 @@ class FreedMemory:
         if self._was_short:
             self.leaves()
         elif not self._is_limited:
-            self._leaves = False
-            if waiting_bytes and has_whole_pages():
-                self._unused = self._unused or _Unused()
+            self._leaves, self._stays = False, bool(waiting_bytes) and has_whole_pages()
+            if self._stays:
                 self._threshold.reuse()
             else:
-                self._unused = None
                 self._threshold.restore()
 
     def _is_short(self) -> bool:
@@ -105,7 +73,8 @@ class FreedMemory:
                 self._was_short = True
                 self.leaves()
                 trim()
-            elif (unused := self._unused) is not None and unused.is_much(now_s):
+            elif self._stays and now_s >= self._next_trim_s:
+                self._next_trim_s = now_s + _STAY_S
                 trim()
 
     def close(self) -> None:

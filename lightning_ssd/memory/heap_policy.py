@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_ssd.memory.huge_heap import HugeHeap
 from lightning_ssd.memory.malloc import (
     MallocThreshold,
     besides_blocks_bytes,
@@ -51,7 +50,7 @@ class HeapPolicy:
     (:class:`~lightning_ssd.memory.malloc.MallocThreshold`). A pass that keeps everything has glibc as it is without us.
 
     Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
-    move and between them, large tensors lie in the heap, too, and the heap gets huge pages.
+    move and between them, and large tensors lie in the heap, too.
 
     A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
 
@@ -63,7 +62,7 @@ class HeapPolicy:
     def __init__(self, *, is_ours: bool = False, level: Callable[[], int] | None = None) -> None:
         threshold = MallocThreshold() if is_ours else None
         self._threshold = None if threshold is None or threshold.reason else threshold
-        self._huge = HugeHeap() if self._threshold is not None and has_whole_pages() else None
+        self._reuses = self._threshold is not None and has_whole_pages()
         self._resident = ResidentSet() if self._threshold is not None and level is None else None
         self._level = level or (self._resident.read if self._resident is not None else lambda: 0)
         # One thread looks at a time; nothing is waited for. A leaf lock.
@@ -97,9 +96,8 @@ class HeapPolicy:
         self._next_look_s = 0.0
         if mode is HeapMode.MAP_EACH:
             self._threshold.fix()
-        elif mode is not HeapMode.RELAXED and self._huge is not None:
+        elif mode is HeapMode.TRIM and self._reuses:
             self._threshold.reuse()
-            self._huge.look()
         else:
             self._threshold.restore()
 
@@ -145,8 +143,6 @@ class HeapPolicy:
                 looking.release()
 
     def _look(self) -> None:
-        if self._huge is not None:
-            self._huge.look()
         try:
             level = self._level()
             if level > self._needed_bytes + self._slack_bytes:
@@ -172,7 +168,7 @@ class HeapPolicy:
         """A backward is over."""
         self._is_watched = False
         now_s = time.perf_counter()
-        if self._threshold is not None and self._huge is None and now_s - self._last_border_s > _MIN_RELAXED_S:
+        if self._threshold is not None and not self._reuses and now_s - self._last_border_s > _MIN_RELAXED_S:
             self._threshold.restore()
         self._last_border_s = now_s
 

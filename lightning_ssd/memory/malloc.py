@@ -26,7 +26,6 @@ __all__ = [
     "has_whole_pages",
     "is_glibc",
     "malloc_name",
-    "reuses_holes",
     "trim",
 ]
 
@@ -34,7 +33,6 @@ PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 """Of PyTorch: set to 1, large CPU tensors begin with a page, and lie in huge pages."""
 
 _KIB = 1024
-_LOOKS_FOR_ALIGNED_HOLES = (2, 38)
 _C_LIBRARIES = ("libc.", "libc-", "ld-")
 """Beginnings of the file names of glibc and musl."""
 
@@ -99,19 +97,6 @@ def foreign_malloc() -> str | None:
     return None if name.startswith(_C_LIBRARIES) or os.path.realpath(path) in own else name
 
 
-def reuses_holes() -> bool:
-    """Whether a tensor gets the memory that another one of its size has left.
-
-    glibc looks for aligned holes from 2.38 on (its bug 14581). Before, it takes some bytes more than were asked for and
-    sets the rest aside for small requests of the thread, so that the hole is too small for the next one of that size.
-    What is left of a whole page is too large to be set aside.
-    """
-    libc, _ = _glibc()
-    if libc is None or has_whole_pages():
-        return True
-    return tuple(map(int, _version(libc).split(".")[:2])) >= _LOOKS_FOR_ALIGNED_HOLES
-
-
 def is_glibc() -> bool:
     """Whether tensors are allocated by glibc's own malloc."""
     return _glibc()[0] is not None
@@ -135,13 +120,9 @@ def malloc_name() -> str:
     libc, reason = _glibc()
     if libc is None:
         return foreign_malloc() or reason or "unknown"
-    return f"glibc {_version(libc)}" + (", tensors in whole pages" if has_whole_pages() else "")
-
-
-def _version(libc: Any) -> str:
     libc.gnu_get_libc_version.restype = ctypes.c_char_p
-    version: bytes = libc.gnu_get_libc_version()
-    return version.decode()
+    version = libc.gnu_get_libc_version().decode()
+    return f"glibc {version}" + (", tensors in whole pages" if has_whole_pages() else "")
 
 
 def _glibc() -> tuple[Any, str | None]:

@@ -8,44 +8,43 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-__all__ = ["PassProfile", "PassTimes", "PrefetchBudget", "ProfileBook", "profile_of", "storages_to_keep"]
+__all__ = ["PassProfile", "PrefetchBudget", "ProfileBook", "storages_to_keep"]
 
 
-@dataclass(frozen=True, slots=True)
-class PassTimes:
-    """When each saved storage of a pass was packed and first wanted back (seconds of one clock)."""
-
-    sizes: Sequence[int]
-    packed_s: Sequence[float]
-    wanted_s: Sequence[float | None]
-    """``None`` for one that backward never asked for."""
-    stayed: frozenset[int] = frozenset()
-    """Those whose memory somebody else held all along, so that writing them freed nothing."""
-
-
-def storages_to_keep(times: PassTimes, *, write_rate: float, read_rate: float) -> frozenset[int]:
-    """Which storages would be wanted back before they could have been written and read again.
+def storages_to_keep(
+    sizes: Sequence[int],
+    packed_s: Sequence[float],
+    wanted_s: Sequence[float | None],
+    *,
+    stayed: Set[int] = frozenset(),
+    write_rate: float,
+    read_rate: float,
+) -> frozenset[int]:
+    """Return which storages would be wanted back before they could have been written and read again.
 
     The corrected form of SSDTrain's adaptive keep (arXiv 2408.10013, section on adaptive offloading): separate
     rates for both directions, measured times instead of "backward = 2 x forward", writes booked one after the other.
     The tail of forward falls out of it: it is needed at once.
 
     Args:
-        times: of the last pass of the same shape.
-        write_rate: bytes per second; 0 if unknown, then only ``times.stayed`` are kept.
+        sizes: bytes of each storage of the last pass of the same shape.
+        packed_s: when each was packed.
+        wanted_s: when backward asked for each first, by the same clock; ``None``: it never did.
+        stayed: those whose memory the program held all along, because writing them freed nothing.
+        write_rate: bytes per second; 0 if unknown, then only ``stayed`` are kept.
         read_rate: likewise.
 
     Returns:
         Indices to keep in memory in the next pass.
     """
-    keep = set(times.stayed)
+    keep = set(stayed)
     if write_rate <= 0 or read_rate <= 0:
         return frozenset(keep)
     write_end = float("-inf")
-    for index, (size, packed, wanted) in enumerate(zip(times.sizes, times.packed_s, times.wanted_s, strict=True)):
+    for index, (size, packed, wanted) in enumerate(zip(sizes, packed_s, wanted_s, strict=True)):
         if index in keep:
             continue
         end = max(write_end, packed) + size / write_rate
@@ -147,9 +146,3 @@ class PrefetchBudget:
         self._floor = min(floor, self._cap)
         self._ceiling = min(max(saved_peak_bytes // 8, floor), self._cap)
         self._nbytes = min(max(self._nbytes, self._floor), self._ceiling)
-
-
-def profile_of(times: PassTimes, order: Sequence[int], *, write_rate: float, read_rate: float) -> PassProfile:
-    """Sum a finished pass up. Rates in bytes per second; 0 where nothing was measured yet."""
-    keep = storages_to_keep(times, write_rate=write_rate, read_rate=read_rate)
-    return PassProfile(tuple(times.sizes), tuple(order), keep)

@@ -26,7 +26,6 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import level_bytes
-from recipes.benchmarks.harness.curve_plot import load_pyplot
 from recipes.benchmarks.harness.gpt import GPT
 from recipes.benchmarks.step import environment
 
@@ -96,12 +95,12 @@ def train(mode: str, directory: Path, *, tiny: bool = False) -> dict[str, Any]:
 
 
 def draw(content: dict[str, dict[str, Any]], file: Path) -> None:
-    """Draw one line per mode, over the share of its step.
+    """Draw one line per mode, over the share of its step."""
+    import matplotlib  # in the extra "recipes"
 
-    Raises:
-        SystemExit: matplotlib is not installed.
-    """
-    pyplot = load_pyplot()
+    matplotlib.use("Agg")  # draws into files without a display
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(8, 3.2), dpi=120)
     for mode, (name, color) in _MODES.items():
         found = content[mode]

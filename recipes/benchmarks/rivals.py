@@ -25,7 +25,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,6 @@ PARTS = {
 }
 """What is trained, and by default by whom."""
 LIMITED = "ours:limited"
-TIME_TARGET, PEAK_TARGET = 0.6, 0.5
 _MIB = 1 << 20
 
 
@@ -173,7 +172,7 @@ def summarise(racer: Racer, plain: Racer | None, warmup: int) -> dict[str, Any]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """The table, and the verdict."""
+    """Print the table."""
     print(f"\n| mode | step s | of it sync s | peak MiB | weights equal | last loss | fate |\n{'|---' * 7}|")
     for row in rows:
         numbers = (
@@ -184,23 +183,6 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         bits = "" if row["bits"] is None else f"{row['bits']['equal']} of {row['bits']['of']}"
         loss = f"{row['losses'][-1]:.6f}" if row["losses"] else ""
         print(f"| {row['mode']} {numbers}| {bits} | {loss} | {row['fate']} |")
-    print(*verdicts(rows), sep="\n")
-
-
-def verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Ours against the fastest of DeepSpeed's rows."""
-    timed = [row for row in rows if "step_s" in row]
-    rivals = [row for row in timed if row["mode"].startswith("deepspeed")]
-    if not rivals:
-        return
-    fastest = min(rivals, key=lambda row: row["step_s"])
-    for ours in (row for row in timed if row["mode"].startswith("ours")):
-        time, peak = (ours[name] / fastest[name] for name in ("step_s", "peak_bytes"))
-        word = "reached" if time <= TIME_TARGET and peak <= PEAK_TARGET else "missed"
-        yield (
-            f"{ours['mode']}: {time:.2f} of the time of {fastest['mode']} at {peak:.2f} of its peak "
-            f"(target {TIME_TARGET} at {PEAK_TARGET}: {word})"
-        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

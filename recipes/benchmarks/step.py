@@ -4,16 +4,15 @@
     python -m recipes.benchmarks.step --dir DIR --modes keep,auto,budget=40%,budget=1.5GiB@200MB/s [--shape tall]
     python -m recipes.benchmarks.step --dir DIR --modes keep,keep_again  # does this machine repeat its bits and times?
     python -m recipes.benchmarks.step --hooks                  # what our hooks cost per tensor
-    python -m recipes.benchmarks.step --profile gpu --dir DIR  # one CUDA card: h100 or h200, by its memory
+    python -m recipes.benchmarks.step --profile gpu --dir DIR  # one CUDA card
 
 Each mode trains in a process of its own. The processes take turns, step by step, in an order that rotates, so that a
 machine which slows down slows all of them down: a step is compared with keep's step of the same turn, and the table
 shows medians of these ratios. Every step's loss, gradients and weights are hashed and compared with keep's; on CUDA
 only operations that repeat their bits are used, unless ``--no-deterministic`` allows others. ``keep_again`` is a second
-keep: how far its row is from 1 and "equal" is the noise of the machine, in which all other rows stand as well. A mode
-with the suffix "+mmap" runs with glibc's mmap threshold fixed, as lightning_ssd fixes it. Modes that plan are warmed up
-until they follow a plan. A mode that runs out of memory is told of in its row, and the others go on without it. How
-names of modes are read: ``recipes.benchmarks.harness.mode_names``.
+keep: how far its row is from 1 and "equal" is the noise of the machine, in which all other rows stand as well. Modes
+that plan are warmed up until they follow a plan. A mode that runs out of memory is told of in its row, and the others
+go on without it. How names of modes are read: ``recipes.benchmarks.harness.mode_names``.
 
 A process that waits for its turn has its memory grow cold, and on some virtual machines what it has freed goes back to
 the host. ``--turn-steps 4`` has each take four steps in a turn, of which the first is not timed: so a process trains
@@ -46,16 +45,14 @@ from recipes.benchmarks.harness.mode_names import (
     BASELINE,
     CARD_MODES,
     DEFAULT_MODES,
-    MAPPED,
     MODES,
     parse_mode,
     parse_modes,
-    with_throttle,
 )
 from recipes.benchmarks.harness.modes import Settings
 from recipes.benchmarks.harness.process import Child, ChildDiedError, ChildOutOfMemoryError
 from recipes.benchmarks.harness.rounds import PLANNED_WARMUP, run_round, tell
-from recipes.benchmarks.harness.shapes import ANY_CARD, Shape, add_shape_arguments, choose_shape, has_transformers
+from recipes.benchmarks.harness.shapes import Shape, add_shape_arguments, choose_shape, has_transformers
 from recipes.benchmarks.harness.tables import Sample, show, summarise
 from recipes.benchmarks.hooks import ROUNDS, bench_hooks
 from recipes.benchmarks.workers.step import Job
@@ -98,19 +95,6 @@ def held_if_needed(modes: Sequence[str], shape: Shape, directory: Path, threads:
 def disk_needs(modes: Sequence[str], held_bytes: int) -> dict[str, int]:
     """What each mode writes into files of its own, in bytes, by what keep holds."""
     return {mode: parse_mode(mode).disk_bytes(held_bytes) for mode in modes}
-
-
-def fit_batch(modes: Sequence[str], held_bytes: int, directory: Path, batch: int) -> int:
-    """The largest batch up to this one whose saved activations the drive has room for, but at least one.
-
-    Args:
-        modes: names, of modes that write side by side.
-        held_bytes: what keep holds with ``batch``; it grows in proportion.
-        directory: on the drive.
-        batch: the most.
-    """
-    needed, free = sum(disk_needs(modes, held_bytes).values()), shutil.disk_usage(directory).free
-    return batch if needed <= free else max(1, batch * free // needed)
 
 
 def check_room(modes: Sequence[str], held_bytes: int | None, directory: Path) -> None:
@@ -242,10 +226,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.step", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--modes",
-        help=f"of {', '.join(MODES)}; ours may end in @RATE, each in {MAPPED}; default: {','.join(DEFAULT_MODES)}, "
+        help=f"of {', '.join(MODES)}; ours may end in @RATE, such as auto@50MB/s; default: {','.join(DEFAULT_MODES)}, "
         f"on a card {','.join(CARD_MODES)}".replace("%", "%%"),
     )
-    parser.add_argument("--throttle", help="rate of the drive for all modes that are ours, such as 50MB/s")
     add_run_arguments(parser)
     parser.add_argument(
         "--hooks", type=int, nargs="?", const=ROUNDS, metavar="ROUNDS", help="measure the cost of our hooks instead"
@@ -255,8 +238,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     try:
         default = DEFAULT_MODES if args.profile == "cpu" else CARD_MODES
         args.modes = parse_modes(",".join(default) if args.modes is None else args.modes)
-        if args.throttle:
-            args.modes = parse_modes(",".join(with_throttle(mode, args.throttle) for mode in args.modes))
     except ValueError as error:
         parser.error(f"--modes has {error}")
     return args
@@ -270,12 +251,6 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     held = None
     try:
         held = held_if_needed(args.modes, shape, directory, args.threads)
-        if args.profile == ANY_CARD and args.batch is None and held is not None:
-            batch = fit_batch(args.modes, held, directory, shape.batch)
-            if batch < shape.batch:
-                tell(f"a batch of {batch} instead of {shape.batch}, by what the drive has room for")
-                shape = replace(shape, batch=batch)
-                held = measure_held(shape, directory, args.threads)
         check_room(args.modes, held, directory)
     except ChildOutOfMemoryError as error:
         tell(f"{error}; the others go on")
@@ -292,7 +267,6 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         samples += run_round(index, jobs, args, details=index == 0, failed=failed) if jobs else []
     rows = summarise(samples, args.modes, failed)
     show(rows)
-    show_throttles(samples)
     show_determinism(samples)
     return {"environment": facts, "summary": rows, "samples": [asdict(sample) for sample in samples]}
 
@@ -301,14 +275,6 @@ def hooks(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """The cost per saved tensor, on the device of the profile."""
     device = "cpu" if args.tiny or args.profile == "cpu" else "cuda"
     return {"environment": environment("step", 1), **bench_hooks(directory, device=device, rounds=args.hooks)}
-
-
-def show_throttles(samples: Sequence[Sample]) -> None:
-    """What slowed the drive down: the kernel, or a wrapper of ours."""
-    for sample in samples:
-        how = sample.values.get("described", {}).get("throttle")
-        if how:
-            print(f"{sample.mode}, round {sample.round + 1}: throttled by {how}")
 
 
 def show_determinism(samples: Sequence[Sample]) -> None:

@@ -11,27 +11,7 @@ import pytest
 
 from tests.compat import lightning_suite
 from tests.compat.lightning_plugin import strategy_arguments
-from tests.compat.lightning_suite import Outcome, compare, main, markdown, outcomes, reason_for
-
-REPORT = """<?xml version="1.0"?><testsuites><testsuite>
-<testcase classname="tests.tests_pytorch.loops.test_a" name="test_good">
-<properties><property name="bytes_saved" value="12"/></properties></testcase>
-<testcase classname="tests_pytorch.loops.test_a" name="test_bad"><failure message="&#10;No /tmp/a/b.ckpt at 0xff2">
-</failure></testcase>
-<testcase classname="tests_pytorch.loops.test_a" name="test_bad"/>
-<testcase classname="tests_pytorch.loops.test_a" name="test_left"><error message="failed on teardown"/></testcase>
-<testcase classname="tests_pytorch.loops.test_a" name="test_left_out"><skipped/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_a_report_is_read(tmp_path: Path) -> None:
-    (tmp_path / "report.xml").write_text(REPORT)
-    assert outcomes(tmp_path / "report.xml") == {
-        "tests_pytorch.loops.test_a.test_good": Outcome("passed", bytes_saved=12),
-        "tests_pytorch.loops.test_a.test_bad": Outcome("failed", "No b.ckpt at 0x..."),
-        "tests_pytorch.loops.test_a.test_left": Outcome("failed", "failed on teardown"),
-        "tests_pytorch.loops.test_a.test_left_out": Outcome("skipped"),
-    }
+from tests.compat.lightning_suite import Outcome, compare, main, markdown, reason_for
 
 
 def test_what_passes_without_us_has_to_pass_or_to_have_a_reason() -> None:
@@ -117,18 +97,6 @@ def test_a_checkout_is_run_both_ways_and_compared(
     assert [difference["test"] for difference in document["differences"]] == ["tests_pytorch.loops.test_it.test_which"]
     assert document["offloaded"] == "activations and optimizer states"
     assert "**none**: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--only", "lops"], "there is no group 'lops'; allowed: loops"), ([], "has no tests/tes")],
-)
-def test_a_mistake_is_told(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["--checkout", str(tmp_path), *arguments])
-    assert message in capsys.readouterr().err
 
 
 def test_a_run_that_tells_nothing_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

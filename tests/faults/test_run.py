@@ -20,7 +20,7 @@ import lightning_ssd
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.storage import spill_file
 from tests.faults import run as faults
-from tests.faults.run import FAULTS, Fault, Row, main, markdown, own_disk, run_fault, verdict
+from tests.faults.run import FAULTS, Fault, Row, main, markdown, own_disk, run_fault
 from tests.faults.server import Order, Result, Server, leftovers
 from tests.faults.shim import ShimUnavailableError, build
 from tests.support.helpers import open_offloader
@@ -119,35 +119,6 @@ def test_rows_tell_good_from_bad(bad: str) -> None:
     assert markdown([row]).count("\n") == 2
 
 
-def test_the_verdict_tells_what_is_promised_from_what_is_not() -> None:
-    unchecked = Row(next(fault for fault in FAULTS if fault.may_be_wrong))
-    for outcome in ("exact", "wrong"):
-        unchecked.add(Result(outcome=outcome))
-    told = verdict([unchecked, Row(FAULTS[0], skipped="no C compiler")])
-    assert told.startswith("Verdict: as promised. 2 trials of 1 faults: no wrong results where every byte is checked,")
-    assert '1 wrong results "(unchecked)" are expected' in told
-    assert told.endswith("1 faults were skipped, for the reasons above.")
-
-
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        (Result(outcome="wrong"), "1 wrong results where every byte is checked, no hangs"),
-        (Result(outcome="hang"), "1 hangs, no leftovers"),
-        (Result(outcome="exact", leftovers=("x", "y")), "2 leftovers, no ends"),
-        (Result(outcome="broken"), "1 ends that are not documented."),
-    ],
-    ids=["wrong", "hang", "leftovers", "broken"],
-)
-def test_the_verdict_shouts_what_must_not_be(bad: Result, words: str) -> None:
-    row = Row(FAULTS[0])
-    row.add(bad)
-    told = verdict([row])
-    assert told.startswith("Verdict: NOT AS PROMISED. 1 trials of 1 faults: ")
-    assert words in told
-    assert "expected" not in told
-
-
 @pytest.mark.slow
 def test_the_command_prints_head_rows_and_verdict(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--only", "unsuitable", "--scale", "0.01", "--dir", str(spill_dir)])
@@ -157,14 +128,6 @@ def test_the_command_prints_head_rows_and_verdict(spill_dir: Path, capsys: pytes
     assert head.split("|")[0].split() == ["time", "fault"]
     assert "unsuitable path | 1 | 0 | 0" in row
     assert last.startswith("Verdict: as promised. 1 trials of 1 faults: no wrong results")
-
-
-def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--only", "sunshine"], ["--scale", "0"]):
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        assert caught.value.code == 2
-        assert words[0] in capsys.readouterr().err
 
 
 def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -282,9 +245,10 @@ def wall_clocks(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
-def test_nothing_reads_a_clock_that_jumps(path: Path) -> None:
-    assert wall_clocks(path.read_text(encoding="utf-8")) == []
+def test_nothing_reads_a_clock_that_jumps() -> None:
+    found = {path: wall_clocks(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert len(found) > 100
+    assert {path: clocks for path, clocks in found.items() if clocks} == {}
 
 
 def test_the_clock_test_can_fail() -> None:

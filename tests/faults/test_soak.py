@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch
 from lightning_ssd import OffloadPolicy
 from tests.faults import soak as module_under_test
 from tests.faults.models import Runner, random_task
-from tests.faults.soak import Drive, Soak, main
+from tests.faults.soak import Drive, Soak
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # that writes fail is the purpose
 WATCHDOG_S = 100.0
@@ -91,11 +90,3 @@ def test_a_step_made_anew_has_the_same_bits(kind: str) -> None:
         (list(stumbling.model.buffers()), list(steady.model.buffers())),
     ):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize("words", [["--steps", "0"], ["--watchdog", "0"]])
-def test_mistakes_are_told(words: list[str], capsys: pytest.CaptureFixture[Any]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    assert caught.value.code == 2
-    assert "--steps and --watchdog" in capsys.readouterr().err

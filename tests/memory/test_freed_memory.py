@@ -1,3 +1,5 @@
+"""Freed memory leaves the process where memory is short of what waits in the page cache, and else stays."""
+
 from __future__ import annotations
 
 import errno
@@ -19,6 +21,7 @@ Made = Callable[..., FreedMemory]
 class Machine:
     available_bytes: int | None = 10 * WAITING
     num_trims = 0
+    now_s = 0.0
 
 
 @pytest.fixture
@@ -26,6 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     said = Machine()
     monkeypatch.setattr(host_room, "host_available_bytes", lambda cached: said.available_bytes)
     monkeypatch.setattr(freed_memory, "trim", lambda: setattr(said, "num_trims", said.num_trims + 1))
+    monkeypatch.setattr(freed_memory, "time", SimpleNamespace(monotonic=lambda: said.now_s))
     monkeypatch.setattr(freed_memory, "_LOOK_S", 0.0)
     return said
 
@@ -60,23 +64,20 @@ def test_with_room_for_all_freed_memory_stays_where_it_is_reused(
     monkeypatch.setattr(freed_memory, "has_whole_pages", lambda: has_pages)
     freed = made()
     freed.leaves()
+    assert is_fixed(freed), "while the model is built"
     freed.expect(WAITING)
     freed.look()
     assert (is_fixed(freed), stays(freed)) == (False, has_pages), "else malloc is left alone"
     freed.expect(0)
     assert not stays(freed)
     freed.expect(WAITING)
+    for machine.now_s in (59.0, 60.0, 119.0, 120.0):
+        freed.look()
+    assert machine.num_trims == 2 * has_pages, "once a minute, or one large batch leaves its memory to the end"
     machine.available_bytes = 0
     freed.look()
     assert (is_fixed(freed), stays(freed)) == (True, False)
-
-
-def test_while_a_model_is_built_freed_memory_leaves(made: Made) -> None:
-    freed = made()
-    freed.leaves()
-    assert is_fixed(freed)
-    freed.expect(WAITING)
-    assert not is_fixed(freed)
+    assert machine.num_trims == 2 * has_pages + 1
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
@@ -86,27 +87,36 @@ def test_where_no_gradient_waits_malloc_is_left_alone(is_limited: bool, made: Ma
     assert not is_fixed(freed)
     freed.leaves()
     freed.expect(0)
-    assert is_fixed(freed) is is_limited, "who has asked for less memory gets it"
+    assert is_fixed(freed) is is_limited, "the user has asked for less memory"
+    freed.expect(WAITING)
+    assert is_fixed(freed) is is_limited
 
 
-def test_once_memory_was_short_freed_memory_leaves_to_the_end(made: Made, machine: Machine) -> None:
-    machine.available_bytes = 0
+@pytest.mark.parametrize("available", [2 * WAITING - 1, 0, None])
+def test_where_memory_is_short_or_unknown_freed_memory_leaves_to_the_end(
+    available: int | None, made: Made, machine: Machine
+) -> None:
+    """It would come and go with each step else, as what leaves is available then."""
+    machine.available_bytes = available
     freed = made()
     freed.expect(WAITING)
     machine.available_bytes = 100 * WAITING
     for waiting in (WAITING, 0):
+        freed.look()
         freed.expect(waiting)
         assert is_fixed(freed)
 
 
-@pytest.mark.parametrize("available", [2 * WAITING - 1, 0, None])
-def test_where_memory_is_short_or_unknown_freed_memory_leaves(
-    available: int | None, made: Made, machine: Machine
-) -> None:
-    machine.available_bytes = available
+def test_memory_that_gets_short_later_is_seen_at_a_border(made: Made, machine: Machine) -> None:
     freed = made()
     freed.expect(WAITING)
+    machine.available_bytes = WAITING
+    freed.look()
+    assert not is_fixed(freed)
+    machine.available_bytes = WAITING - 1
+    freed.look()
     assert is_fixed(freed)
+    assert machine.num_trims == 1, "what is free already leaves now"
 
 
 def test_a_system_that_does_not_tell_now_changes_nothing(
@@ -130,76 +140,6 @@ def test_processes_share_the_memory(made: Made, machine: Machine) -> None:
     two, three = made(num_processes=2), made(num_processes=3)
     two.expect(WAITING), three.expect(WAITING)
     assert (is_fixed(two), is_fixed(three)) == (False, True)
-
-
-def test_under_a_budget_it_always_leaves(made: Made) -> None:
-    freed = made(is_limited=True)
-    freed.expect(WAITING)
-    assert is_fixed(freed)
-
-
-def test_once_memory_was_short_it_leaves_to_the_end(made: Made, machine: Machine) -> None:
-    """It would come and go with each step else, as what leaves is available then."""
-    freed = made()
-    freed.expect(WAITING)
-    machine.available_bytes = WAITING
-    freed.look()
-    assert not is_fixed(freed)
-    machine.available_bytes = WAITING - 1
-    freed.look()
-    assert is_fixed(freed)
-    assert machine.num_trims == 1, "what is free already leaves now"
-    machine.available_bytes = 100 * WAITING
-    freed.look()
-    freed.expect(WAITING)
-    assert is_fixed(freed)
-
-
-GIB = 1 << 30
-
-
-class Heap:
-    """What malloc has free at the border after each step, ten a second."""
-
-    def __init__(self, freed: FreedMemory, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._freed, self._machine = freed, machine
-        self._now_s, self.free_bytes, self.trims_s = 0.0, 0, [0.0][:0]
-        monkeypatch.setattr(freed_memory, "has_whole_pages", lambda: True)
-        monkeypatch.setattr(freed_memory, "time", SimpleNamespace(monotonic=lambda: self._now_s))
-        monkeypatch.setattr(freed_memory, "free_heap_bytes", lambda: self.free_bytes)
-        freed.expect(WAITING)
-
-    def steps(self, number: int, *takes_bytes: int) -> None:
-        """They take so much in turns; the heap keeps what it has free until it is given back."""
-        for step in range(number):
-            self._now_s += 0.1
-            self.free_bytes = max(self.free_bytes, takes_bytes[step % len(takes_bytes)])
-            before = self._machine.num_trims
-            self._freed.look()
-            if self._machine.num_trims > before:
-                self.trims_s.append(self._now_s)
-                self.free_bytes = 0
-
-
-def test_what_steps_take_again_is_given_back_less_and_less_often(
-    made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for sizes in ([GIB], [GIB, GIB, 3 * GIB]):
-        heap = Heap(made(), machine, monkeypatch)
-        heap.steps(40_000, *sizes)
-        assert heap.trims_s == [pytest.approx(at, rel=0.01) for at in (60, 180, 420, 900, 1860, 3780)]
-        assert stays(heap._freed)
-
-
-@pytest.mark.parametrize("after_steps", [0, 30_000])
-def test_what_one_large_batch_has_left_does_not_stay_to_the_end(
-    after_steps: int, made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heap = Heap(made(), machine, monkeypatch)
-    heap.steps(after_steps, GIB)
-    heap.steps(1, 3 * GIB)
-    heap.steps(610, GIB)
-    assert heap.free_bytes == GIB, "a minute later"
 
 
 def test_memory_is_not_asked_for_in_every_step(made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.activations import tensor_cache
 from lightning_ssd.memory import heap_policy as module
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
-from lightning_ssd.memory.malloc import MallocThreshold, trim
+from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, trim
 from lightning_ssd.memory.readings import level_bytes
-from tests.support.helpers import Setup, open_offloader
+from tests.activations.test_plan_runtime import trains
+from tests.activations.test_scarce_memory import SAVED, settle
+from tests.support.helpers import AUTO, Session, Setup, open_offloader, outcome
 
 pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
 
-
 MIB = 1 << 20
-
-
-@pytest.fixture
-def heap_policy() -> Iterator[HeapPolicy]:
-    made = HeapPolicy(is_ours=True)
-    yield made
-    made.close()
+CPU = torch.device("cpu")
 
 
 def is_fixed(of: HeapPolicy) -> bool:
@@ -34,7 +31,7 @@ def is_fixed(of: HeapPolicy) -> bool:
 
 
 class Heap:
-    """A process whose memory the test makes."""
+    """A process whose memory the test makes, with a policy in a pass that moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.used = self.free = self.mapped = 0
@@ -42,6 +39,8 @@ class Heap:
         monkeypatch.setattr(module, "trim", self.trim)
         monkeypatch.setattr(module, "besides_blocks_bytes", lambda: self.free * MIB)
         monkeypatch.setattr(module, "_LOOK_S", 0.0)
+        self.policy = HeapPolicy(is_ours=True, level=self.level)
+        self.policy.enter(HeapMode.TRIM)
 
     def level(self) -> int:
         return (self.used + self.free + self.mapped) * MIB
@@ -51,133 +50,115 @@ class Heap:
         self.num_trims += 1
         return True
 
-
-def test_free_memory_stays_until_more_is_resident_than_was_ever_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    heap = Heap(monkeypatch)
-    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    heap_policy.enter(HeapMode.TRIM)
-    heap_policy.expect(0, 800 * MIB)  # 100 MiB may stay in any case
-    heap.used, heap.free = 50, 400
-    heap_policy.look()
-    assert heap.num_trims == 1, "nobody knew what is in use"
-    steps = ((50, 100, 0), (50, 101, 1), (120, 40, 0), (120, 100, 0), (60, 160, 0), (60, 161, 1), (60, 160, 0))
-    for used, free, trims in steps:
-        heap.num_trims, heap.used, heap.free = 0, used, free
-        heap_policy.look()
-        assert heap.num_trims == trims, (used, free)
+    def trims_at(self, used: int, free: int) -> int:
+        self.num_trims, self.used, self.free = 0, used, free
+        self.policy.look()
+        return self.num_trims
 
 
-def test_what_was_needed_is_forgotten_slowly_and_at_once_where_passes_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    heap = Heap(monkeypatch)
-    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    heap_policy.enter(HeapMode.TRIM)
+@pytest.fixture
+def heap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heap]:
+    made = Heap(monkeypatch)
+    yield made
+    made.policy.close()
 
+
+@pytest.fixture
+def heap_policy() -> Iterator[HeapPolicy]:
+    made = HeapPolicy(is_ours=True)
+    yield made
+    made.close()
+
+
+def test_free_memory_stays_until_more_is_resident_than_was_ever_needed(heap: Heap) -> None:
+    heap.policy.expect(0, 800 * MIB)  # 100 MiB may stay in any case
+    assert heap.trims_at(50, 400) == 1, "nobody knew what is in use"
+    for used, free, trims in ((50, 100, 0), (50, 101, 1), (120, 40, 0), (120, 100, 0), (60, 160, 0), (60, 161, 1)):
+        assert heap.trims_at(used, free) == trims, (used, free)
+
+
+def test_what_was_needed_is_forgotten_slowly_and_at_once_where_passes_change(heap: Heap) -> None:
     def trims_at(peak: int, free: int) -> int:
-        heap.num_trims, heap.used, heap.free = 0, 0, free
-        heap_policy.expect(peak * MIB, 128 * MIB)  # 16 MiB may stay
-        heap_policy.look()
-        return heap.num_trims
+        heap.policy.expect(peak * MIB, 128 * MIB)  # 16 MiB may stay
+        return heap.trims_at(0, free)
 
-    heap_policy.expect(500 * MIB, 128 * MIB)
-    heap.used = 300
-    heap_policy.look()  # for the first time
+    heap.policy.expect(500 * MIB, 128 * MIB)
+    heap.trims_at(300, 0)
     assert trims_at(500, 300) == 0
     assert [trims_at(516, 307) for _ in range(4)] == [0, 0, 0, 1], "2 MiB in each pass"
-    heap.used, heap.free = 300, 0
-    heap_policy.look()
+    heap.trims_at(300, 0)
     assert trims_at(533, 17) == 1, "such passes need something else"
 
 
-def test_pages_of_files_hide_no_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_files_hide_no_free_memory(heap: Heap) -> None:
     """Weights that wait, for example, are mapped when the heap is trimmed, and leave later."""
-    heap = Heap(monkeypatch)
-    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    heap_policy.enter(HeapMode.TRIM)
-    heap_policy.expect(0, 0)  # 16 MiB may stay
-    heap.used, heap.mapped = 50, 200
-    heap_policy.look()
-    heap_policy._needed_bytes = 0
-    heap.num_trims, heap.mapped, heap.free = 0, 0, 150
-    heap_policy.look()
-    assert heap.num_trims == 1
+    heap.policy.expect(0, 0)  # 16 MiB may stay
+    heap.mapped = 200
+    heap.trims_at(50, 0)
+    heap.policy._needed_bytes = heap.mapped = 0
+    assert heap.trims_at(50, 150) == 1
 
 
 @pytest.mark.parametrize(("saved", "slack"), [(0, 16), (8 * 16, 16), (8 * 17, 17), (8 * 128, 128), (8 * 129, 128)])
-def test_what_may_stay_is_bounded(saved: int, slack: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    heap = Heap(monkeypatch)
-    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    heap_policy.enter(HeapMode.TRIM)
-    heap_policy.expect(0, saved * MIB)
-    for free, trims in ((slack, 0), (slack + 1, 1)):
-        heap.num_trims, heap.free = 0, free
-        heap_policy.look()
-        assert heap.num_trims == trims
+def test_what_may_stay_is_bounded(saved: int, slack: int, heap: Heap) -> None:
+    heap.policy.expect(0, saved * MIB)
+    assert [heap.trims_at(0, free) for free in (slack, slack + 1)] == [0, 1]
 
 
-@pytest.mark.parametrize(("is_known", "steps"), [(True, "10000"), (False, "11111")])
-def test_what_cannot_return_is_not_asked_for(is_known: bool, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_known", "trims"), [(True, "10000"), (False, "11111")])
+def test_what_cannot_return_is_not_asked_for(
+    is_known: bool, trims: str, heap: Heap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients, for example, until the optimizer has used them."""
-    heap = Heap(monkeypatch)
     if not is_known:
         monkeypatch.setattr(module, "besides_blocks_bytes", lambda: None)
-    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    heap_policy.enter(HeapMode.TRIM)
-    heap_policy.expect(10 * MIB, 0)
-    for used, trims in zip((50, 200, 220, 240, 260), steps, strict=True):
-        heap.num_trims, heap.used = 0, used
-        heap_policy.look()
-        assert heap.num_trims == int(trims), used
+    heap.policy.expect(10 * MIB, 0)
+    assert "".join(str(heap.trims_at(used, 0)) for used in (50, 200, 220, 240, 260)) == trims
 
 
-def test_nothing_is_asked_where_nothing_moves_or_between_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    heap = Heap(monkeypatch)
-    heap.free = 1000
-    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    for mode in (HeapMode.RELAXED, HeapMode.MAP_EACH):
-        heap_policy.enter(mode)
-        heap_policy.look()
-    heap_policy.enter(HeapMode.TRIM)
-    heap_policy.border()
-    heap_policy.look()
+def test_nothing_is_asked_where_nothing_moves_or_between_passes(heap: Heap) -> None:
+    heap.policy.enter(HeapMode.RELAXED)
+    heap.num_trims = 0  # of the holes that the pass before has left
+    assert heap.trims_at(0, 1000) == 0
+    heap.policy.enter(HeapMode.MAP_EACH)
+    assert heap.trims_at(0, 1000) == 0
+    heap.policy.enter(HeapMode.TRIM)
+    heap.policy.border()
+    assert heap.trims_at(0, 1000) == 0
     elsewhere = HeapPolicy(level=heap.level)
     elsewhere.enter(HeapMode.TRIM)
     elsewhere.look()
-    heap_policy.close()
-    assert heap.num_trims == 1, "at close"
+    assert heap.num_trims == 0, "memory that is not malloc's"
 
 
-def test_holes_of_a_plan_that_was_given_up_leave_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    heap = Heap(monkeypatch)
-    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    heap_policy.enter(HeapMode.RELAXED)
-    assert heap.num_trims == 0
+def test_holes_of_a_plan_that_was_given_up_leave_once(heap: Heap) -> None:
     for mode in (HeapMode.TRIM, HeapMode.MAP_EACH):
-        before = heap.num_trims
-        heap_policy.enter(mode)
-        heap_policy.border()
-        heap_policy.enter(mode)
-        assert heap.num_trims == before, "what stays is for the passes that move"
-        heap_policy.enter(HeapMode.RELAXED)
-        heap_policy.border()
-        heap_policy.enter(HeapMode.RELAXED)
-        assert heap.num_trims == before + 1
-    heap_policy.close()
+        heap.policy.enter(mode)
+        heap.policy.border()
+        heap.num_trims = 0
+        heap.policy.enter(mode)
+        assert heap.num_trims == 0, "what stays is for the passes that move"
+        heap.policy.enter(HeapMode.RELAXED)
+        heap.policy.border()
+        heap.policy.enter(HeapMode.RELAXED)
+        assert heap.num_trims == 1
 
 
-def test_an_error_of_looking_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_looking_is_no_error_and_asking_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers look too: one that died of it would leave the training thread waiting for ever."""
-    heap = Heap(monkeypatch)
     calls = []
 
     def level() -> int:
         calls.append(None)
         raise OSError(24, "Too many open files")
 
+    monkeypatch.setattr(module, "_LOOK_S", 3600.0)
     heap_policy = HeapPolicy(is_ours=True, level=level)
     heap_policy.enter(HeapMode.TRIM)
-    heap_policy.look()
+    for _ in range(3):
+        heap_policy.look()
+    heap_policy.close()
     assert len(calls) == 1
-    assert heap.num_trims == 0
 
 
 def test_where_there_is_little_memory_none_stays(heap_policy: HeapPolicy) -> None:
@@ -188,17 +169,6 @@ def test_where_there_is_little_memory_none_stays(heap_policy: HeapPolicy) -> Non
         assert heap_policy._is_watched != fixed
 
 
-def test_asking_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    heap = Heap(monkeypatch)
-    monkeypatch.setattr(module, "_LOOK_S", 3600.0)
-    heap_policy = HeapPolicy(is_ours=True, level=heap.level)
-    heap_policy.enter(HeapMode.TRIM)
-    for _ in range(3):
-        heap.free = 1000
-        heap_policy.look()
-    assert heap.num_trims == 1
-
-
 def test_freed_tensors_really_leave(tmp_path: Path) -> None:
     """Of this process: tensors below glibc's own threshold, saved and moved while the resident set is looked at."""
     levels = []
@@ -207,7 +177,7 @@ def test_freed_tensors_really_leave(tmp_path: Path) -> None:
         @staticmethod
         def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(torch.full((MIB,), 2.0))  # 4 MiB
-            levels.append(level_bytes(torch.device("cpu")))
+            levels.append(level_bytes(CPU))
             return x * 2.0
 
         @staticmethod
@@ -227,43 +197,38 @@ def test_freed_tensors_really_leave(tmp_path: Path) -> None:
     assert max(levels) - levels[0] < 128 * MIB, "of 256 that were saved"
 
 
-def test_only_where_all_memory_counts_the_threshold_is_fixed(heap_policy: HeapPolicy) -> None:
-    for mode in HeapMode:
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_each_mode_sets_malloc_until_the_end(has_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_whole_pages", lambda: has_pages)
+    heap_policy = HeapPolicy(is_ours=True)
+    for mode in (*HeapMode, HeapMode.TRIM):
         heap_policy.enter(mode)
         assert is_fixed(heap_policy) == (mode is HeapMode.MAP_EACH)
+        reuses = heap_policy._threshold in MallocThreshold._reusers
+        assert reuses is (has_pages and mode is HeapMode.TRIM), "keeping everything takes what it takes without us"
+    heap_policy.look()
+    heap_policy.border()
+    # What is given back between passes would be mapped anew by the next one.
+    assert (heap_policy._threshold in MallocThreshold._reusers) is has_pages
+    heap_policy.enter(HeapMode.MAP_EACH)
+    heap_policy.close()
+    assert not is_fixed(heap_policy)
+    assert heap_policy._threshold not in MallocThreshold._reusers
 
 
 def test_it_is_relaxed_for_the_optimizer_unless_passes_are_short(
     heap_policy: HeapPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MIN_RELAXED_S", 0.0)
-    heap_policy.enter(HeapMode.MAP_EACH)
-    heap_policy.border()
-    assert not is_fixed(heap_policy)
-    monkeypatch.setattr(module, "_MIN_RELAXED_S", 3600.0)
-    heap_policy.enter(HeapMode.MAP_EACH)
-    heap_policy.border()
-    assert is_fixed(heap_policy)
+    monkeypatch.setattr(module, "has_whole_pages", lambda: False)
+    for pause_s, fixed in ((0.0, False), (3600.0, True)):
+        monkeypatch.setattr(module, "_MIN_RELAXED_S", pause_s)
+        heap_policy.enter(HeapMode.MAP_EACH)
+        heap_policy.border()
+        assert is_fixed(heap_policy) is fixed
 
 
-def test_closing_leaves_malloc_to_itself(heap_policy: HeapPolicy) -> None:
-    heap_policy.enter(HeapMode.MAP_EACH)
-    heap_policy.close()
-    assert not is_fixed(heap_policy)
-
-
-def test_where_memory_is_not_of_malloc_nothing_happens() -> None:
-    before = set(MallocThreshold._users)
-    elsewhere = HeapPolicy()
-    elsewhere.enter(HeapMode.MAP_EACH)
-    elsewhere.border()
-    elsewhere.close()
-    assert before == MallocThreshold._users
-
-
-def test_a_foreign_malloc_is_neither_watched_nor_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_malloc_is_neither_watched_nor_trimmed(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ssd.memory.malloc.foreign_malloc", lambda: "libtcmalloc_minimal.so.4")
-    heap = Heap(monkeypatch)
     foreign = HeapPolicy(is_ours=True, level=heap.level)
     assert not foreign.is_ours
     foreign.enter(HeapMode.TRIM)
@@ -301,4 +266,42 @@ def test_the_first_pass_of_a_policy_moves(activations: str, tmp_path: Path) -> N
             loss = torch.ones(4, requires_grad=True).exp().sum()
         loss.backward()
         offloader.end_backward()
-        assert not offloader._parts.heap_policy._is_watched
+        assert not heap_policy._is_watched
+
+
+# -- what malloc holds back is available: a pass like the last one finds its memory there ------------------------------
+
+
+def test_free_heap_is_what_a_trim_gives_back() -> None:
+    trim()
+    kept = [torch.ones(25_000) for _ in range(2000)]  # 100 kB each: from the heap
+    taken = free_heap_bytes()
+    del kept[::2]
+    free, resident = free_heap_bytes(), level_bytes(CPU)
+    assert free - taken == pytest.approx(100 * MIB, rel=0.2)
+    trim()
+    assert resident - level_bytes(CPU) == pytest.approx(100 * MIB, rel=0.3)
+    del kept
+
+
+@pytest.mark.parametrize("is_counted", [True, False], ids=["counted", "not counted"])
+def test_memory_is_not_scarce_because_malloc_holds_it(
+    is_counted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Passes leave their memory in the heap: beside that, not enough is available for the next one."""
+    free = [0]
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 3 * SAVED - free[0])
+    monkeypatch.setattr(tensor_cache, "level_bytes", lambda device: free[0])
+    monkeypatch.setattr(HeapPolicy, "free_bytes", lambda self: free[0] if is_counted else 0)
+
+    def look(step: int, session: Session) -> None:
+        if session.offloader is not None:
+            settle(session.offloader)
+            free[0] = 2 * SAVED
+
+    setup = replace(AUTO, max_slowdown=1.0)  # by plan nothing moves
+    with open_offloader(tmp_path, setup) as offloader:
+        outcome(trains(3, look), Session.of(offloader, setup))
+        scheduler = offloader._parts.scheduler
+        assert scheduler is not None
+        assert scheduler._limits.limits_total_memory is not is_counted

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.memory.malloc import MallocThreshold, foreign_malloc, reuses_holes, trim
+from lightning_ssd.memory.malloc import MallocThreshold, foreign_malloc, trim
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import BARE_PACKAGE
 
@@ -231,21 +231,6 @@ def test_a_foreign_malloc_is_left_alone(monkeypatch):
     assert threshold.reason in ("libjemalloc.so.2 replaces glibc's malloc", "the C library is not glibc")
     threshold.restore()
     assert not trim()
-
-
-@glibc_only
-@pytest.mark.parametrize(
-    ("version", "reuses"), [(b"2.36", False), (b"2.37.9000", False), (b"2.38", True), (b"3.0", True)]
-)
-def test_which_glibc_reuses_what_tensors_leave(version, reuses, monkeypatch):
-    libc = SimpleNamespace(gnu_get_libc_version=lambda: version)
-    monkeypatch.setattr("lightning_ssd.memory.malloc._glibc", lambda: (libc, None))
-    assert reuses_holes() is reuses
-
-
-def test_another_malloc_does(monkeypatch):
-    monkeypatch.setattr("lightning_ssd.memory.malloc.foreign_malloc", lambda: "libtcmalloc.so.4")
-    assert reuses_holes()
 
 
 @glibc_only

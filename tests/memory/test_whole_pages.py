@@ -1,14 +1,11 @@
-"""Where PyTorch has tensors begin with a page, glibc reuses what they leave, and the heap gets huge pages."""
+"""Where PyTorch has tensors begin with a page, glibc reuses what they leave."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
-from lightning_ssd.memory import heap_policy as module
-from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.memory.malloc import PAGES_VARIABLE, MallocThreshold
 from tests.memory.test_malloc import run, run_pattern
 
@@ -35,10 +32,10 @@ print(churn(80))
 
 
 def test_a_setting_of_pytorch_is_told_by_addresses() -> None:
-    ask = "from lightning_ssd.memory.malloc import *; print(has_whole_pages(), malloc_name(), reuses_holes())"
+    ask = "from lightning_ssd.memory.malloc import *; print(has_whole_pages(), malloc_name())"
     with_pages, without = run(ask, **ON), run(ask, **OFF)
     assert with_pages.startswith("True glibc ")
-    assert with_pages.endswith(", tensors in whole pages True")
+    assert with_pages.endswith(", tensors in whole pages")
     assert without.startswith("False glibc ")
     assert "pages" not in without
 
@@ -141,91 +138,16 @@ for begin in (threshold.reuse, threshold.restore):
     except KeyboardInterrupt:
         print("interrupted")
     MallocThreshold._apply = apply
+threshold.reuse()
+print(held_after_free(33 * MIB, 132 * MIB)[0])
 threshold.restore()
 print(held_after_free(33 * MIB, 132 * MIB)[0], MallocThreshold._is_changed)
 """
     )
-    *told, left = output.splitlines()
+    *told, reused, left = output.splitlines()
     assert told == ["interrupted"] * 2
+    assert int(reused) > 120, "the next pass makes it good: freed tensors stay, and what is mapped is freed at once"
     assert int(left.removesuffix(" False")) <= 34
-
-
-def test_the_next_pass_makes_an_interrupted_setting_good() -> None:
-    output = run_pattern(
-        """
-threshold = MallocThreshold()
-apply = MallocThreshold._apply
-def interrupted(self):
-    raise KeyboardInterrupt
-MallocThreshold._apply = interrupted
-try:
-    threshold.reuse()
-except KeyboardInterrupt:
-    MallocThreshold._apply = apply
-threshold.reuse()
-print(held_after_free(33 * MIB, 132 * MIB)[0])
-"""
-    )
-    assert int(output) > 120, "freed tensors stay; what is mapped is freed at once"
-
-
-def test_the_heap_gets_huge_pages_and_where_it_grows_to() -> None:
-    output = run(
-        """
-import torch
-from lightning_ssd.memory.huge_heap import HugeHeap
-from lightning_ssd.memory.malloc import MallocThreshold
-
-def flags():
-    lines = iter(open("/proc/self/smaps"))
-    found, is_heap = [], False
-    for line in lines:
-        if "-" in line.split()[0]:
-            is_heap = "[heap]" in line
-        elif line.startswith("VmFlags") and is_heap:
-            found.append("hg" in line.split())
-    return found
-
-threshold = MallocThreshold()
-threshold.reuse()
-heap = HugeHeap()
-print(flags())
-heap.look()
-first = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(10)]
-heap.look()
-print(flags())
-heap.look()
-assert all(bool((one == 1).all()) for one in first)
-""",
-        **ON,
-    )
-    before, after = output.splitlines()
-    if "True" not in after and not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
-        pytest.skip("this kernel has no transparent huge pages")
-    assert "True" not in before
-    assert after.split(",")[-1].strip(" []") == "True", "the end, where it grows"
-
-
-@pytest.mark.parametrize("has_pages", [True, False])
-def test_passes_that_move_reuse_memory_only_in_whole_pages(has_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_whole_pages", lambda: has_pages)
-    heap_policy = HeapPolicy(is_ours=True)
-    try:
-        modes = {HeapMode.TRIM: True, HeapMode.RELAXED: False, HeapMode.MAP_EACH: False}
-        for mode, reuses in modes.items():
-            heap_policy.enter(mode)
-            assert (heap_policy._threshold in MallocThreshold._reusers) is (reuses and has_pages), mode
-        heap_policy.enter(HeapMode.TRIM)
-        heap_policy.look()
-        heap_policy.border()
-        # What is given back between passes would be mapped anew by the next one.
-        assert (heap_policy._threshold in MallocThreshold._reusers) is has_pages
-        heap_policy.enter(HeapMode.RELAXED)
-        assert not MallocThreshold._reusers, "keeping everything takes what it takes without us"
-        heap_policy.enter(HeapMode.TRIM)
-    finally:
-        heap_policy.close()
-    assert not MallocThreshold._reusers
 
 
 def test_the_recipes_have_it_and_a_user_may_say_otherwise() -> None:

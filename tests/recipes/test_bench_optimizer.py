@@ -58,11 +58,11 @@ def test_arguments_choose_sizes() -> None:
 
 
 def test_the_profile_of_a_card_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = parse_arguments(["--profile", "h200"])
+    args = parse_arguments(["--profile", "gpu"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a CUDA device"):
         bench_optimizer.choose_sizes(args)
-    tiny = bench_optimizer.choose_sizes(parse_arguments(["--profile", "h200", "--tiny"]))
+    tiny = bench_optimizer.choose_sizes(parse_arguments(["--profile", "gpu", "--tiny"]))
     assert (tiny.hidden, tiny.dtype, tiny.device) == (TINY.hidden, "bfloat16", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     sizes = bench_optimizer.choose_sizes(args)
@@ -284,7 +284,7 @@ def test_each_path_has_its_own_bucket(tmp_path: Path, monkeypatch: pytest.Monkey
 # -- the real thing --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("part", ["main", "odd"])
 def test_a_toy_run_of_the_real_thing(
@@ -297,7 +297,6 @@ def test_a_toy_run_of_the_real_thing(
     code = bench_optimizer.main(arguments)
     content = json.loads(file.read_text())
     assert content["refused"] == {}
-    assert [v["what"] for v in content["verdicts"] if v["is_promise"] and not v["is_reached"]] == []
     assert code == 0
     assert list(content["parts"]) == (["main"] if part == "main" else ["odd 320"])
     for rows in content["parts"].values():
@@ -311,19 +310,18 @@ def test_a_toy_run_of_the_real_thing(
     assert list(spill.iterdir()) == []
     out = capsys.readouterr().out
     assert str(tmp_path) not in out
-    assert "## Verdicts" in out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("forked_workers")
 def test_copies_of_weights_have_the_bits_of_copies_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The profile of a CUDA card, at a toy size on the CPU."""
-    arguments = ["--tiny", "--profile", "h200", "--part", "main", "--modes", "torch,ssd", "--steps", "1"]
+    arguments = ["--tiny", "--profile", "gpu", "--part", "main", "--modes", "torch,ssd", "--steps", "1"]
     assert bench_optimizer.main([*arguments, "--threads", "1", "--dir", str(tmp_path)]) == 0
-    assert "equal in all 3 steps" in capsys.readouterr().out
+    assert "| equal |" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("forked_workers")
 def test_plain_pytorch_runs_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tiny", "--part", "main", "--modes", "torch", "--steps", "1", "--warmup", "1", "--threads", "1"]

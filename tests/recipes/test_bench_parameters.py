@@ -48,6 +48,7 @@ def test_mistakes_are_refused(wrong: list[str]) -> None:
         parse_arguments(wrong)
 
 
+@pytest.mark.exhaustive
 def test_a_toy_run_has_the_bits_of_keeping(tmp_path: Path) -> None:
     arguments = ["--tiny", "--part", "compute", "--turns", "1", "--warmup", "1", "--threads", "1"]
     assert main([*arguments, "--dir", str(tmp_path / "drive"), "--json", str(tmp_path / "out.json")]) == 0

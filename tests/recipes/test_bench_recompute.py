@@ -7,6 +7,7 @@ import pytest
 from recipes.benchmarks import recompute
 
 
+@pytest.mark.exhaustive
 def test_a_toy_run(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="the block is transformers'")
     recompute.main(["--batch", "1", "--length", "8", "--width", "64", "--rounds", "1"])

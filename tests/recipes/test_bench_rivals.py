@@ -24,6 +24,7 @@ def row(mode: str, step_s: float, peak_bytes: int, equal: int = 2) -> dict[str, 
     }
 
 
+@pytest.mark.exhaustive
 def test_those_without_packages_train_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     arguments = ["--tiny", "--modes", "plain,swap,fsdp2,ours", "--steps", "1", "--dir", str(tmp_path)]
@@ -54,15 +55,6 @@ def test_mistakes(
     with pytest.raises(SystemExit):
         rivals.main(arguments)
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_target_needs_time_and_peak_against_the_fastest() -> None:
-    rows = [row("deepspeed", 10.0, 4000), row("deepspeed_lean", 20.0, 2000), row("ours", 6.0, 2000)]
-    assert list(rivals.verdicts(rows)) == [
-        "ours: 0.60 of the time of deepspeed at 0.50 of its peak (target 0.6 at 0.5: reached)"
-    ]
-    assert "missed" in next(rivals.verdicts([rows[0], row("ours", 6.0, 2100)]))
-    assert "missed" in next(rivals.verdicts([rows[0], row("ours", 6.1, 1000)]))
 
 
 def test_wrong_bits_and_an_end_are_no_success(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from recipes.benchmarks import step as bench_step
 from recipes.benchmarks.harness import rounds as bench_round
 from recipes.benchmarks.harness import shapes
 from recipes.benchmarks.harness.modes import Account
-from recipes.benchmarks.harness.shapes import SHAPES, TINY, TINY_PLANNED
+from recipes.benchmarks.harness.shapes import SHAPES, TINY, Shape
 from recipes.benchmarks.harness.tables import Sample, show, summarise
 from recipes.benchmarks.workers import step as worker
 from recipes.benchmarks.workers.step import Job, open_trainer
@@ -83,10 +82,9 @@ def test_a_keep_that_does_not_repeat_itself_is_told(capsys: pytest.CaptureFixtur
 def test_a_card_has_its_own_default_modes() -> None:
     """With a second keep; without those that would fill its machine's drive or memory."""
     assert bench_step.parse_arguments([]).modes == ["keep", "ssd", "recompute", "naive", "save_on_cpu"]
-    for profile in ("h100", "h200", "gpu"):
-        modes = bench_step.parse_arguments(["--profile", profile]).modes
-        assert modes == ["keep", "keep_again", "ssd", "budget=40%", "recompute"]
-    assert bench_step.parse_arguments(["--profile", "h100", "--modes", "keep,naive"]).modes == ["keep", "naive"]
+    modes = bench_step.parse_arguments(["--profile", "gpu"]).modes
+    assert modes == ["keep", "keep_again", "ssd", "budget=40%", "recompute"]
+    assert bench_step.parse_arguments(["--profile", "gpu", "--modes", "keep,naive"]).modes == ["keep", "naive"]
 
 
 def test_how_bits_were_made_equal_is_said_once_and_can_be_left(
@@ -201,7 +199,7 @@ def test_warm_up_lasts_until_plans_are_followed(
     log: list[str] = []
     children: Any = [Scripted(mode, planned_from if mode != "keep" else 1, log) for mode in modes]
     args = bench_step.parse_arguments(["--warmup", str(warmup), "--steps", "4", "--turn-steps", "1"])
-    samples = bench_round._take_turns(0, children, args)
+    samples = bench_round._take_turns(0, children, args, {})
     for mode in modes:
         mine = [s for s in samples if s.mode == mode]
         assert [s.warmup for s in mine] == [True] * expected + [False] * 4
@@ -231,14 +229,14 @@ def test_where_time_is_short_there_are_fewer_turns(
     planned_from = 3 if step_s == 1.0 else 99
     args = bench_step.parse_arguments(["--warmup=1", "--steps=4", "--turn-steps=1", "--within=50"])
     args.started_s = 0.0
-    samples = bench_round._take_turns(0, [Slow("auto", planned_from, [])], args)  # type: ignore[list-item]
+    samples = bench_round._take_turns(0, [Slow("auto", planned_from, [])], args, {})  # type: ignore[list-item]
     assert (sum(s.warmup for s in samples), sum(s.timed for s in samples)) == expected
 
 
 def test_the_model_without_transformers_trains_alike_in_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = replace(TINY_PLANNED, layers=2, batch=8)
+    shape = Shape(layers=2, width=128, heads=4, sequence=128, batch=8, vocabulary=211)
     published = sum(p.numel() for p in shape.model().parameters())
     monkeypatch.setattr(shapes, "has_transformers", lambda: False)
     hashes = []
@@ -266,14 +264,14 @@ def test_the_shapes_have_about_equal_activations(name: str) -> None:
 
 def test_the_shapes_of_a_card_are_its_own() -> None:
     with pytest.raises(SystemExit, match="--shape tall belongs to --profile cpu"):
-        bench_step.main(["--profile", "h200", "--shape", "tall"])
+        bench_step.main(["--profile", "gpu", "--shape", "tall"])
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_workers")  # those of test_largest_batch begin with the interpreter, as with users
-@pytest.mark.parametrize("profile", ["cpu", "h200"])
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("profile", ["cpu", pytest.param("gpu", marks=pytest.mark.exhaustive)])
 def test_a_toy_run_of_the_real_thing(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    modes = "keep,keep_again,ssd" if profile == "h200" else "keep,ssd,recompute+mmap,naive"
+    modes = "keep,keep_again,ssd" if profile == "gpu" else "keep,ssd,recompute,naive"
     arguments = ["--tiny", "--profile", profile, "--modes", modes, "--rounds", "1", "--steps", "2"]
     # As large as what is moved at all.
     sizes = ["--width", "128", "--sequence", "128", "--batch", "8"]
@@ -290,13 +288,13 @@ def test_a_toy_run_of_the_real_thing(profile: str, tmp_path: Path, capsys: pytes
     assert rows["ssd"]["failures"] == 0
     assert rows["ssd"]["bytes_read"] > 0, "wrong bits could not have come back"
     assert len(content["samples"]) == len(rows) * 4
-    assert content["environment"]["shape"]["autocast"] == (profile == "h200")
+    assert content["environment"]["shape"]["autocast"] == (profile == "gpu")
     assert str(tmp_path) not in json.dumps(content["environment"])
     assert "| ssd |" in out
     assert list((tmp_path / "spill").iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_toy_run_under_budgets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, forked_workers: list[str]
 ) -> None:
@@ -305,7 +303,7 @@ def test_a_toy_run_under_budgets(
     sizes = ["--layers", "2", "--width", "128", "--sequence", "128", "--batch", "16"]
     file = tmp_path / "result.json"
     arguments = ["--tiny", *sizes, "--modes", modes, "--rounds", "1", "--steps", "3", "--threads", "1"]
-    out = run(capsys, *arguments, "--dir", str(tmp_path / "spill"), "--json", str(file))
+    run(capsys, *arguments, "--dir", str(tmp_path / "spill"), "--json", str(file))
     rows = {row["mode"]: row for row in json.loads(file.read_text())["summary"]}
     assert list(rows) == modes.split(",")
     assert all(row["equal"] for row in rows.values())
@@ -318,7 +316,6 @@ def test_a_toy_run_under_budgets(
     assert budget["resident_bytes"] <= budget["budget_bytes"]
     assert rows["auto"]["plan"]["num_plans"] >= 1
     assert rows["recompute_offload"]["resident_bytes"] < held
-    assert "budget=60%@200MB/s, round 1: throttled by" in out
     assert list((tmp_path / "spill").iterdir()) == []
 
 

@@ -22,7 +22,7 @@ from recipes.gpu.facts import inspect_machine
 from recipes.gpu.marks import files_with_gpu_tests, has_gpu_tests
 from recipes.gpu.run import ROOT
 from recipes.gpu.sizes import GIB, MIB, Room, io_bytes, optimizer_layers, step_arguments
-from recipes.gpu.table import Row, as_markdown, read_result
+from recipes.gpu.table import read_result
 from tests.support.forked import forks_of
 
 CARD: dict[str, Any] = {
@@ -339,11 +339,6 @@ def test_without_a_card_it_says_so(tmp_path: Path, script: Script, monkeypatch: 
     assert gpu.main(["--dir", str(tmp_path / "dir"), "--out", str(tmp_path)]) == 1
     rows = json.loads((tmp_path / "results.json").read_text())["experiments"]
     assert {row["answer"] for row in rows[1:]} == {"PyTorch 2.13.0 sees no CUDA device"}
-
-
-def test_the_table_takes_any_text() -> None:
-    row = Row(name="a", question="a | b", status="failed", answer="one\ntwo | three", seconds=1.2)
-    assert "| 1 | a / b | failed | 1 | one two / three |\n" in as_markdown({"date": "today"}, [row])
 
 
 def test_a_card_too_small_for_plain_training_is_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from recipes.benchmarks import memory_over_step
 
 
+@pytest.mark.exhaustive
 def test_a_toy_run_draws_both_modes(
     spill_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

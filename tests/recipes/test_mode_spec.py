@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from lightning_ssd.storage.backend import Backend
 from recipes.benchmarks import step
-from recipes.benchmarks.harness.mode_names import MODES, ModeSpec, parse_mode, parse_modes, with_throttle
+from recipes.benchmarks.harness import modes
+from recipes.benchmarks.harness.mode_names import MODES, ModeSpec, parse_mode, parse_modes
 
 
 @pytest.mark.parametrize(
@@ -28,9 +33,8 @@ def test_every_mode_is_a_name(mode: str) -> None:
     [
         ("budget=40%", ModeSpec(kind="budget", budget="40%"), 400),
         ("budget=1.5GiB", ModeSpec(kind="budget", budget="1.5GiB"), 3 << 29),
-        ("budget=12.5%@50MB/s+mmap", ModeSpec(kind="budget", budget="12.5%", throttle="50MB/s", is_mapped=True), 125),
+        ("budget=12.5%@50MB/s", ModeSpec(kind="budget", budget="12.5%", throttle="50MB/s"), 125),
         ("auto@200MB/s", ModeSpec(kind="auto", throttle="200MB/s"), None),
-        ("recompute+mmap", ModeSpec(kind="recompute", is_mapped=True), None),
     ],
 )
 def test_names_are_read(name: str, spec: ModeSpec, budget_bytes: int | None) -> None:
@@ -54,7 +58,7 @@ def test_names_are_read(name: str, spec: ModeSpec, budget_bytes: int | None) -> 
         ("auto@0", "above 0"),
         ("keep@50MB/s", "so not keep"),
         ("recompute@50MB/s", "so not recompute"),
-        ("auto+mmap@50MB/s", "allowed: keep"),
+        ("auto+50MB/s", "allowed: keep"),
     ],
 )
 def test_names_that_say_nothing_are_refused(name: str, allowed: str) -> None:
@@ -72,12 +76,16 @@ def test_no_mode_twice() -> None:
         parse_modes("keep,ssd, keep")
 
 
-def test_a_throttle_is_for_those_that_are_ours_and_have_none() -> None:
-    names = ["keep", "auto", "budget=40%+mmap", "ssd@1GB/s", "recompute"]
-    assert [with_throttle(name, "50MB/s") for name in names] == [
-        "keep",
-        "auto@50MB/s",
-        "budget=40%@50MB/s+mmap",
-        "ssd@1GB/s",
-        "recompute",
-    ]
+def test_a_rate_slows_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = []
+
+    class Noted(modes.BucketBackend):
+        def __init__(self, inner: Backend, bytes_per_s: float) -> None:
+            rates.append(bytes_per_s)
+            super().__init__(inner, bytes_per_s)
+
+    monkeypatch.setattr(modes, "BucketBackend", Noted)
+    for name in ("ssd", "ssd@50MB/s"):
+        with modes.open_mode(name, torch.nn.Linear(2, 2), tmp_path, modes.Settings()):
+            pass
+    assert rates == [50e6]

@@ -39,21 +39,18 @@ def test_a_page_that_is_not_is_told_and_written_anew(
     assert reference.main(["--check"]) == 0
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_links_lead_somewhere(document: Path) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    assert not [link for link in links if link and not (ROOT / document.parent / link).exists()]
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_files_of_the_package_that_are_named_exist(document: Path) -> None:
-    if document.name == "CHANGELOG.md":
-        pytest.skip("tells of files as they were")
-    text = (ROOT / document).read_text(encoding="utf-8")
+def test_links_and_named_files_of_the_package_exist() -> None:
     packages = "|".join(path.name for path in (ROOT / "lightning_ssd").iterdir() if path.is_dir())
-    named = re.findall(rf"`(?:lightning_ssd/)?((?:{packages})/[\w/]+\.py)`", text)
-    assert not [name for name in named if not (ROOT / "lightning_ssd" / name).is_file()]
+    missing: list[str] = []
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+        paths = [document.parent / link for link in links if link]
+        if document.name != "CHANGELOG.md":  # tells of files as they were
+            named = re.findall(rf"`(?:lightning_ssd/)?((?:{packages})/[\w/]+\.py)`", text)
+            paths += [Path("lightning_ssd", name) for name in named]
+        missing += [f"{document}: {path}" for path in paths if not (ROOT / path).exists()]
+    assert missing == []
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:

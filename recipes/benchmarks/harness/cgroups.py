@@ -1,8 +1,8 @@
 """Control groups, versions 1 and 2: a group of our own under that of this process, with limits, gone at the end.
 
-A group limits what the processes in it may use: ``blkio`` (v1) or ``io`` (v2) the rate of a drive, ``memory`` the
-memory. Making one needs root, or a subtree that was delegated. Nothing is left behind: processes go back to the group
-they came from, the group is removed, and a hierarchy that was mounted here is unmounted.
+A group limits the memory that the processes in it may use. Making one needs root, or a subtree that was delegated.
+Nothing is left behind: processes go back to the group they came from, the group is removed, and a hierarchy that was
+mounted here is unmounted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 
 __all__ = ["Group", "GroupUnavailableError", "Hierarchy", "control_group", "locate", "open_hierarchy"]
 
-_V2_NAMES = {"blkio": "io"}
 _REMOVED_WITHIN_S = 10.0
 _PREFIX = "lightning_ssd-"
 
@@ -57,11 +56,6 @@ class Group:
         """The file that moves a process here when its number is written to it."""
         return self.directory / "cgroup.procs"
 
-    def add_own_processes(self) -> None:
-        """This process and its descendants; what they start later is in the group by itself."""
-        for pid in _descendants(os.getpid()):
-            _move(pid, self.procs)
-
     def remove(self) -> None:
         """Send its processes home and remove it. The kernel may need a moment to let go."""
         deadline_s = time.monotonic() + _REMOVED_WITHIN_S
@@ -83,21 +77,11 @@ def _move(pid: int, procs: Path) -> None:
         procs.write_text(f"{pid}\n")
 
 
-def _descendants(pid: int) -> list[int]:
-    found = [pid]
-    for parent in found:
-        for task in Path("/proc").glob(f"{parent}/task/*/children"):
-            # A process may end while it is looked at.
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found += [int(child) for child in task.read_text().split()]
-    return found
-
-
 def locate(controller: str, *, mountinfo: str, cgroup: str) -> Hierarchy | None:
     """Find the mounted hierarchy of a controller and the group of the process that the two texts are about.
 
     Args:
-        controller: its name in version 1, such as "blkio".
+        controller: its name, such as "memory".
         mountinfo: as in ``/proc/self/mountinfo``.
         cgroup: as in ``/proc/self/cgroup``.
 
@@ -148,8 +132,7 @@ def _mounted(controller: str) -> Hierarchy | None:
 
 
 def _has_v2(found: Hierarchy, controller: str) -> bool:
-    names = (found.mount / "cgroup.controllers").read_text().split()
-    return _V2_NAMES.get(controller, controller) in names
+    return controller in (found.mount / "cgroup.controllers").read_text().split()
 
 
 @contextmanager
@@ -174,7 +157,7 @@ def control_group(controller: str, *, v1: Mapping[str, str], v2: Mapping[str, st
     """A group with limits; no process is in it yet.
 
     Args:
-        controller: "blkio" or "memory".
+        controller: such as "memory".
         v1: file name -> what is written to it, for version 1.
         v2: the same for version 2.
 
@@ -225,16 +208,15 @@ def _parent(hierarchy: Hierarchy, controller: str) -> Iterator[Path]:
     if hierarchy.version == 1:
         yield hierarchy.own
         return
-    name = _V2_NAMES.get(controller, controller)
     for level in (*hierarchy.own.parents, hierarchy.mount):
         if not level.is_relative_to(hierarchy.mount):
             break
-        if name in (level / "cgroup.subtree_control").read_text().split():
+        if controller in (level / "cgroup.subtree_control").read_text().split():
             yield level
             return
     switch = hierarchy.mount / "cgroup.subtree_control"
-    _write_limit(switch, f"+{name}")
+    _write_limit(switch, f"+{controller}")
     try:
         yield hierarchy.mount
     finally:
-        switch.write_text(f"-{name}")
+        switch.write_text(f"-{controller}")

@@ -1,7 +1,7 @@
 """Names of the ways to train that the benchmarks compare, and what they say.
 
-``KIND``, ``budget=SIZE`` or ``budget=SHARE%``, then ``@RATE`` for a throttled drive, then ``+mmap``: for example
-``keep``, ``budget=40%``, ``auto@50MB/s``, ``recompute+mmap``. A name is the key of a mode in every table.
+``KIND``, ``budget=SIZE`` or ``budget=SHARE%``, then ``@RATE`` for a throttled drive: for example ``keep``,
+``budget=40%``, ``auto@50MB/s``. A name is the key of a mode in every table.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ __all__ = [
     "BASELINE",
     "CARD_MODES",
     "DEFAULT_MODES",
-    "MAPPED",
     "MODES",
     "ModeSpec",
     "parse_mode",
     "parse_modes",
-    "with_throttle",
 ]
 
 BASELINE = "keep"
@@ -47,8 +45,6 @@ CARD_MODES = ("keep", "keep_again", "ssd", "budget=40%", "recompute")
 """By default on a CUDA card. Without "naive", which writes every saved tensor as often as it is saved: more than the
 drives of many such machines have room for. Without "save_on_cpu", whose pinned memory is rounded up to powers of two.
 """
-MAPPED = "+mmap"
-"""Suffix: with glibc's mmap threshold fixed as lightning_ssd does it, so that freed tensors leave the process."""
 
 _POLICIES = {
     "ssd": "offload",
@@ -57,7 +53,7 @@ _POLICIES = {
     "ours_recompute": "recompute",
     "recompute_offload": "recompute_offload",
 }
-_NAME = re.compile(r"(?P<kind>[a-z_]+)(=(?P<budget>[^@+]+))?(@(?P<throttle>[^+]+))?(?P<mapped>\+mmap)?")
+_NAME = re.compile(r"(?P<kind>[a-z_]+)(=(?P<budget>[^@]+))?(@(?P<throttle>.+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +65,6 @@ class ModeSpec:
     """A size, or a share of what keep holds such as "40%"."""
     throttle: str | None = None
     """Rate of the drive, such as "50MB/s"."""
-    is_mapped: bool = False
 
     @property
     def activations(self) -> str | None:
@@ -124,10 +119,8 @@ def parse_mode(name: str) -> ModeSpec:
     """
     match = _NAME.fullmatch(name)
     if match is None or match["kind"] not in MODES:
-        raise ValueError(f"{name}; allowed: {', '.join(MODES)}, with or without @RATE (ours only), {MAPPED}")
-    spec = ModeSpec(
-        kind=match["kind"], budget=match["budget"], throttle=match["throttle"], is_mapped=bool(match["mapped"])
-    )
+        raise ValueError(f"{name}; allowed: {', '.join(MODES)}, with or without @RATE (ours only)")
+    spec = ModeSpec(kind=match["kind"], budget=match["budget"], throttle=match["throttle"])
     if (spec.kind == "budget") != (spec.budget is not None):
         raise ValueError(f"{name}; allowed: budget=SIZE, budget=SHARE%, and no budget for the other modes")
     if spec.is_relative:
@@ -157,11 +150,3 @@ def parse_modes(text: str) -> list[str]:
     for name in names:
         parse_mode(name)
     return names
-
-
-def with_throttle(name: str, rate: str) -> str:
-    """The same mode on a throttled drive; one that is not ours, or has a rate of its own, stays as it is."""
-    spec = parse_mode(name)
-    if spec.activations is None or spec.throttle is not None:
-        return name
-    return name.removesuffix(MAPPED) + f"@{rate}" + (MAPPED if spec.is_mapped else "")

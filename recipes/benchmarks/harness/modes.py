@@ -17,10 +17,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import lightning_ssd
-from lightning_ssd.memory.malloc import MallocThreshold
 from recipes.benchmarks.harness.mode_names import ModeSpec, parse_mode
-from recipes.benchmarks.harness.profile_json import trace_to_json
-from recipes.benchmarks.harness.throttle import Throttle, parse_rate, throttled
+from recipes.benchmarks.harness.throttle import BucketBackend, parse_rate
 
 
 class Mode:
@@ -43,22 +41,15 @@ class Mode:
         """What really happens, for reports; empty where there is nothing to say."""
         return {}
 
-    def profile(self) -> dict[str, Any]:
-        """The profiled pass and the measured rates as JSON; empty where there is none."""
-        return {}
-
 
 class OurMode(Mode):
     """Ours."""
 
-    def __init__(
-        self, offloader: lightning_ssd.Offloader, *, budget_bytes: int | None = None, throttle: str | None = None
-    ) -> None:
+    def __init__(self, offloader: lightning_ssd.Offloader, *, budget_bytes: int | None = None) -> None:
         super().__init__(offloader.saved_tensors)
         self._offloader = offloader
         self._budget_bytes = budget_bytes
         self._before = offloader.stats
-        self._throttle = throttle
 
     def end_backward(self) -> None:
         self._offloader.end_backward()
@@ -78,13 +69,7 @@ class OurMode(Mode):
         return counted if report is None else counted | {"plan": asdict(report)}
 
     def description(self) -> dict[str, Any]:
-        return {"backend": self._offloader.description, "throttle": self._throttle}
-
-    def profile(self) -> dict[str, Any]:
-        trace, machine = self._offloader.trace, self._offloader.machine
-        if trace is None or machine is None:
-            return {}
-        return {"trace": trace_to_json(trace), "machine": asdict(machine)}
+        return {"backend": self._offloader.description}
 
 
 class _File:
@@ -129,10 +114,6 @@ class Settings:
     verify: str = "off"
     budget_bytes: int | None = None
     """Of saved activations, for ``budget=...``."""
-    memory_budget_bytes: int | None = None
-    """Of the whole device, for planned modes."""
-    device_limit_bytes: int | None = None
-    """What PyTorch's allocator may take of a CUDA device."""
     deterministic: bool = True
     """On a CUDA device: only operations that repeat their bits, as far as there are any."""
 
@@ -142,8 +123,6 @@ def open_mode(name: str, model: nn.Module, directory: Path, settings: Settings) 
     """Set one mode up for ``model``; what it leaves on the drive goes at the end."""
     spec = parse_mode(name)
     with ExitStack() as stack:
-        if spec.is_mapped:
-            stack.enter_context(MallocThreshold())
         if spec.activations is not None:
             yield _open_ours(stack, spec, model, directory, settings)
         elif spec.kind == "naive":
@@ -158,26 +137,22 @@ def open_mode(name: str, model: nn.Module, directory: Path, settings: Settings) 
 
 
 def _open_ours(stack: ExitStack, spec: ModeSpec, model: nn.Module, directory: Path, settings: Settings) -> OurMode:
-    throttle: Throttle | None = None
-    if spec.throttle is not None:
-        # Before the offloader, whose own measurement of the drive then sees the throttled one.
-        throttle = stack.enter_context(throttled(directory, parse_rate(spec.throttle)))
+    rate = None if spec.throttle is None else parse_rate(spec.throttle)
     policy = lightning_ssd.OffloadPolicy(
         activations=spec.activations,  # type: ignore[arg-type]
         verify=settings.verify,  # type: ignore[arg-type]
         activation_budget=settings.budget_bytes,
-        memory_budget=settings.memory_budget_bytes if spec.is_planned else None,
         recompute_modules="blocks" if spec.is_planned else (),
     )
     offloader = lightning_ssd.Offloader(
         policy=policy,
         hardware=lightning_ssd.HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
         device=next(model.parameters()).device,
-        _wrap_backend=throttle.wrap_backend if throttle is not None else None,
+        _wrap_backend=None if rate is None else functools.partial(BucketBackend, bytes_per_s=rate),
     )
     stack.enter_context(offloader)
     offloader.register_module(model)
-    return OurMode(offloader, budget_bytes=settings.budget_bytes, throttle=throttle.how if throttle else None)
+    return OurMode(offloader, budget_bytes=settings.budget_bytes)
 
 
 class Account:

@@ -1,23 +1,16 @@
-"""From the samples of ``recipes.benchmarks.optimizer`` to its tables and verdicts. Pure arithmetic."""
+"""From the samples of ``recipes.benchmarks.optimizer`` to its tables. Pure arithmetic."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recipes.benchmarks.harness.tables import MIB, Sample
-from recipes.benchmarks.harness.targets import Verdict
-from recipes.benchmarks.workers.optimizer_job import BASELINE, cache_share
+from recipes.benchmarks.workers.optimizer_job import BASELINE
 
-__all__ = ["judge", "show", "summarise"]
+__all__ = ["broken", "show", "summarise"]
 
-MAX_RESIDENT_SHARE = 0.10
-MAX_LIMIT_RATIO = 1.15
-MIN_PATHS_GAIN = 1.25
-CACHE_TOLERANCE = 0.05
-"""Of the states: subgroups are kept or moved as a whole."""
-MAX_CHECKPOINT_SUBGROUPS = 2
 _MEDIANS = (
     *(
         "step_s",
@@ -103,115 +96,19 @@ def _is_equal(name: str, mode: str, samples: Sequence[Sample]) -> bool | None:
     return all(s.values[name] == expected[s.step] for s in mine)
 
 
-# -- verdicts --------------------------------------------------------------------------------------------------------
-
-
-def judge(tables: Tables, refused: Mapping[str, Sequence[str]], *, is_toy: bool = False) -> list[Verdict]:
-    """All verdicts.
+def broken(tables: Tables, refused: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return what went wrong: modes that failed, and modes whose bits are not PyTorch's where that ran.
 
     Args:
-        tables: rows per part, as :func:`summarise` gives them; only "main" is judged for more than its bits.
+        tables: rows per part, as :func:`summarise` gives them.
         refused: modes per part that failed.
-        is_toy: sizes of a test: what fits into a single subgroup keeps no promise on memory.
     """
-    rows = {row["mode"]: row for row in tables.get("main", ())}
-    return [
-        *_memory(rows, is_promise=not is_toy),
-        *_speed(rows),
-        *_cache(rows, is_promise=not is_toy),
-        *_bits(tables),
-        *(
-            Verdict(what=f"{part}: {mode}", target="runs", measured="failed", is_reached=False, is_promise=True)
-            for part, modes in refused.items()
-            for mode in modes
-        ),
-    ]
-
-
-def _memory(rows: Mapping[str, Row], *, is_promise: bool) -> Iterator[Verdict]:
-    row = rows.get("ssd")
-    if row is None:
-        return
-    share = row["resident_share"]
-    yield Verdict(
-        what="states resident at their worst moment, ssd",
-        target=f"<= {100 * MAX_RESIDENT_SHARE:.0f} % of all",
-        measured="unknown" if share is None else f"{100 * share:.1f} %",
-        is_reached=share is not None and share <= MAX_RESIDENT_SHARE,
-        is_promise=is_promise,
-    )
-    extra, subgroup = row["checkpoint_extra_bytes"], row["subgroup_bytes"]
-    is_known = extra is not None and bool(subgroup)
-    yield Verdict(
-        what="anonymous memory that a checkpoint takes besides, ssd",
-        target=f"<= {MAX_CHECKPOINT_SUBGROUPS} subgroups",
-        measured=f"{_mib(extra)} MiB; a subgroup has {_mib(subgroup)} MiB" if is_known else "unknown",
-        is_reached=is_known and extra <= MAX_CHECKPOINT_SUBGROUPS * subgroup,
-        is_promise=is_promise,
-    )
-
-
-def _speed(rows: Mapping[str, Row]) -> Iterator[Verdict]:
-    if "ssd" in rows:
-        ratio, turned = rows["ssd"]["limit_ratio"], rows["ssd"]["turned_limit_ratio"]
-        yield Verdict(
-            what="update time / the drive's limit with both directions in flight, ssd",
-            target=f"<= {MAX_LIMIT_RATIO}",
-            measured=f"{_number(ratio, 2) or 'unknown'}; one direction after the other: {_number(turned, 2)}",
-            is_reached=ratio is not None and ratio <= MAX_LIMIT_RATIO,
-        )
-    if "two_paths" in rows:
-        gain = rows["two_paths"]["two_paths_gain"]
-        yield Verdict(
-            what="speed of two paths at 3 : 1 against the faster alone",
-            target=f">= {MIN_PATHS_GAIN}",
-            measured=_number(gain, 2) or "not compared",
-            is_reached=gain is not None and gain >= MIN_PATHS_GAIN,
-        )
-
-
-def _cache(rows: Mapping[str, Row], *, is_promise: bool) -> Iterator[Verdict]:
-    alone = rows.get("ssd", {})
-    for mode, row in rows.items():
-        share = cache_share(mode)
-        if not share or not alone:
-            continue
-        moved, all_moved = (_moved(found) for found in (row, alone))
-        left = moved / all_moved if moved is not None and all_moved else None
-        yield Verdict(
-            what=f"bytes moved by {mode} / by ssd",
-            target=f"<= {1 - share + CACHE_TOLERANCE:.2f}",
-            measured=_number(left, 2) or "unknown",
-            is_reached=left is not None and left <= 1 - share + CACHE_TOLERANCE,
-            is_promise=is_promise,
-        )
-
-
-def _moved(row: Row) -> float | None:
-    written, read = row["written_bytes"], row["read_bytes"]
-    return None if written is None or read is None else written + read
-
-
-def _bits(tables: Tables) -> Iterator[Verdict]:
-    rows = [(part, row) for part, found in tables.items() for row in found if row["mode"] != BASELINE]
-    different = [f"{part}: {r['mode']}" for part, r in rows if r["equal"] is not True or r["states_equal"] is False]
-    if rows and not any(row["mode"] == BASELINE for found in tables.values() for row in found):
-        yield Verdict(
-            what="weights after every step, and states in checkpoints, against PyTorch's",
-            target="bitwise equal in every mode",
-            measured=f"not compared: {BASELINE} did not run",
-            is_reached=False,
-            is_promise=False,
-        )
-    elif rows:
-        num_steps = sum(row["num_compared"] for _, row in rows)
-        yield Verdict(
-            what="weights after every step, and states in checkpoints, against PyTorch's",
-            target="bitwise equal in every mode",
-            measured=f"different: {', '.join(different)}" if different else f"equal in all {num_steps} steps",
-            is_reached=not different,
-            is_promise=True,
-        )
+    found = [f"{part}: {mode} failed" for part, modes in refused.items() for mode in modes]
+    for part, rows in tables.items():
+        if any(row["mode"] == BASELINE for row in rows):
+            wrong = [row for row in rows if row["equal"] is not True or row["states_equal"] is False]
+            found += [f"{part}: {row['mode']} has other bits than {BASELINE}" for row in wrong]
+    return found
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def run_round(
     args: argparse.Namespace,
     *,
     details: bool,
-    failed: dict[str, str] | None = None,
+    failed: dict[str, str],
 ) -> list[Sample]:
     """Start all modes, warm them up and let them step in turns; then see what they hold between steps.
 
@@ -37,9 +37,9 @@ def run_round(
         index: number of the round; steps are compared within one.
         jobs: one per mode.
         args: ``steps``, ``warmup``, ``turn_steps``, ``within`` and ``started_s``.
-        details: also what plain PyTorch holds, and the profiles that plans were made from.
+        details: also what plain PyTorch holds.
         failed: takes the modes that run out of memory, and what to say of them; the others go on, and no sample of
-            those comes back. ``None``: then that is an error like any other.
+            those comes back.
 
     Raises:
         ChildDiedError: a mode's process has failed.
@@ -57,43 +57,39 @@ def run_round(
         samples += _take_turns(index, children, args, failed)
         for child in _alive(children, failed):
             with _noting(failed, child):
-                _note_details(child, samples, descriptions[child.mode], details=details)
+                _note_details(child, samples, descriptions[child.mode])
         if details:
-            account = _account(_alive(children, failed), failed)
+            account = _account(_alive(children, failed))
             for sample in samples:
                 sample.values["account"] = account
-    return [sample for sample in samples if sample.mode not in (failed or ())]
+    return [sample for sample in samples if sample.mode not in failed]
 
 
 @contextmanager
-def _noting(failed: dict[str, str] | None, child: Child) -> Iterator[None]:
-    """A child that runs out of memory in here ends, and is left out from then on, where that is wanted."""
+def _noting(failed: dict[str, str], child: Child) -> Iterator[None]:
+    """A child that runs out of memory in here ends, and is left out from then on."""
     try:
         yield
     except ChildOutOfMemoryError as error:
-        if failed is None:
-            raise
         tell(f"{error}; the others go on")
         failed[child.mode] = error.why
         child.close()  # now, since the others are about to need what it had
 
 
-def _alive(children: Sequence[Child], failed: dict[str, str] | None) -> list[Child]:
-    return [child for child in children if child.mode not in (failed or ())]
+def _alive(children: Sequence[Child], failed: dict[str, str]) -> list[Child]:
+    return [child for child in children if child.mode not in failed]
 
 
-def _note_details(child: Child, samples: Sequence[Sample], described: dict[str, Any], *, details: bool) -> None:
+def _note_details(child: Child, samples: Sequence[Sample], described: dict[str, Any]) -> None:
     rest = child.ask("rest")
-    profile = child.ask("profile") if details else {}
     mine = [sample for sample in samples if sample.mode == child.mode]
     for sample in mine:
         sample.values["rest"] = rest
-    # Once per mode: a profile is long.
-    mine[-1].values["described"] = described | ({"profile": profile} if profile else {})
+    mine[-1].values["described"] = described
 
 
 def _take_turns(
-    index: int, children: Sequence[Child], args: argparse.Namespace, failed: dict[str, str] | None = None
+    index: int, children: Sequence[Child], args: argparse.Namespace, failed: dict[str, str]
 ) -> list[Sample]:
     """Take turns, and warm up until each planned mode follows its plan.
 
@@ -118,7 +114,7 @@ def _take_turns(
                     unplanned.discard(child.mode)
                 tell(f"round {index + 1} turn {turn + 1}: {child.mode:16} {result['step_s']:.2f} s")
         _check_memory(_alive(children, failed))
-        unplanned -= set(failed or ())
+        unplanned -= set(failed)
         turn += 1
         spent = 0.0 if args.within is None else (time.monotonic() - args.started_s) / args.within
         if spent > 0.5:
@@ -131,14 +127,12 @@ def _take_turns(
     return samples
 
 
-def _account(children: Sequence[Child], failed: dict[str, str] | None) -> dict[str, Any]:
+def _account(children: Sequence[Child]) -> dict[str, Any]:
     for child in children:
         if child.mode == BASELINE:
             try:
                 return child.ask("account")
             except ChildOutOfMemoryError as error:
-                if failed is None:
-                    raise
                 tell(f"{error}; what it holds is not known")  # its steps were made all the same
     return {}
 

@@ -17,15 +17,11 @@ from lightning_ssd.common.first_calls import settle_first_calls
 from recipes.benchmarks.harness.gpt import GPT
 
 __all__ = [
-    "ANY_CARD",
-    "CARDS",
     "PROFILES",
     "SHAPES",
     "TINY",
-    "TINY_PLANNED",
     "Shape",
     "add_shape_arguments",
-    "choose_card",
     "choose_shape",
     "has_transformers",
 ]
@@ -99,73 +95,44 @@ class Shape:
 
 
 TINY = Shape(layers=2, width=64, heads=4, sequence=32, batch=2, vocabulary=211)
-TINY_PLANNED = Shape(layers=4, width=128, heads=4, sequence=128, batch=16, vocabulary=211)
-"""As small as it can be with saved tensors that are large enough to be moved."""
 SHAPES = {
     "small": Shape(),
     # About the bytes of "small". Tall: a third of its arithmetic per byte, which is harder on the drive. Wide: twice.
     "tall": Shape(layers=48, width=256, heads=4, sequence=1536, batch=2),
     "wide": Shape(layers=4, width=1536, heads=16, batch=12),
 }
-# GPT-2 large. Per sample, keep holds some 4 GiB of saved activations and half a GiB of logits; weights, gradients and
-# states take 12 GiB in each process, of which 9 stay while another one steps. So with five processes side by side keep
-# needs some 65 GiB of the card at a batch of 4, and 120 GiB at 16.
-_LARGE = Shape(layers=36, width=1280, heads=20, sequence=1024, vocabulary=50_304, autocast=True, device="cuda")
 PROFILES = {
     "cpu": SHAPES["small"],
-    "h100": replace(_LARGE, batch=4),
-    "h200": replace(_LARGE, batch=16),
+    # GPT-2 large. Per sample, keep holds some 4 GiB of saved activations and half a GiB of logits; weights, gradients
+    # and states take 12 GiB in each process, of which 9 stay while another one steps. Five processes side by side take
+    # some 65 GiB of a card at this batch, and 120 GiB at 16.
+    "gpu": Shape(
+        layers=36, width=1280, heads=20, sequence=1024, batch=4, vocabulary=50_304, autocast=True, device="cuda"
+    ),
 }
-CARDS = {"h100": 74 << 30, "h200": 130 << 30}
-"""Memory that a card must have for a profile, in bytes; of one that is sold with 80 GB some 79 GiB are left."""
-ANY_CARD = "gpu"
 _SIZES = ("layers", "width", "heads", "sequence", "batch", "vocabulary")
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """``--profile``, ``--shape``, ``--tiny`` and the single sizes."""
-    parser.add_argument(
-        "--profile", default="cpu", choices=(*PROFILES, ANY_CARD), help=f"{ANY_CARD}: the largest that fits the card"
-    )
+    parser.add_argument("--profile", default="cpu", choices=list(PROFILES))
     parser.add_argument("--shape", choices=list(SHAPES), help="of the CPU profile: deep or wide; default: small")
     parser.add_argument("--tiny", action="store_true", help="a toy size, to try the recipe itself")
     for name in _SIZES:
         parser.add_argument(f"--{name}", type=int)
 
 
-def choose_shape(args: argparse.Namespace, *, tiny: Shape = TINY) -> Shape:
+def choose_shape(args: argparse.Namespace) -> Shape:
     """Profile or shape, then ``--tiny``, then single sizes."""
     sizes: Mapping[str, int | None] = {name: getattr(args, name) for name in _SIZES}
     given = {name: value for name, value in sizes.items() if value is not None}
-    shape = PROFILES[_profile(args, given)]
+    shape = PROFILES[args.profile]
     if args.shape is not None:
         if args.profile != "cpu":
             sys.exit(f"--shape {args.shape} belongs to --profile cpu; with {args.profile} give the single sizes")
         shape = SHAPES[args.shape]
     if args.tiny:
-        shape = replace(tiny, autocast=shape.autocast)
+        shape = replace(TINY, autocast=shape.autocast)
     elif shape.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"--profile {args.profile} needs a CUDA device and there is none here; with --tiny it runs on the CPU")
     return replace(shape, **given)
-
-
-def choose_card(total_bytes: int) -> str | None:
-    """The largest profile for a card with so much memory; ``None``: it is too small for each."""
-    return max((name for name, least in CARDS.items() if least <= total_bytes), key=CARDS.__getitem__, default=None)
-
-
-def _profile(args: argparse.Namespace, given: Mapping[str, int]) -> str:
-    if args.profile != ANY_CARD:
-        return str(args.profile)
-    smallest = min(CARDS, key=CARDS.__getitem__)
-    if args.tiny or not torch.cuda.is_available():
-        return smallest  # on the CPU, or refused
-    total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    found = choose_card(total_bytes)
-    if found is None and not given:
-        sys.exit(
-            f"--profile {ANY_CARD}: this card has {total_bytes / (1 << 30):.0f} GiB, and the smallest profile, "
-            f"{smallest}, needs {CARDS[smallest] >> 30}; give sizes of your own, such as "
-            "--layers 12 --width 768 --heads 12 --batch 4"
-        )
-    return found or smallest

@@ -132,10 +132,6 @@ class Trainer:
         memory = read_memory(self._job.shape.device)
         return {"untrimmed_bytes": before, "host_bytes": memory.host_bytes, "device_bytes": memory.device_bytes}
 
-    def profile(self) -> dict[str, Any]:
-        """The profiled pass and the measured rates, where the mode has them."""
-        return self._mode.profile()
-
     def release(self) -> dict[str, Any]:
         """Let the next process have the device's memory."""
         if self._job.shape.device == "cuda":
@@ -162,9 +158,6 @@ class Trainer:
 def open_trainer(job: Job) -> Iterator[Trainer]:
     """Everything that a job needs; opened and closed in this process."""
     torch.set_num_threads(job.threads)
-    if job.settings.device_limit_bytes is not None:
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, job.settings.device_limit_bytes / total))
     model = job.shape.model()
     determinism = ""
     if job.settings.deterministic:
@@ -194,7 +187,6 @@ def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
             "rest": trainer.rest,
             "release": trainer.release,
             "account": trainer.account,
-            "profile": trainer.profile,
         }
         answer(trainer.description())
         for line in lines:
