@@ -146,8 +146,9 @@ def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str,
         total: bytes per drive that are written in each.
     """
     kinds = {"16 MiB": 16 * MIB, "256 MiB": 256 * MIB}
+    controller = "blkio" if Path("/sys/fs/cgroup/blkio").exists() else "io"  # of version 1, of version 2
     samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    with loop_drives(directory, NUM_DRIVES + 1, 4 * total) as drives, control_group("blkio", v1={}, v2={}) as group:
+    with loop_drives(directory, NUM_DRIVES + 1, 4 * total) as drives, control_group(controller, v1={}, v2={}) as group:
         for index, (_, device) in enumerate(drives):
             _limit(group.directory, device, int(rate * 1e6 / (SLOW_PART if index == NUM_DRIVES else 1)))
         group.add_own_processes()
