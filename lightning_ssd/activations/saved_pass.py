@@ -143,10 +143,13 @@ class SavedPass:
             for blocks in self._blocks:
                 stack.enter_context(blocks.observe(self))
             pack: Callable[[torch.Tensor], Any] = partial(self._hooks.pack, self)
+            unpack: Callable[[Any], torch.Tensor] = self._hooks.unpack
+            if self.recorder is not None:
+                pack, unpack = self.recorder.timed(pack), self.recorder.timed(unpack)
             line = StatusLine(None if self.recorder is None else "Profiling a first pass")
             if line.is_wanted:
                 self._line, pack = line, partial(self._pack_in_sight, line)
-            stack.enter_context(saved_tensors_hooks(pack, self._hooks.unpack))
+            stack.enter_context(saved_tensors_hooks(pack, unpack))
             self._installed.append(stack.pop_all())
 
     def _pack_in_sight(self, line: StatusLine, tensor: torch.Tensor) -> Any:
@@ -195,8 +198,7 @@ class SavedPass:
         self.sizes.append(record.nbytes)
         self._packed_s.append(time.perf_counter())
         if self.recorder is not None and isinstance(record, SavedStorage):  # which all are in a pass that is traced
-            self.recorder.packed(record.nbytes, record.identity)
-            self.recorder.sample(record.accounting.counters.resident_bytes)
+            self.recorder.packed(record.nbytes, record.identity, record.accounting.counters.resident_bytes)
         record.home = self
         self._num_added += 1
 
@@ -271,8 +273,7 @@ class SavedPass:
                 record.accounting.recorder.backward_wants()
             self.order.append(record.index)
             if self.recorder is not None and not self.is_spoilt:
-                self.recorder.wanted(record.index)
-                self.recorder.sample(record.accounting.counters.resident_bytes)
+                self.recorder.wanted(record.index, record.accounting.counters.resident_bytes)
         self.expected_order(book)
         self.next_ahead = max(self.next_ahead, self._position.get(record.index, -1) + 1)
 
