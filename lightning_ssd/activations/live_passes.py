@@ -374,6 +374,9 @@ class LivePasses:
         counters = self._accounting.counters
         # From now on it is read outside of the lock: a graph that goes on elsewhere tells it nothing more.
         recorder, current.recorder = current.recorder, None
+        end = self._clock.stamp()
+        if recorder is not None:
+            recorder.backward_ended()
         highest_bytes = self._highest() if begin.highest_bytes else 0
         return FinishedPass(
             signature=current.signature,
@@ -383,7 +386,7 @@ class LivePasses:
             refused=frozenset() if recorder is None else current.refused_blocks,
             clock=self._clock,
             begin=begin.stamp,
-            end=self._clock.stamp(),
+            end=end,
             level_bytes=begin.level_bytes,
             stalls=tuple(current.stalls),
             peak_bytes=self._accounting.window_peak_bytes,

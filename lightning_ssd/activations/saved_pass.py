@@ -140,6 +140,8 @@ class SavedPass:
             for blocks in self._blocks:
                 stack.enter_context(blocks.observe(self))
             pack, unpack = self._hooks.hooks_of(self)
+            if self.recorder is not None:
+                pack, unpack = self.recorder.timed(pack), self.recorder.timed(unpack)
             line = StatusLine(None if self.recorder is None else "Profiling a first pass")
             if line.is_wanted:
                 self._line, pack = line, _in_sight(line, pack)
@@ -186,8 +188,7 @@ class SavedPass:
         self.records.append(record)
         self.sizes.append(record.nbytes)
         if self.recorder is not None:
-            self.recorder.packed(record.nbytes, record.identity)
-            self.recorder.sample(record.accounting.counters.resident_bytes)
+            self.recorder.packed(record.nbytes, record.identity, record.accounting.counters.resident_bytes)
         record.home = self
         self.packed_s.append(time.perf_counter())  # last: it tells that nothing has interrupted this
 
@@ -262,8 +263,7 @@ class SavedPass:
                 record.accounting.recorder.backward_wants()
             self.order.append(record.index)
             if self.recorder is not None and not self.is_spoilt:
-                self.recorder.wanted(record.index)
-                self.recorder.sample(record.accounting.counters.resident_bytes)
+                self.recorder.wanted(record.index, record.accounting.counters.resident_bytes)
         self.expected_order(book)
         self.next_ahead = max(self.next_ahead, self._position.get(record.index, -1) + 1)
 

@@ -298,7 +298,9 @@ class _Pass(TorchDispatchMode):
         self._min_nbytes = max(min_tensor_nbytes, 1)
         alone = torch.empty(1)
         sole = _num_holders(alone.untyped_storage()._cdata)  # a fake tensor holds its storage more than once
-        self._recorder = Recorder(self.clock, lambda: 0, released=lambda key: _num_holders(key.cdata) <= sole)
+        self._recorder = Recorder(
+            self.clock, lambda: 0, released=lambda key: _num_holders(key.cdata) <= sole, now=self.clock.stamp
+        )
         self._parameters = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         self._leases: dict[tuple[int, int], weakref.ref[_Lease]] = {}
         self._num_storages = 0

@@ -163,7 +163,7 @@ def is_released(key: StorageKey) -> bool:
 
     Ours is one reference, however many of our objects share it; after the write it is none.
     """
-    return _use_count is not None and use_count(key.cdata) <= 1
+    return _use_count is not None and _use_count(key.cdata) <= 1
 
 
 def use_count(cdata: int) -> int:

@@ -32,7 +32,7 @@ class FinishedPass:
     stalls: tuple[tuple[Stamp, Stamp], ...]
     """Begin and end of each wait for a transfer."""
     hook_s: float = 0.0
-    """Of the training thread inside the hooks, without these waits."""
+    """Of the training thread inside the hooks, without these waits; with what recording took."""
     cpu_s: float = 0.0
     """That workers and page faults took from the computation meanwhile."""
     peak_bytes: int
@@ -45,6 +45,7 @@ class FinishedPass:
     """All memory in use at the worst moment; 0 where no limit asks for it, or an earlier pass had as much."""
 
     def overhead(self) -> Overhead:
-        """Return what moving took from the pass, by cause."""
+        """Return what moving took from the pass, by cause. What recording it took is none of it."""
         stall_s = sum(stall_seconds(self.clock, begin, end) for begin, end in self.stalls)
-        return Overhead(stall_s=stall_s, hook_s=self.hook_s, cpu_s=self.cpu_s)
+        hook_s = self.hook_s if self.recorder is None else self.recorder.hook_s(self.end)
+        return Overhead(stall_s=stall_s, hook_s=hook_s, cpu_s=self.cpu_s)

@@ -1,7 +1,17 @@
 """Watches one pass and sums it up as a :class:`~lightning_ssd.planning.trace.Trace`.
 
-It is told of every pack, unpack and death of a storage, of stalls, and of the blocks that forward goes through. Its
-times are those of a clock that stands still during stalls. The accounting lock guards it.
+It is told of every pack, unpack and death of a storage, of stalls, and of the blocks that forward goes through. The
+accounting lock guards it.
+
+Note: Few stamps, and a clock that stands still
+    A stamp takes an event and calls of the device. Three for each storage took as long as the pass itself. So each
+    moment is one of the host's clock, and hooks of one storage in 16, and of one in each block, are stamped. Between
+    two stamps the device is taken to be as far as the host is.
+
+    How late the device is then tells what it loses by hooks: they and the host's time between them, less its work. Of
+    what is launched between two hooks, half is taken to be done before the second. The clock stands still for as much
+    of the recorder's own time as is lost, as during stalls. A stamp after the hook shows the device at its least late,
+    from which lateness is counted: the two have no clock in common.
 """
 
 from __future__ import annotations
@@ -9,8 +19,11 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TypeVar
 
 from lightning_ssd.common.tensors import StorageKey, can_count_holders, is_released
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
@@ -18,22 +31,31 @@ from lightning_ssd.scheduling.clock import Clock, Stamp
 
 __all__ = ["Recorder"]
 
-# How many storages that somebody besides autograd still holds are looked at with each pack.
-_NUM_WATCHED = 16
+_Argument = TypeVar("_Argument")
+_Result = TypeVar("_Result")
+
+_NUM_WATCHED = 4
+"""Storages that somebody besides autograd still holds, to be looked at with each pack."""
+_NUM_LOOKED_AT = 64
+"""The same, when a block ends."""
+_NUM_PER_STAMP = 16
+"""Storages, of which one is stamped though no block has begun or ended."""
 _SAMPLE_S = 0.001
+_SAMPLE_SHARE = 0.01
+"""Of the pass, for asking what else is in memory: on a device it takes longer than all the rest."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """One storage."""
+    """One storage. Times are of the host's clock."""
 
     nbytes: int
     block: int
-    packed: Stamp
+    packed_s: float
     key: StorageKey
-    released: Stamp | None = None
-    wanted: Stamp | None = None
-    freed: Stamp | None = None
+    released_s: float | None = None
+    wanted_s: float | None = None
+    freed_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -41,8 +63,8 @@ class _Call:
     """One call of a block."""
 
     name: str
-    began: Stamp
-    ended: Stamp | None = None
+    began_s: float
+    ended_s: float | None = None
     input_nbytes: int = 0
     is_recomputed: bool = False
 
@@ -54,49 +76,88 @@ class Recorder:
         clock: of the device.
         level: bytes of device memory in use (on CPU: of the process), asked for now and then.
         released: whether nobody but the pass holds a storage.
+        now: seconds of the host's clock.
     """
 
     def __init__(
-        self, clock: Clock, level: Callable[[], int], *, released: Callable[[StorageKey], bool] = is_released
+        self,
+        clock: Clock,
+        level: Callable[[], int],
+        *,
+        released: Callable[[StorageKey], bool] = is_released,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._is_released = released
         self._clock = clock
         self._level = level
+        self._now = now
         self._seen: list[_Seen] = []
         self._order: list[int] = []
         self._calls: list[_Call] = []
         self._block = -1
+        self._wanted_block = -1
         self._stalls: list[tuple[Stamp, Stamp]] = []
         self._watched: deque[_Seen] = deque()
+        self._own: list[tuple[float, float]] = []  # when we were at work
+        self._hooks: list[tuple[float, float]] = []  # when hooks were, we among them
+        self._sampled: list[tuple[float, Stamp]] = []  # before hooks
+        self._num_told = 0
+        self._is_over = False
         self._other_peak_bytes = 0
         self._next_sample_s = 0.0
-        self._begin: Stamp = clock.stamp()
-        self._turn: Stamp | None = None
+        self._num_since = _NUM_PER_STAMP  # storages, since the last one that was stamped
+        self._turn_s: float | None = None
+        self._end_s: float | None = None
+        self._stamps: list[tuple[float, Stamp]] = []
+        self._begin = self._stamp(now())
 
     # -- told by the pass ----------------------------------------------------------------------------------------
 
-    def packed(self, nbytes: int, key: StorageKey) -> None:
-        """A storage was saved."""
-        moment = self._clock.stamp()
-        self._look(moment, _NUM_WATCHED)
-        seen = _Seen(nbytes, self._block, moment, key)
+    def packed(self, nbytes: int, key: StorageKey, resident_bytes: int = 0) -> None:
+        """Note that a storage was saved.
+
+        Args:
+            nbytes: of it.
+            key: who it is.
+            resident_bytes: of all saved storages, with this one.
+        """
+        begin_s = self._now()
+        self._num_since += 1
+        self._num_told += 1
+        self._look(begin_s, _NUM_WATCHED)
+        seen = _Seen(nbytes, self._block, begin_s, key)
         self._seen.append(seen)
         self._watched.append(seen)
+        if begin_s >= self._next_sample_s:
+            self._sample(begin_s, resident_bytes)
+        self._own.append((begin_s, self._now()))
 
-    def wanted(self, index: int) -> None:
-        """Backward asks for the storage for the first time."""
+    def wanted(self, index: int, resident_bytes: int = 0) -> None:
+        """Note that backward asks for a storage; the first time counts.
+
+        Args:
+            index: of the storage.
+            resident_bytes: of all saved storages.
+        """
         seen = self._seen[index]
-        if seen.wanted is None:
-            seen.wanted = self._clock.stamp()
-            if seen.released is None and self._is_released(seen.key):
-                seen.released = seen.wanted
-            self._order.append(index)
+        if seen.wanted_s is not None:
+            return
+        begin_s = seen.wanted_s = self._now()
+        self._num_told += 1
+        self._num_since = self._num_since + 1 if seen.block == self._wanted_block else _NUM_PER_STAMP
+        self._wanted_block = seen.block
+        if seen.released_s is None and self._is_released(seen.key):
+            seen.released_s = begin_s
+        self._order.append(index)
+        if begin_s >= self._next_sample_s:
+            self._sample(begin_s, resident_bytes)
+        self._own.append((begin_s, self._now()))
 
     def freed(self, index: int) -> None:
         """The graph has let go of the storage."""
         seen = self._seen[index]
-        if seen.freed is None:
-            seen.freed = self._clock.stamp()
+        if seen.freed_s is None:
+            seen.freed_s = self._now()
 
     def stalled(self, begin: Stamp, end: Stamp) -> None:
         """The training thread has waited."""
@@ -104,21 +165,22 @@ class Recorder:
 
     def forward_ended(self) -> None:
         """The hooks are off."""
-        self._turn = self._clock.stamp()
-        self._look(self._turn, len(self._watched))
+        begin_s = self._turn_s = self._now()
+        self._stamp(begin_s)
+        self._num_since = _NUM_PER_STAMP
+        self._look(begin_s, len(self._watched))
+        self._own.append((begin_s, self._now()))
 
-    def sample(self, resident_bytes: int) -> None:
-        """Look at what else is in memory, unless somebody has just looked: asking takes longer than all the rest."""
-        now_s = time.perf_counter()
-        if now_s < self._next_sample_s:
-            return
-        self._next_sample_s = now_s + _SAMPLE_S
-        self._other_peak_bytes = max(self._other_peak_bytes, self._level() - resident_bytes)
+    def backward_ended(self) -> None:
+        """The stamp that :meth:`trace` will be given was taken just now. From now on nothing is told."""
+        self._end_s = self._now()
+        self._is_over = True
 
     def block_enters(self, name: str, *, recompute: bool) -> None:
         """Forward enters a block."""
         self._block = len(self._calls)
-        self._calls.append(_Call(name, self._clock.stamp(), is_recomputed=recompute))
+        self._num_since = _NUM_PER_STAMP
+        self._calls.append(_Call(name, self._now(), is_recomputed=recompute))
 
     def block_inputs(self, nbytes: int) -> None:
         """The entered block was given tensors of so many bytes."""
@@ -130,71 +192,125 @@ class Recorder:
 
     def block_leaves(self) -> None:
         """Forward leaves the block."""
-        self._calls[-1].ended = self._clock.stamp()
+        begin_s = self._calls[-1].ended_s = self._now()
         self._block = -1
+        self._num_since = _NUM_PER_STAMP
+        self._look(begin_s, _NUM_LOOKED_AT)
+        self._own.append((begin_s, self._now()))
+
+    def timed(self, hook: Callable[[_Argument], _Result]) -> Callable[[_Argument], _Result]:
+        """Return a hook that does the same and tells us how long it took.
+
+        Not under the lock: a hook takes it. Where two threads have hooks at once, two may be sampled, or none.
+        """
+        now, hooks = self._now, self._hooks
+
+        def run(argument: _Argument) -> _Result:
+            begin_s, num_told = now(), self._num_told
+            is_sampled = self._num_since >= _NUM_PER_STAMP and not self._is_over
+            stamp = self._stamp(begin_s) if is_sampled else None
+            result = hook(argument)
+            if is_sampled and self._num_told > num_told:  # else it was of a small tensor: the next one is sampled
+                self._num_since = 0
+                self._sampled.append((begin_s, stamp))
+                self._stamp(now())
+            if not self._is_over:
+                hooks.append((begin_s, now()))
+            return result
+
+        return run
+
+    # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _stamp(self, now_s: float) -> Stamp:
+        stamp = self._clock.stamp()
+        self._stamps.append((now_s, stamp))
+        self._own.append((now_s, self._now()))
+        return stamp
+
+    def _look(self, now_s: float, num_watched: int) -> None:
+        """Note whose memory would have gone by now, if we did not hold it."""
+        for _ in range(min(num_watched, len(self._watched))):
+            seen = self._watched.popleft()
+            if self._is_released(seen.key):
+                seen.released_s = now_s
+            elif seen.wanted_s is None:
+                self._watched.append(seen)
+
+    def _sample(self, now_s: float, resident_bytes: int) -> None:
+        """Look at what else is in memory, and not again for a hundred times as long as asking took."""
+        self._other_peak_bytes = max(self._other_peak_bytes, self._level() - resident_bytes)
+        end_s = self._now()
+        self._next_sample_s = end_s + max(_SAMPLE_S, (end_s - now_s) / _SAMPLE_SHARE)
 
     # -- the sum -------------------------------------------------------------------------------------------------
 
+    def hook_s(self, end: Stamp) -> float:
+        """Return what hooks took from the pass that was over at ``end``, without our own part, in seconds."""
+        device = self._device(end)
+        spent_s, own_s = (sum(map(device.lost_s, spans)) for spans in (self._hooks, self._own))
+        return max(spent_s - own_s, 0.0)
+
     def trace(self, end: Stamp, refused: Collection[str] = ()) -> Trace:
-        """The pass, which was over at ``end``. On CUDA this waits for the device.
+        """Sum up the pass, which was over at ``end``. On CUDA this waits for the device.
 
         Args:
             end: when backward had ended.
             refused: names of blocks that cannot be recomputed exactly.
         """
-        waited = self._waited()
+        device = self._device(end)
+        own = [(device.at(span[0]), device.at(span[0]) + device.lost_s(span)) for span in self._own]
+        waited = _merged([*self._since_begin(self._stalls), *own])
         begins_s = [begin_s for begin_s, _, _ in waited]
 
-        def at(stamp: Stamp | None, otherwise: float) -> float:
-            if stamp is None:
-                return otherwise
-            passed_s = max(self._clock.seconds(self._begin, stamp), 0.0)
+        def without_waits(passed_s: float) -> float:
             num_begun = bisect(begins_s, passed_s)
             if not num_begun:
-                return passed_s
+                return max(passed_s, 0.0)
             begin_s, stop_s, before_s = waited[num_begun - 1]
             return passed_s - before_s - (min(passed_s, stop_s) - begin_s)
 
-        end_s = at(end, 0.0)
+        def at(now_s: float | None, otherwise: float) -> float:
+            return otherwise if now_s is None else without_waits(device.at(now_s))
+
+        end_s = without_waits(device.end_s)
         storages = tuple(self._storage(seen, at, end_s) for seen in self._seen)
         return Trace(
             storages=storages,
             order=tuple(self._order),
             blocks=self._blocks(storages, at, end_s, refused),
-            forward_end_s=at(self._turn, end_s),
+            forward_end_s=at(self._turn_s, end_s),
             end_s=end_s,
             other_peak_bytes=self._other_peak_bytes,
             recomputed=frozenset(i for i, call in enumerate(self._calls) if call.is_recomputed),
         )
 
-    def _waited(self) -> list[tuple[float, float, float]]:
-        """Stalls since the pass began, in order, merged: begin, end, and how long all those before it lasted.
+    def _since_begin(self, spans: Sequence[tuple[Stamp, Stamp]]) -> list[tuple[float, float]]:
+        """Spans between stamps, in seconds since the pass began."""
+        since = partial(self._clock.seconds, self._begin)
+        return [(since(start), since(stop)) for start, stop in spans]
 
-        Graphs die while others wait, and two threads may wait at once: what a stall takes off a moment depends on when
-        that moment was.
-        """
-        since = [[self._clock.seconds(self._begin, stamp) for stamp in stall] for stall in self._stalls]
-        merged: list[tuple[float, float, float]] = []
-        for begin_s, stop_s in sorted((max(begin_s, 0.0), stop_s) for begin_s, stop_s in since):
-            last_begin_s, last_stop_s, before_s = merged[-1] if merged else (0.0, 0.0, 0.0)
-            if begin_s > last_stop_s or not merged:
-                merged.append((begin_s, max(begin_s, stop_s), before_s + last_stop_s - last_begin_s))
-            else:
-                merged[-1] = last_begin_s, max(last_stop_s, stop_s), before_s
-        return merged
+    def _device(self, end: Stamp) -> _DeviceTimes:
+        since = partial(self._clock.seconds, self._begin)
+        points = [(now_s, since(stamp)) for now_s, stamp in self._stamps]
+        end_s = since(end)
+        if self._end_s is not None:
+            points.append((self._end_s, end_s))
+        sampled = [(now_s, since(stamp)) for now_s, stamp in self._sampled]
+        return _DeviceTimes(points, sampled, self._hooks, end_s=end_s)
 
     @staticmethod
-    def _storage(seen: _Seen, at: Callable[[Stamp | None, float], float], end_s: float) -> TracedStorage:
-        packed_s = at(seen.packed, 0.0)
+    def _storage(seen: _Seen, at: Callable[[float | None, float], float], end_s: float) -> TracedStorage:
+        packed_s = at(seen.packed_s, 0.0)
         # On CUDA the sum is made when the next pass is under way: what lives longer than its pass may be gone by then.
-        freed_s = max(min(at(seen.freed, end_s), end_s), packed_s)
-        wanted_s = None if seen.wanted is None else max(at(seen.wanted, end_s), packed_s)
+        freed_s = max(min(at(seen.freed_s, end_s), end_s), packed_s)
+        wanted_s = None if seen.wanted_s is None else max(at(seen.wanted_s, end_s), packed_s)
         # Not seen to be released before it was wanted: somebody held it all along (or nobody could look).
-        movable = seen.released is not None or not can_count_holders()
+        movable = seen.released_s is not None or not can_count_holders()
         return TracedStorage(
             nbytes=seen.nbytes,
             packed_s=packed_s,
-            last_used_s=min(max(at(seen.released, packed_s), packed_s), freed_s),
+            last_used_s=min(max(at(seen.released_s, packed_s), packed_s), freed_s),
             wanted_s=None if wanted_s is None else min(wanted_s, freed_s),
             freed_s=freed_s,
             block=seen.block,
@@ -204,7 +320,7 @@ class Recorder:
     def _blocks(
         self,
         storages: tuple[TracedStorage, ...],
-        at: Callable[[Stamp | None, float], float],
+        at: Callable[[float | None, float], float],
         end_s: float,
         refused: Collection[str],
     ) -> tuple[TracedBlock, ...]:
@@ -218,8 +334,8 @@ class Recorder:
         return tuple(
             TracedBlock(
                 name=call.name,
-                forward_start_s=at(call.began, 0.0),
-                forward_end_s=at(call.ended, 0.0),
+                forward_start_s=at(call.began_s, 0.0),
+                forward_end_s=at(call.ended_s, 0.0),
                 backward_start_s=start,
                 backward_end_s=following[start],
                 input_nbytes=call.input_nbytes,
@@ -228,13 +344,86 @@ class Recorder:
             for call, start in zip(self._calls, starts, strict=True)
         )
 
-    # -- helpers -------------------------------------------------------------------------------------------------
 
-    def _look(self, moment: Stamp, num_watched: int) -> None:
-        """Whose memory would have gone by now, if we did not hold it?"""
-        for _ in range(min(num_watched, len(self._watched))):
-            seen = self._watched.popleft()
-            if self._is_released(seen.key):
-                seen.released = moment
-            elif seen.wanted is None:
-                self._watched.append(seen)
+class _DeviceTimes:
+    """Tell where the device was when the host was somewhere, in seconds since the pass began.
+
+    Args:
+        points: of each stamp: when the host took it, and when the device passed it; in the order of the host.
+        sampled: those of them before which a hook began.
+        hooks: when hooks were at work, by the host's clock.
+        end_s: of the pass, on the device.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[tuple[float, float]],
+        sampled: Sequence[tuple[float, float]],
+        hooks: Sequence[tuple[float, float]],
+        *,
+        end_s: float,
+    ) -> None:
+        self.end_s = end_s
+        self._host_s = [host_s for host_s, _ in points]
+        # A stamp of another stream may have been passed earlier than the one before it.
+        self._device_s = list(accumulate((device_s for _, device_s in points), max))
+        self._sampled_s = [host_s for host_s, _ in sampled]
+        least_s = min(device_s - host_s for host_s, device_s in points)
+        self._shares = self._lost_shares([device_s - host_s - least_s for host_s, device_s in sampled], hooks)
+
+    def _lost_shares(self, late_s: Sequence[float], hooks: Sequence[tuple[float, float]]) -> list[float]:
+        """Between each two samples: the share of the hooks' time that the device has lost by them.
+
+        Args:
+            late_s: how long the device had to work yet when the sampled hooks began.
+            hooks: when they were at work.
+        """
+        if not late_s:
+            return []
+        of_sample: list[list[float]] = [[] for _ in late_s]
+        for begin_s, stop_s in hooks:
+            of_sample[self._sample(begin_s)].append(stop_s - begin_s)
+        shares = []
+        ends_s = [*self._sampled_s[1:], self._host_s[-1]]
+        for late, begin_s, stop_s, spent_s in zip(late_s, self._sampled_s, ends_s, of_sample, strict=True):
+            hooked_s = sum(spent_s)
+            between_s = max(stop_s - begin_s - hooked_s, 0.0) / max(len(spent_s), 1)  # of the host, besides hooks
+            # From one hook to the next: what was left at its begin, and what was launched since and done at once.
+            work_s = late + between_s / 2
+            lost_s = sum(max(work_s, spent + between_s) - max(work_s, between_s) for spent in spent_s)
+            shares.append(lost_s / hooked_s if hooked_s else 1.0)
+        return shares
+
+    def _sample(self, host_s: float) -> int:
+        return max(bisect(self._sampled_s, host_s) - 1, 0)
+
+    def at(self, host_s: float) -> float:
+        """Return where the device was, or is taken to have been."""
+        index = bisect(self._host_s, host_s) - 1
+        if index < 0:
+            return self._device_s[0]
+        since_s = host_s - self._host_s[index]
+        if index + 1 == len(self._host_s):
+            return self._device_s[index] + since_s
+        device_s = self._device_s[index + 1] - self._device_s[index]
+        return self._device_s[index] + since_s * (device_s / (self._host_s[index + 1] - self._host_s[index]))
+
+    def lost_s(self, span: tuple[float, float]) -> float:
+        """Return what the device lost while the host was in hooks; all of it where none was sampled."""
+        return (span[1] - span[0]) * (self._shares[self._sample(span[0])] if self._shares else 1.0)
+
+
+def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
+    """Spans in order, those that overlap as one: begin, end, and how long all those before it lasted.
+
+    Graphs die while others wait, and two threads may wait at once: what a stall takes off a moment depends on when
+    that moment was.
+    """
+    merged: list[tuple[float, float, float]] = []
+    for begin_s, stop_s in sorted((max(begin_s, 0.0), stop_s) for begin_s, stop_s in spans):
+        last_begin_s, last_stop_s, before_s = merged[-1] if merged else (0.0, 0.0, 0.0)
+        if begin_s > last_stop_s or not merged:
+            merged.append((begin_s, max(begin_s, stop_s), before_s + last_stop_s - last_begin_s))
+        else:
+            merged[-1] = last_begin_s, max(last_stop_s, stop_s), before_s
+    return merged

@@ -13,11 +13,14 @@ when all writes have ended. What came back is compared with plain PyTorch's, so 
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -226,11 +229,9 @@ def recording_us(rounds: int = ROUNDS) -> float:
         begin = time.perf_counter()
         for key in keys:
             recorder.packed(64, key)
-            recorder.sample(0)
         recorder.forward_ended()
         for index in reversed(range(CHAIN)):
             recorder.wanted(index)
-            recorder.sample(0)
             recorder.freed(index)
         recorder.trace(time.perf_counter())
         costs.append((time.perf_counter() - begin) / CHAIN * 1e6)
@@ -292,3 +293,27 @@ def bench_hooks(directory: Path, *, device: str = "cpu", rounds: int = ROUNDS) -
         "recording_us": recording,
         "plain_pass_ratios": plain,
     }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the whole evidence: what tensors that stay and that move cost, what steps cost, calls and locks."""
+    from recipes.benchmarks.hook_evidence import measure, table
+    from recipes.benchmarks.step import environment, spill_directory  # which imports this module
+
+    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.hooks", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=41, help="of which medians are taken")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")
+    parser.add_argument("--json", type=Path, help="write environment and measurements here")
+    args = parser.parse_args(arguments)
+    facts = environment("hooks", 1)
+    with spill_directory(args.dir, "bench_hooks") as directory:
+        found = measure(directory, device=args.device, rounds=args.rounds)
+    print(table(found))
+    if args.json:
+        args.json.write_text(json.dumps({"environment": facts, **found}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

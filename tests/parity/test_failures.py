@@ -352,7 +352,7 @@ def test_closing_while_everything_is_under_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_done", [False, True], ids=["before it", "after it"])
 @pytest.mark.parametrize(
-    ("kind", "name"), [(SavedPass, "add"), (PlanCursor, "place"), (Recorder, "packed"), (Recorder, "sample")]
+    ("kind", "name"), [(SavedPass, "add"), (PlanCursor, "place"), (Recorder, "packed"), (Recorder, "_look")]
 )
 def test_an_interrupt_while_a_storage_is_added(
     kind: type, name: str, is_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

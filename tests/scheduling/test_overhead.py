@@ -124,7 +124,7 @@ class World:
                 signature="a",
                 sizes=sizes,
                 cursor=cursor,
-                recorder=FakeRecorder(recorded) if wants_trace else None,  # type: ignore[arg-type]
+                recorder=FakeRecorder(recorded, hook_s) if wants_trace else None,  # type: ignore[arg-type]
                 clock=HostClock(),
                 begin=0.0,
                 end=step_s,

@@ -87,7 +87,7 @@ def test_a_process_that_ends_is_made_good_in_the_thread(
     maker = PlanMaker(max_tasks=4)
     with caplog.at_level("INFO"):
         assert begin(maker).task.result() == make_plan(TRACE, MACHINE, GOAL)
-    assert "because no process does it: Ran out of input" in caplog.text
+    assert "because no process does it: the planner's process has ended without a plan" in caplog.text
     maker.close()
 
 

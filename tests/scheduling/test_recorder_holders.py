@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 
@@ -123,11 +124,13 @@ def test_many_held_storages_are_looked_at_in_turns(clock: FakeClock) -> None:
     for one in held:
         one.variable = None
     later = [pack(told, clock, 102 + index) for index in range(10)]
+    clock.at(150)
+    told.forward_ended()
     released = Counter(s.last_used_s for s in told.trace(clock.at(200)).storages[:100])
     # Those of ours that came later take turns too, and go at their first.
-    assert released[2] == released[3] == 16
+    assert released[2] == released[3] == 4
     assert sum(released.values()) == 100
-    assert max(released) <= 9
+    assert max(released) == 50, "at the end of forward all are looked at"
     assert len(later) == 10
 
 
@@ -146,7 +149,27 @@ def test_where_nobody_can_look_everything_may_move(clock: FakeClock, monkeypatch
 def test_other_memory_at_its_worst_moment(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_SAMPLE_S", 0.0)  # look each time
     levels = iter([50, 90, 70])
-    told = Recorder(clock, lambda: next(levels))
-    for resident_bytes in (10, 20, 30):
-        told.sample(resident_bytes)
+    told = Recorder(clock, lambda: next(levels), now=clock.stamp)
+    held = [saved() for _ in range(2)]
+    for one, resident_bytes in zip(held, (10, 20), strict=True):
+        told.packed(NBYTES, one.key, resident_bytes)
+    told.wanted(0, 30)
     assert told.trace(clock.at(101)).other_peak_bytes == 70
+
+
+def test_asking_for_memory_takes_a_hundredth_of_the_pass(clock: FakeClock) -> None:
+    """On a device the allocator's numbers take longer than all else that is recorded of a storage."""
+    asked: list[float] = []
+
+    def level() -> int:
+        asked.append(clock.now_s)
+        clock.at(clock.now_s + 0.01)
+        return 0
+
+    told = Recorder(clock, level, now=clock.stamp)
+    held = [saved() for _ in range(1000)]
+    for one in held:
+        told.packed(NBYTES, one.key)
+        clock.at(clock.now_s + 0.01)
+    assert 9 <= len(asked) <= 11
+    assert min(b - a for a, b in itertools.pairwise(asked)) >= 1.0

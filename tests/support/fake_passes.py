@@ -60,11 +60,15 @@ def make_trace(count: int = COUNT, *, step_s: float = 1.0, other: int = 0, block
 class FakeRecorder:
     """Gives a trace that the test made."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, hook_s: float = 0.0) -> None:
         self._trace = trace
+        self._hook_s = hook_s
 
     def trace(self, end: float, refused: frozenset[str] = frozenset()) -> Trace:
         return self._trace
+
+    def hook_s(self, end: float) -> float:
+        return self._hook_s
 
 
 class LateClock(HostClock):

@@ -57,4 +57,4 @@ def pack(recorder: Recorder, clock: FakeClock, now_s: float, *, held: bool = Fal
 
 
 def begun(clock: FakeClock) -> Recorder:
-    return Recorder(clock, lambda: 0)
+    return Recorder(clock, lambda: 0, now=clock.stamp)

@@ -1,0 +1,356 @@
+"""A trace tells how long the pass takes that nobody records, on a device that is late and on one that is not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.activations import tensor_cache
+from lightning_ssd.common.tensors import StorageKey
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.clock import HostClock
+from lightning_ssd.scheduling.finished_pass import FinishedPass
+from lightning_ssd.scheduling.memory_limits import MemoryConstraints
+from lightning_ssd.scheduling.recorder import Recorder
+from lightning_ssd.scheduling.scheduler import Scheduler
+from tests.support.recorded_passes import Saved, saved
+
+NUM_BLOCKS, PER_BLOCK, NBYTES = 24, 13, 20_000_000
+NUM_KERNELS = 3 * NUM_BLOCKS * PER_BLOCK
+STEP_S = 0.05
+
+
+@dataclass
+class SimulatedDevice:
+    """Work is queued by a host that takes time for each launch, and done in order. Also the clock of a recorder."""
+
+    launch_s: float
+    kernel_s: float
+    is_host: bool = False
+    """Its memory and its work are the host's: a launch returns when the work is done."""
+    stamp_s: float = 4e-6
+    event_s: float = 2e-6
+    """That a stamp takes from the device."""
+    now_s: float = 0.1e-6
+    released_s: float = 25e-6
+    """For asking who holds a storage: far more than it takes, so that what is not taken off shows."""
+    level_s: float = 40e-6
+    lag: int = 0
+    noise_s: float = 20e-6
+    host_s: float = 5.0
+    done_s: float = 5.0
+    num_stamps: int = 0
+
+    def python(self, seconds: float) -> None:
+        self.host_s += seconds
+
+    def launch(self, factor: float = 1.0) -> None:
+        self.host_s += self.launch_s
+        self._queue(self.kernel_s * factor)
+
+    def _queue(self, seconds: float) -> None:
+        self.done_s = max(self.done_s, self.host_s) + seconds
+        if self.is_host:
+            self.host_s = self.done_s
+
+    def wait(self) -> None:
+        self.host_s = max(self.host_s, self.done_s)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.done_s <= self.host_s
+
+    def now(self) -> float:
+        self.host_s += self.now_s
+        return self.host_s
+
+    def stamp(self) -> float:
+        self.num_stamps += 1
+        self.host_s += self.stamp_s
+        self._queue(self.event_s)
+        return self.done_s
+
+    def has_passed(self, stamp: float) -> bool:
+        return True
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def level(self) -> int:
+        self.host_s += self.level_s
+        return 10 * NBYTES
+
+    def is_released(self, key: StorageKey) -> bool:
+        self.host_s += self.released_s
+        return True
+
+
+def late() -> SimulatedDevice:
+    """Python is far ahead of it, as at GPT-2's size on a card."""
+    return SimulatedDevice(launch_s=8e-6, kernel_s=STEP_S / NUM_KERNELS)
+
+
+def waiting() -> SimulatedDevice:
+    """It waits for Python before each kernel."""
+    return SimulatedDevice(launch_s=STEP_S / NUM_KERNELS, kernel_s=5e-6)
+
+
+def cpu() -> SimulatedDevice:
+    return SimulatedDevice(launch_s=5e-6, kernel_s=STEP_S / NUM_KERNELS, is_host=True, stamp_s=0.0, event_s=0.0)
+
+
+def in_turns() -> SimulatedDevice:
+    """Now one waits for the other, now the other way round, by what :class:`Step` launches."""
+    return SimulatedDevice(launch_s=0.3 * STEP_S / NUM_KERNELS, kernel_s=0.6 * STEP_S / NUM_KERNELS)
+
+
+DEVICES: dict[str, Callable[[], SimulatedDevice]] = {
+    "late": late,
+    "waits for Python": waiting,
+    "a CPU": cpu,
+    "both": in_turns,
+}
+
+
+class Step:
+    """One pass.
+
+    Args:
+        device: that it runs on.
+        recorder: of the pass.
+        hook_s: Python's time for a storage that moves, each way.
+        places: what moves.
+        is_uneven: every other block has kernels of three times the length, and those between of a tenth.
+    """
+
+    def __init__(
+        self,
+        device: SimulatedDevice,
+        recorder: Recorder | None = None,
+        *,
+        hook_s: float = 0.0,
+        places: Callable[[int], Placement] = lambda nbytes: Placement.KEEP,
+        is_uneven: bool = False,
+    ) -> None:
+        self._device = device
+        self._recorder = recorder
+        self._hook_s = hook_s
+        self._places = places
+        self._is_uneven = is_uneven
+        self._moved: set[int] = set()
+        self._held: list[Saved] = []
+        self.packed_s: list[float] = []
+        self.counted_hook_s = 0.0
+        self.moved_bytes = 0
+        self.begin = device.stamp()
+        self._run()
+        self.end = device.stamp()
+        if recorder is not None:
+            recorder.backward_ended()
+        device.wait()
+        self.step_s = self.end - self.begin
+
+    def _run(self) -> None:
+        recorder, device = self._recorder, self._device
+        for block in range(NUM_BLOCKS):
+            if recorder is not None:
+                recorder.block_enters(str(block), recompute=False)
+            for _ in range(PER_BLOCK):
+                device.launch(self._factor(block))
+                self._pack()
+            if recorder is not None:
+                recorder.block_leaves()
+        if recorder is not None:
+            recorder.forward_ended()
+        for index in reversed(range(NUM_BLOCKS * PER_BLOCK)):
+            self._unpack(index)
+            for _ in range(2):
+                device.launch(self._factor(index // PER_BLOCK))
+            if recorder is not None:
+                recorder.freed(index)
+
+    def _factor(self, block: int) -> float:
+        return (3.0 if block % 2 else 0.1) if self._is_uneven else 1.0
+
+    def _pack(self) -> None:
+        self._timed(self._do_pack, 0)
+
+    def _unpack(self, index: int) -> None:
+        self._timed(self._do_unpack, index)
+
+    def _timed(self, hook: Callable[[int], None], index: int) -> None:
+        (hook if self._recorder is None else self._recorder.timed(hook))(index)
+
+    def _do_pack(self, _: int) -> None:
+        begin_s, index = self._device.host_s, len(self.packed_s)
+        self.packed_s.append(self._device.done_s - self.begin)
+        if self._places(NBYTES) is not Placement.KEEP:
+            self._moved.add(index)
+            self.moved_bytes += NBYTES
+            self._device.python(self._hook_s)
+        if self._recorder is not None:
+            self._held.append(saved(1))
+            self._recorder.packed(NBYTES, self._held[-1].key)
+        self._count(begin_s, is_hidden=not self._device.is_idle)
+
+    def _do_unpack(self, index: int) -> None:
+        begin_s = self._device.host_s
+        if index in self._moved:
+            self._device.python(self._hook_s)
+        if self._recorder is not None:
+            self._recorder.wanted(index)
+        self._count(begin_s, is_hidden=False)
+
+    def _count(self, begin_s: float, *, is_hidden: bool) -> None:
+        if not is_hidden and (self._moved or self._recorder is not None):
+            self.counted_hook_s += self._device.host_s - begin_s
+
+
+def begun(device: SimulatedDevice) -> Recorder:
+    return Recorder(device, device.level, released=device.is_released, now=device.now)
+
+
+@pytest.mark.parametrize("is_uneven", [False, True])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_recorded_pass_tells_of_the_one_that_is_not(kind: str, is_uneven: bool) -> None:
+    plain, device = Step(DEVICES[kind](), is_uneven=is_uneven), DEVICES[kind]()
+    recorder = begun(device)
+    recorded = Step(device, recorder, is_uneven=is_uneven)
+    trace = recorder.trace(recorded.end)
+    if kind in ("waits for Python", "a CPU"):
+        assert recorded.step_s > plain.step_s + 0.1 * STEP_S, "recording costs nothing here, and nothing is shown"
+    assert trace.end_s == pytest.approx(plain.step_s, rel=0.1)
+    assert device.num_stamps <= 4 * NUM_BLOCKS + 5, "two per block and direction"
+    block_s = max(b - a for a, b in zip(plain.packed_s, plain.packed_s[PER_BLOCK:], strict=False))
+    for told, really_s in zip(trace.storages, plain.packed_s, strict=True):
+        assert abs(told.packed_s - really_s) <= block_s + 0.05 * plain.step_s
+    assert_ordered(trace)
+
+
+def assert_ordered(trace: Trace) -> None:
+    count = NUM_BLOCKS * PER_BLOCK
+    assert trace.order == tuple(reversed(range(count)))
+    packed = [storage.packed_s for storage in trace.storages]
+    wanted = [trace.storages[index].wanted_s or 0.0 for index in trace.order]
+    moments = [0.0, *packed, trace.forward_end_s, *wanted, trace.end_s]
+    assert moments == sorted(moments)
+    for storage in trace.storages:
+        assert storage.wanted_s is not None
+        assert storage.packed_s <= storage.last_used_s <= storage.wanted_s <= storage.freed_s
+
+
+def test_without_blocks_stamps_are_as_few() -> None:
+    device = late()
+    recorder = begun(device)
+    before = device.num_stamps
+    held = [saved(1) for _ in range(320)]
+    pack = recorder.timed(lambda index: recorder.packed(NBYTES, held[index].key))
+    unpack = recorder.timed(recorder.wanted)
+    for index in range(320):
+        device.launch()
+        pack(index)
+    recorder.forward_ended()
+    for index in reversed(range(320)):
+        unpack(index)
+        device.launch(2.0)
+    assert device.num_stamps - before <= 2 * 2 * 320 / 16 + 1
+
+
+@pytest.mark.parametrize("hook_us", [20, 150])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_plan_from_a_traced_step_predicts_the_next_plain_one(kind: str, hook_us: int) -> None:
+    """50 ms a step. In the first pass everything moves; a late device hides the shorter hooks, and not the longer."""
+    rates = TierRates(write_bytes_per_s=2e8, read_bytes_per_s=2e8)  # nothing can be hidden: the plan keeps everything
+    made = Scheduler(MemoryConstraints(max_slowdown=1.05), lambda: Machine(ssd=rates))
+    plain_s, predicted = Step(DEVICES[kind]()).step_s, []
+    try:
+        for _ in range(6):
+            device = replace(DEVICES[kind](), released_s=2e-6)
+            cursor, wants_trace = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
+            recorder = begun(device) if wants_trace else None
+            step = Step(device, recorder, hook_s=hook_us * 1e-6, places=cursor.place)
+            known = cursor.completed()
+            if known is not None:
+                predicted.append((known.plan.keep_step_s, known.plan.prediction.step_s, step.step_s))
+            made.observe(
+                FinishedPass(
+                    signature="a",
+                    sizes=(NBYTES,) * (NUM_BLOCKS * PER_BLOCK),
+                    cursor=cursor,
+                    recorder=recorder,
+                    clock=device,
+                    begin=step.begin,
+                    end=step.end,
+                    level_bytes=0,
+                    stalls=(),
+                    hook_s=step.counted_hook_s,
+                    peak_bytes=NUM_BLOCKS * PER_BLOCK * NBYTES,
+                    written_bytes=step.moved_bytes,
+                    read_bytes=step.moved_bytes,
+                    moved_bytes=step.moved_bytes,
+                )
+            )
+            made.border()
+            made.wait()
+    finally:
+        made.close()
+    assert predicted
+    for keep_s, predicted_s, measured_s in predicted:
+        assert keep_s == pytest.approx(plain_s, rel=0.1)
+        assert predicted_s == pytest.approx(measured_s, rel=0.1)
+
+
+def test_recording_a_storage_takes_few_python_calls_and_stamps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a real pass. It took three stamps and up to 34 questions of who holds what for each storage."""
+    calls: list[str] = []
+    num_stamps = 0
+    length = 320
+
+    class Counting(HostClock):
+        @staticmethod
+        def stamp() -> float:  # type: ignore[override]
+            nonlocal num_stamps
+            num_stamps += 1
+            return time.perf_counter()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        parts = Path(frame.f_code.co_filename).parts
+        is_ours = parts[-2:] == ("scheduling", "recorder.py") or frame.f_code.co_name in ("is_released", "_level_bytes")
+        if event == "call" and is_ours:
+            calls.append(frame.f_code.co_qualname)
+
+    monkeypatch.setattr(tensor_cache, "clock_of", lambda device: Counting())
+    policy = OffloadPolicy(activations="auto", min_tensor_bytes=4096)
+    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
+    with Offloader(policy=policy, hardware=hardware) as offloader:
+        x = torch.full((32, 32), 0.5, requires_grad=True)
+        sys.setprofile(count)
+        try:
+            with offloader.saved_tensors():
+                y = x * 1
+                for _ in range(length):
+                    y = y.sin()
+            y.backward(torch.ones_like(y))
+        finally:
+            sys.setprofile(None)
+        offloader.end_backward()
+        trace = offloader.trace
+    assert trace is not None
+    assert len(trace.storages) == length
+    assert trace.order == tuple(reversed(range(length)))
+    recorded = Counter(calls)
+    assert recorded["Recorder.packed"] == recorded["Recorder.wanted"] == length, "the pass was not recorded"
+    assert len(calls) <= 12 * length, recorded
+    # Two with one hook in 16 each way; begin, turn and end of the pass.
+    assert num_stamps <= 4 * length / 16 + 6, num_stamps
