@@ -54,12 +54,14 @@ IMPORTS: dict[str, set[str]] = {
         *("recompute", "activations", "optimizer", "_environment", "_assembly"),
     },
     "_run_facts": {"memory", "offloader"},
+    "_both_packages": {"common"},
     "reports": {"errors", "common", "telemetry"},
-    "monitor": {"memory", "telemetry", "offloader", "_run_facts", "reports"},
+    "monitor": {"memory", "telemetry", "offloader", "_run_facts", "_both_packages", "reports"},
     "strategies": {
         *("errors", "common", "config", "telemetry", "activations", "optimizer", "optimizer.checkpoint"),
-        *("_environment", "offloader", "monitor"),
+        *("_environment", "offloader", "_both_packages", "monitor"),
     },
+    "pytorch_lightning": {"_both_packages"},
     "__init__": {"config", "telemetry", "offloader", "monitor", "strategies"},
     "cli": {
         *("errors", "planning", "common", "config", "memory", "recompute", "storage", "wear", "scheduling"),
@@ -71,6 +73,7 @@ IMPORTS: dict[str, set[str]] = {
 RESERVED: dict[str, set[str]] = {
     "lightning": {"monitor", "strategies"},
     "pytorch_lightning": set(),
+    "lightning_fabric": set(),
     "kvikio": {"storage.kvikio"},
     "hydra": {"cli.conf_files"},
     "omegaconf": {"cli.conf_files"},
