@@ -5,6 +5,7 @@ Importing the package registers ``Trainer(strategy="ssd_offload")``, ``Trainer(s
 with ``pytorch_lightning``.
 """
 
+from lightning_ssd.callback import OffloadCallback
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.offloader import Offloader
@@ -17,6 +18,7 @@ from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = [
     "HardwareProfile",
+    "OffloadCallback",
     "OffloadMonitor",
     "OffloadPolicy",
     "OffloadStats",

@@ -371,8 +371,9 @@ def _over_ranks(row: dict[str, float], trainer: pl.Trainer) -> dict[str, float]:
 
 
 def _offloader_of(trainer: pl.Trainer) -> Offloader | None:
-    offloader = getattr(trainer.strategy, "offloader", None)
-    return offloader if isinstance(offloader, Offloader) and offloader.is_open else None
+    owners = (trainer.strategy, *trainer.callbacks)  # type: ignore[attr-defined]  # a strategy of ours, or a callback
+    found = (getattr(owner, "offloader", None) for owner in owners)
+    return next((one for one in found if isinstance(one, Offloader) and one.is_open), None)
 
 
 def _experiments(trainer: pl.Trainer) -> list[Any]:

@@ -62,7 +62,8 @@ IMPORTS: dict[str, set[str]] = {
         *("_environment", "offloader", "_both_packages", "monitor"),
     },
     "pytorch_lightning": {"_both_packages"},
-    "__init__": {"config", "telemetry", "offloader", "monitor", "strategies"},
+    "callback": {"errors", "common", "config", "telemetry", "activations", "offloader", "_both_packages", "strategies"},
+    "__init__": {"config", "telemetry", "offloader", "monitor", "strategies", "callback"},
     "cli": {
         *("errors", "planning", "common", "config", "memory", "recompute", "storage", "wear", "scheduling"),
         *("parameters", "reports", "_environment"),
@@ -71,7 +72,7 @@ IMPORTS: dict[str, set[str]] = {
 }
 # Library -> packages or modules that may import it, wherever in the file. Others may not at all.
 RESERVED: dict[str, set[str]] = {
-    "lightning": {"monitor", "strategies"},
+    "lightning": {"monitor", "callback", "strategies"},
     "pytorch_lightning": set(),
     "lightning_fabric": set(),
     "kvikio": {"storage.kvikio"},

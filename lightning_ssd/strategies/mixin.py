@@ -19,13 +19,12 @@ from typing_extensions import override
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.offloader import Offloader
-from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies._lightning_compat import is_compiled_by_lightning
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.default_monitor import DefaultMonitor, check_log_metrics
 from lightning_ssd.strategies.one_trainer import one_trainer
-from lightning_ssd.strategies.session import FitSession, check_options
+from lightning_ssd.strategies.session import FitSession, check_options, offloaded_optimizers_hidden
 from lightning_ssd.strategies.single_or_ddp import WithModule
 from lightning_ssd.telemetry.stats import OffloadStats
 
@@ -156,13 +155,8 @@ class OffloadMixin(WithModule):
                 self._session.is_set_up = False
                 self._session.offloader.close()
         finally:
-            # Lightning would bring the states to the CPU. Those on SSD are there, or lost with a step that failed.
-            optimizers = self.optimizers
-            self.optimizers = [o for o in optimizers if not isinstance(o, OffloadedOptimizer)]
-            try:
+            with offloaded_optimizers_hidden(self):
                 super().teardown()
-            finally:
-                self.optimizers = optimizers
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and files stay here; a process that is spawned opens its own in setup.

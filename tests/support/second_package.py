@@ -14,7 +14,10 @@ import lightning_ssd.pytorch_lightning  # noqa: F401  # serves what is below it
 from lightning_ssd._both_packages import IMPORTS, SecondFinder
 
 _NAME = "over_pytorch_lightning"
-_SHARED = ("parity.lightning_pairs", "support.trainers", "support.loops", "support.fabric_runs")
+_SHARED = (
+    "parity.lightning_pairs",
+    *("support.trainers", "support.loops", "support.fabric_runs", "support.fsdp_script"),
+)
 """What they import of ours that imports Lightning."""
 _IMPORTS = {
     **IMPORTS,
