@@ -154,15 +154,17 @@ class OffloadCallback(Callback):
             default_directory=None if "://" in directory else directory,
             meets_others=lambda: is_automatic,
         )
-        before = {name: vars(strategy)[name] for name in ("training_step", "teardown") if name in vars(strategy)}
+        replaced = ("training_step", "teardown")
+        before: dict[str, Any] = {name: vars(strategy)[name] for name in replaced if name in vars(strategy)}
 
         def put_back() -> None:
-            for name in ("training_step", "teardown"):
+            for name in replaced:
                 del vars(strategy)[name]
             vars(strategy).update(before)
 
         step = partial(self._training_step, trainer, strategy.training_step, is_sharded)
-        vars(strategy).update(training_step=step, teardown=partial(self._teardown, strategy, strategy.teardown))
+        teardown = partial(self._teardown, strategy, strategy.teardown)
+        vars(strategy).update({"training_step": step, "teardown": teardown})
         self._put_back = put_back
         # The model is on its device by now, in its precision, and wrapped or cut.
         self._session.offloader.open(pl_module)
@@ -249,10 +251,13 @@ def callbacks_from_environment() -> list[OffloadCallback]:
             f"{VARIABLE}={value!r} is no policy's name and no file; allowed: {names}, or the path of a YAML file, for "
             f"example with the line `{example}`"
         )
-    import yaml
+    import yaml  # type: ignore[import-untyped]  # not by the training path of those who do not ask for it
 
     kinds: dict[str, Any] = {"policy": OffloadPolicy, "hardware": HardwareProfile}
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{VARIABLE}={value!r} is no YAML: {error}; allowed: such as `{example}`") from None
     if not isinstance(found, dict) or not found.keys() <= kinds.keys():
         raise ConfigError(f"{VARIABLE}={value!r} holds {found!r}; allowed: policy and hardware, such as `{example}`")
     for name, settings in found.items():

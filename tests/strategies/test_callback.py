@@ -285,6 +285,7 @@ def test_the_environment_names_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ("text", "content", "message"),
     [
         ("ofload", None, r"'ofload' is no policy's name and no file; allowed: 'auto', 'offload', .* `policy: {"),
+        ("file", "policy: {", r"'file' is no YAML: .*; allowed: such as `policy: {"),
         ("file", "- 1", r"holds \[1\]; allowed: policy and hardware"),
         ("file", "offload: {}", r"holds \{'offload': \{\}\}; allowed: policy and hardware"),
         (
@@ -300,7 +301,7 @@ def test_a_wrong_environment_is_refused(monkeypatch, tmp_path: Path, text: str, 
     if content is not None:
         (tmp_path / text).write_text(content)
     monkeypatch.setenv("LIGHTNING_SSD", text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         callbacks_from_environment()
 
 
