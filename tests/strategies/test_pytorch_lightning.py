@@ -74,6 +74,15 @@ def test_what_the_user_has_said_is_kept() -> None:
     assert again.policy == policy
 
 
+def test_a_spawned_process_gets_the_class_of_the_package(tmp_path: Path) -> None:
+    (tmp_path / "strategy").write_bytes(pickle.dumps(taken("SSDOffloadStrategy", lightning_ssd.SSDOffloadStrategy())))
+    code = "import pickle, sys; print(type(pickle.load(open(sys.argv[1], 'rb'))).__mro__)"
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "strategy")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert "'pytorch_lightning.strategies.parallel.ParallelStrategy'" in done.stdout, done.stderr
+    assert "'lightning.pytorch" not in done.stdout
+
+
 @pytest.mark.parametrize("name", TAKERS)
 def test_a_second_taker_is_refused(name: str) -> None:
     strategy = getattr(lightning_ssd, name)()
@@ -151,7 +160,7 @@ def test_the_monitor_logs_as_ever(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-@pytest.mark.parametrize("start_method", ["popen", "spawn"])
+@pytest.mark.parametrize("start_method", ["popen", "fork"])  # "spawn" would look for the tests' classes by name
 def test_two_processes_train_bitwise_like_ddp(tmp_path: Path, start_method: str) -> None:
     names = ("plain", "accumulate", "manual", "states") if start_method == "popen" else ("plain",)
     script = ("tests.support.second_package", "tests.support.ddp_script")
