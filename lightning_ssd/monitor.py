@@ -14,11 +14,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_ssd._both_packages import callback_of_both_packages
 from lightning_ssd._run_facts import machine_of, settings_of, versions
 from lightning_ssd.memory.readings import read_memory, reset_device_peak, reset_host_peak
 from lightning_ssd.offloader import Offloader
@@ -38,6 +38,7 @@ _TB = 10**12
 _WITHOUT_OFFLOADER = ("time/step_s", "memory/device_peak_gib", "memory/host_peak_gib")
 
 
+@callback_of_both_packages
 class OffloadMonitor(Callback):
     """Records memory peaks, what moved, and what it cost.
 
@@ -370,13 +371,15 @@ def _over_ranks(row: dict[str, float], trainer: pl.Trainer) -> dict[str, float]:
 
 
 def _offloader_of(trainer: pl.Trainer) -> Offloader | None:
-    offloader = getattr(trainer.strategy, "offloader", None)
-    return offloader if isinstance(offloader, Offloader) and offloader.is_open else None
+    owners = (trainer.strategy, *trainer.callbacks)  # type: ignore[attr-defined]  # a strategy of ours, or a callback
+    found = (getattr(owner, "offloader", None) for owner in owners)
+    return next((one for one in found if isinstance(one, Offloader) and one.is_open), None)
 
 
 def _experiments(trainer: pl.Trainer) -> list[Any]:
     """What the loggers of rank zero log to. Dummies, which Lightning puts there for a trial, take anything."""
-    loggers = [logger for logger in trainer.loggers if not isinstance(logger, DummyLogger)]
+    # By name: each of Lightning's packages has its own.
+    loggers = [logger for logger in trainer.loggers if type(logger).__name__ != "DummyLogger"]
     return [logger.experiment for logger in loggers if hasattr(logger, "experiment")]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -123,6 +125,94 @@ def test_a_profile_reaches_the_strategy(overrides: list[str], tmp_path: Path) ->
     config = of_a_stranger(tmp_path, overrides)
     expected = instantiate(config.hardware, _convert_="all")
     assert instantiate(config.trainer.strategy, _convert_="all").hardware == expected
+
+
+# The layout of the templates that many applications begin with: the trainer is named behind `_self_`.
+TEMPLATE = {
+    "train.yaml": """
+        # @package _global_
+        defaults: [_self_, {model: net}, {callbacks: default}, {logger: null}, {trainer: default}, {experiment: null}]
+        task_name: train
+        seed: 7
+    """,
+    "model/net.yaml": "_target_: lightning.pytorch.demos.boring_classes.BoringModel",
+    "callbacks/default.yaml": "progress: {_target_: lightning.pytorch.callbacks.TQDMProgressBar}",
+    "trainer/default.yaml": """
+        _target_: lightning.pytorch.trainer.Trainer
+        accelerator: cpu
+        devices: 1
+        max_steps: 2
+        logger: false
+        enable_checkpointing: false
+    """,
+    "trainer/ddp.yaml": "{defaults: [default], strategy: ddp, devices: 4, precision: bf16-mixed}",
+    "trainer/ddp_options.yaml": """
+        defaults: [ddp]
+        strategy: {_target_: lightning.pytorch.strategies.DDPStrategy, find_unused_parameters: true}
+    """,
+    "experiment/mine.yaml": """
+        # @package _global_
+        defaults: [{override /trainer: ddp}]
+        trainer: {max_steps: 3}
+    """,
+}
+
+
+def of_the_template(directory: Path, words: list[str], defaults: str = ""):
+    for name, text in TEMPLATE.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        text = textwrap.dedent(text).lstrip()
+        (directory / name).write_text(text.replace("{experiment: null}]", f"{{experiment: null}}{defaults}]"))
+    with initialize_config_dir(str(directory), version_base="1.3"):
+        return compose("train", words)
+
+
+@pytest.mark.parametrize("trainer", [[], ["trainer=ddp"], ["trainer=ddp_options"], ["experiment=mine"]], ids=str)
+@pytest.mark.parametrize(
+    ("defaults", "plus"), [("", "+"), (", {lightning_ssd/offload: null}", "")], ids=["unnamed", "named"]
+)
+def test_one_override_changes_the_strategy_alone(trainer: list[str], defaults: str, plus: str, tmp_path: Path) -> None:
+    ours = f"{plus}lightning_ssd/offload=ssd"
+    words = [[*trainer, ours], [ours, *trainer]]
+    before = OmegaConf.to_container(of_the_template(tmp_path, trainer, defaults))
+    for config in (of_the_template(tmp_path, some, defaults) for some in words):
+        strategy = instantiate(config.trainer.strategy, _convert_="all")
+        assert type(strategy) is lightning_ssd.SSDOffloadStrategy
+        assert strategy.policy == lightning_ssd.OffloadPolicy(activations="offload")
+        assert strategy._ddp_arguments["find_unused_parameters"] is (trainer == ["trainer=ddp_options"])
+        after = OmegaConf.to_container(config)
+        assert after.pop("offload") is not None
+        after["trainer"].pop("strategy")
+        expected = {**before, "trainer": {key: value for key, value in before["trainer"].items() if key != "strategy"}}
+        assert after == expected
+
+
+def commands() -> list[list[str]]:
+    """The command lines of the page, each with its overrides; of a sweep the last option."""
+    page = (REPOSITORY / "docs" / "your_application.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^python train\.py (.+)$", page, re.MULTILINE)
+    return [[re.sub(r"=(\w+,)+", "=", word) for word in shlex.split(line) if word != "-m"] for line in lines]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_the_commands_of_the_page(words: list[str], tmp_path: Path) -> None:
+    is_named = not any(word.startswith("+") for word in words)
+    named = ", {lightning_ssd/offload: null}, {lightning_ssd/hardware: auto}" if is_named else ""
+    trainer = instantiate(of_the_template(tmp_path, words, named).trainer, _convert_="all")
+    assert isinstance(trainer.strategy, lightning_ssd.SSDOffloadStrategy)
+    assert trainer.strategy.policy.activations == "offload"
+
+
+def test_there_are_commands_on_the_page() -> None:
+    assert len(commands()) >= 3
+
+
+def test_a_pytorch_lightning_application(tmp_path: Path) -> None:
+    words = ["+lightning_ssd/offload=ssd", "trainer._target_=pytorch_lightning.Trainer"]
+    trainer = instantiate(of_the_template(tmp_path, words).trainer, _convert_="all")
+    assert isinstance(trainer.strategy, lightning_ssd.SSDOffloadStrategy)
+    assert type(trainer).__module__.startswith("pytorch_lightning")
+    assert type(trainer.strategy).__module__.startswith("lightning_ssd.pytorch_lightning")
 
 
 def test_applications_that_do_not_use_us_load_nothing_of_ours() -> None:

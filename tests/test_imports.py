@@ -54,13 +54,16 @@ IMPORTS: dict[str, set[str]] = {
         *("recompute", "activations", "optimizer", "_environment", "_assembly"),
     },
     "_run_facts": {"memory", "offloader"},
+    "_both_packages": {"common"},
     "reports": {"errors", "common", "telemetry"},
-    "monitor": {"memory", "telemetry", "offloader", "_run_facts", "reports"},
+    "monitor": {"memory", "telemetry", "offloader", "_run_facts", "_both_packages", "reports"},
     "strategies": {
         *("errors", "common", "config", "telemetry", "activations", "optimizer", "optimizer.checkpoint"),
-        *("_environment", "offloader", "monitor"),
+        *("_environment", "offloader", "_both_packages", "monitor"),
     },
-    "__init__": {"config", "telemetry", "offloader", "monitor", "strategies"},
+    "pytorch_lightning": {"_both_packages"},
+    "callback": {"errors", "common", "config", "telemetry", "activations", "offloader", "_both_packages", "strategies"},
+    "__init__": {"config", "telemetry", "offloader", "monitor", "strategies", "callback"},
     "cli": {
         *("errors", "planning", "common", "config", "memory", "recompute", "storage", "wear", "scheduling"),
         *("parameters", "reports", "_environment"),
@@ -69,8 +72,9 @@ IMPORTS: dict[str, set[str]] = {
 }
 # Library -> packages or modules that may import it, wherever in the file. Others may not at all.
 RESERVED: dict[str, set[str]] = {
-    "lightning": {"monitor", "strategies"},
+    "lightning": {"monitor", "callback", "strategies"},
     "pytorch_lightning": set(),
+    "lightning_fabric": set(),
     "kvikio": {"storage.kvikio"},
     "hydra": {"cli.conf_files"},
     "omegaconf": {"cli.conf_files"},

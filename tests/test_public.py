@@ -15,6 +15,8 @@ import lightning_ssd
 PROMISED = {"HardwareProfile", "OffloadMonitor", "OffloadPolicy", "Offloader", "SSDOffloadStrategy"} | {
     "SSDOffloadFSDPStrategy",
     "SSDOffloadFabricStrategy",
+    "OffloadCallback",
+    "register_strategy",
 }
 MODULES = sorted(
     found.name for found in pkgutil.walk_packages(lightning_ssd.__path__, prefix="lightning_ssd.") if not found.ispkg

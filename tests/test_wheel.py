@@ -36,6 +36,18 @@ model = BoringModel()
 trainer.fit(model)
 print("trained", trainer.global_step, torch.isfinite(model.layer.weight).all().item())
 """
+HIDDEN = """
+import sys, {package} as L
+from {package}.demos.boring_classes import BoringModel
+
+L.seed_everything(7, verbose=False)
+model = BoringModel()
+trainer = L.Trainer(accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False)
+trainer.fit(model)
+found = [one for one in trainer.callbacks if type(one).__name__ == "OffloadCallback"]
+print("weights", model.layer.weight.detach().view(-1).view(dtype=__import__("torch").int32).tolist())
+print("saved", [one.stats.bytes_saved > 0 for one in found], "lightning_ssd" in sys.modules)
+"""
 MODEL = """
 import torch
 
@@ -83,9 +95,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
-def run(command: Sequence[str | Path], directory: Path, *, code: int = 0) -> str:
+def run(command: Sequence[str | Path], directory: Path, *, code: int = 0, **variables: str) -> str:
     """Run a command away from the checkout; return what it prints."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LIGHTNING_SSD_PATHS")}
+    environment |= variables
     done = subprocess.run(
         [*map(str, command)], cwd=directory, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -116,6 +129,20 @@ def test_plan_for_a_machine_that_is_not_here(python: Path, tmp_path: Path) -> No
 def test_a_script_of_a_dozen_lines(python: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     assert "trained 2 True" in run([python, "script.py"], tmp_path)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_program_that_hides_its_trainer(python: Path, tmp_path: Path, package: str) -> None:
+    (tmp_path / "hidden.py").write_text(HIDDEN.format(package=package))
+    settings = "policy: {activations: offload, min_tensor_bytes: 0}\nhardware: {allow_unsuitable_paths: true}\n"
+    (tmp_path / "mine.yaml").write_text(settings)
+    told = {}
+    for value in ("", "mine.yaml"):
+        output = run([python, "hidden.py"], tmp_path, LIGHTNING_SSD=value)
+        told[value] = [next(line for line in output.splitlines() if word in line) for word in ("weights [", "saved [")]
+    assert told[""][0] == told["mine.yaml"][0]
+    assert [lines[1] for lines in told.values()] == ["saved [] False", "saved [True] True"]
+    assert "'ofload' is no policy's name" in run([python, "hidden.py"], tmp_path, code=1, LIGHTNING_SSD="ofload")
 
 
 def test_a_hydra_application_takes_an_override(python: Path, tmp_path: Path) -> None:

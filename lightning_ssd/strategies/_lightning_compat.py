@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.utilities.distributed import (
@@ -38,7 +37,6 @@ from lightning_ssd.errors import BudgetError
 from lightning_ssd.strategies.ddp_options import StartMethod
 
 __all__ = [
-    "StrategyNames",
     "allow_compiled_modules",
     "as_out_of_memory",
     "become_one_device",
@@ -57,9 +55,6 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-StrategyNames = _StrategyRegistry
-"""``lightning.fabric.strategies.registry._StrategyRegistry``: the class of both registries, for annotations."""
 
 
 # -- how Lightning recognises a strategy -------------------------------------------------------------------------------

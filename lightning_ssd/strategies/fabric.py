@@ -12,13 +12,12 @@ from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -31,7 +30,6 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.strategies._lightning_compat import (
-    StrategyNames,
     become_one_device,
     is_interactive,
     stands_for_base_backward,
@@ -40,16 +38,15 @@ from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.ddp_options import StartMethod, check_start_method, ddp_arguments
 from lightning_ssd.strategies.forward_context import ForwardContextPatch
-from lightning_ssd.strategies.mixin import register_name
-from lightning_ssd.strategies.one_trainer import after_import, one_trainer
+from lightning_ssd.strategies.one_trainer import one_trainer
 from lightning_ssd.strategies.replicas import check_model, check_policy
 from lightning_ssd.strategies.session import OffloadSession, check_options
 from lightning_ssd.telemetry.stats import OffloadStats
 
-__all__ = ["SSDOffloadFabricStrategy", "register"]
+__all__ = ["SSDOffloadFabricStrategy"]
 
 
-@one_trainer("Fabric", "from lightning.fabric import Fabric")
+@one_trainer("Fabric")
 class SSDOffloadFabricStrategy(DDPStrategy):
     """Trains with saved activations on SSD, in a loop of one's own: bit for bit the same results, with less memory.
 
@@ -88,6 +85,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     """
 
     strategy_name = "ssd_offload"
+    description = "saved activations wait on SSD"
+    """Of the name, in Fabric's registry."""
     is_sharded = False
 
     def __init__(
@@ -350,14 +349,6 @@ class SSDOffloadFabricStrategy(DDPStrategy):
             category=UserWarning,
         )
 
-    # -- names ---------------------------------------------------------------------------------------------------
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: StrategyNames) -> None:
-        """Make ``Fabric(strategy="ssd_offload")`` mean this class; again (after a reload) without an error."""
-        register_name(strategy_registry, cls.strategy_name, cls, "saved activations wait on SSD")
-
 
 def _may_install() -> bool:
     """Whether a pass may begin here.
@@ -372,15 +363,3 @@ def _may_install() -> bool:
         and autograd._top_saved_tensors_default_hooks(True) is None
         and torch._C._current_autograd_node() is None
     )
-
-
-def register() -> None:
-    """Register the strategies' names with Fabric. Importing ``lightning_ssd`` does it."""
-    SSDOffloadFabricStrategy.register_strategies(STRATEGY_REGISTRY)
-    after_import("lightning_fabric.strategies", _register_with_lightning_fabric)
-
-
-def _register_with_lightning_fabric(other: ModuleType) -> None:
-    """Let its Fabric take our strategy, which refuses it with the cause. It would call it an invalid name."""
-    SSDOffloadFabricStrategy.register_strategies(other.STRATEGY_REGISTRY)
-    other.Strategy.register(SSDOffloadFabricStrategy)

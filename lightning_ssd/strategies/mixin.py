@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,22 +18,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
-from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
-from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
-from lightning_ssd.strategies._lightning_compat import StrategyNames, is_compiled_by_lightning
+from lightning_ssd.strategies._lightning_compat import is_compiled_by_lightning
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.default_monitor import DefaultMonitor, check_log_metrics
 from lightning_ssd.strategies.one_trainer import one_trainer
-from lightning_ssd.strategies.session import FitSession, check_options
+from lightning_ssd.strategies.session import FitSession, check_options, offloaded_optimizers_hidden
 from lightning_ssd.strategies.single_or_ddp import WithModule
 from lightning_ssd.telemetry.stats import OffloadStats
 
-__all__ = ["OffloadMixin", "register_name"]
+__all__ = ["OffloadMixin"]
 
 
-@one_trainer("Trainer", "import lightning as L")
+@one_trainer("Trainer")
 class OffloadMixin(WithModule):
     """Stands before one of Lightning's strategies among the bases of a class: files and threads live from ``setup`` to
     ``teardown`` of ``fit``; forwards run inside ``saved_tensors``, backwards end with ``end_backward``.
@@ -157,13 +155,8 @@ class OffloadMixin(WithModule):
                 self._session.is_set_up = False
                 self._session.offloader.close()
         finally:
-            # Lightning would bring the states to the CPU. Those on SSD are there, or lost with a step that failed.
-            optimizers = self.optimizers
-            self.optimizers = [o for o in optimizers if not isinstance(o, OffloadedOptimizer)]
-            try:
+            with offloaded_optimizers_hidden(self):
                 super().teardown()
-            finally:
-                self.optimizers = optimizers
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and files stay here; a process that is spawned opens its own in setup.
@@ -207,29 +200,6 @@ class OffloadMixin(WithModule):
         super().post_backward(closure_loss)
         if self._session is not None and self._session.is_set_up:
             self._session.end_backward()
-
-    # -- Lightning's registry ------------------------------------------------------------------------------------
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: StrategyNames) -> None:
-        """Make ``Trainer(strategy="...")`` mean this class; again (after a reload) without an error."""
-        register_name(strategy_registry, cls.strategy_name, cls, cls.description)
-
-
-def register_name(registry: StrategyNames, name: str, strategy: Callable[..., Any], description: str) -> None:
-    """Let a name mean a strategy.
-
-    Raises:
-        ConfigError: it means somebody else's already.
-    """
-    known = registry[name]["strategy"] if name in registry else strategy
-    if (known.__module__, known.__qualname__) != (strategy.__module__, strategy.__qualname__):
-        raise ConfigError(
-            f"strategy name {name!r} belongs to {known.__module__}.{known.__qualname__} already; "
-            f"allowed: only one of the two packages in one process"
-        )
-    registry.register(name, strategy, description=description, override=True)
 
 
 def _offloaded(optimizer: Optimizer, offloader: Offloader) -> Optimizer:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.util import Finalize
-from typing import Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -15,9 +15,10 @@ import torch
 from lightning_ssd._environment import rank_directory
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.offloader import Offloader
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies.batch_size_finder import BatchSizeFinderAdapter
 
-__all__ = ["FitSession", "OffloadSession", "Owner", "check_options"]
+__all__ = ["FitSession", "OffloadSession", "Owner", "check_options", "offloaded_optimizers_hidden"]
 
 
 def check_options(
@@ -28,12 +29,27 @@ def check_options(
     return checked.policy, checked.hardware
 
 
+@contextmanager
+def offloaded_optimizers_hidden(strategy: Any) -> Iterator[None]:
+    """Around the ``teardown`` of a strategy of Lightning, which brings the states of its optimizers to the CPU.
+
+    Those on SSD are there, or lost with a step that failed.
+    """
+    optimizers = strategy.optimizers
+    strategy.optimizers = [one for one in optimizers if not isinstance(one, OffloadedOptimizer)]
+    try:
+        yield
+    finally:
+        strategy.optimizers = optimizers
+
+
 class Owner(Protocol):
     """What a session asks of its strategy."""
 
-    policy: OffloadPolicy
-    hardware: HardwareProfile
-
+    @property
+    def policy(self) -> OffloadPolicy: ...
+    @property
+    def hardware(self) -> HardwareProfile: ...
     @property
     def root_device(self) -> torch.device: ...
     @property

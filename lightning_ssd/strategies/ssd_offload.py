@@ -1,10 +1,9 @@
-"""``Trainer(strategy="ssd_offload")``, and the strategies' names in Lightning's registry."""
+"""``Trainer(strategy="ssd_offload")``: one device, or several processes that each have all of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,19 +11,16 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.strategies.ddp_options import StartMethod, ddp_arguments
-from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
 from lightning_ssd.strategies.mixin import OffloadMixin
-from lightning_ssd.strategies.one_trainer import after_import
 from lightning_ssd.strategies.replicas import check_model, check_policy
 from lightning_ssd.strategies.single_or_ddp import GroupOptions, HookOptions, SingleOrDDPStrategy
 
-__all__ = ["SSDOffloadStrategy", "register"]
+__all__ = ["SSDOffloadStrategy"]
 
 
 class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
@@ -132,17 +128,3 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
         if self.policy.parameters != "keep" and self.offloader is not None and self.offloader.is_open:
             self.offloader.move_in(self.module)
         super().model_to_device()
-
-
-def register() -> None:
-    """Register the strategies' names with Lightning. Importing ``lightning_ssd`` does it."""
-    for strategy in (SSDOffloadStrategy, SSDOffloadFSDPStrategy):
-        strategy.register_strategies(StrategyRegistry)
-    after_import("pytorch_lightning.strategies", _register_with_pytorch_lightning)
-
-
-def _register_with_pytorch_lightning(other: ModuleType) -> None:
-    """Let its Trainer take our strategies, which refuse it with the cause. It would call them invalid names."""
-    for strategy in (SSDOffloadStrategy, SSDOffloadFSDPStrategy):
-        strategy.register_strategies(other.StrategyRegistry)
-        other.Strategy.register(strategy)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +20,9 @@ def lightning_twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(params=lightning_pairs.AWAY)
 def what_is_away(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Trainings of ``lightning_pairs`` run with optimizer states in files, and with weights and gradients as well."""
-    monkeypatch.setattr(lightning_pairs, "away", lightning_pairs.AWAY[request.param])
+    for name, module in list(sys.modules.items()):
+        if name.endswith("tests.parity.lightning_pairs"):  # over either package of Lightning
+            monkeypatch.setattr(module, "away", lightning_pairs.AWAY[request.param])
     return str(request.param)
 
 

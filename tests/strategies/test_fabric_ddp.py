@@ -30,3 +30,9 @@ def test_two_processes_train_bitwise_like_fabrics_ddp(tmp_path, forks):
 
 def test_forked_processes_train_alike_and_leave_nothing(tmp_path, forks):
     assert "fork ok" in run_fabric(forks, tmp_path, "fork")
+
+
+def test_two_processes_of_lightning_fabric(tmp_path, forks):
+    done = run_script("tests.support.second_package", "tests.support.fabric_script", str(tmp_path))
+    for rank in (0, 1):
+        assert f"rank {rank}: checkpoint ok" in done.stdout

@@ -9,14 +9,13 @@ import pickle
 
 import pytest
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import OffloadStats
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
-from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy, register
+from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.fabric_runs import assert_nothing_left, more_steps
 from tests.support.helpers import assert_identical
 from tests.support.loops import Gpt, Loop, batches, loss_of, make_fabric, ours
@@ -232,16 +231,7 @@ def test_several_devices_can_be_sent_to_other_processes(tmp_path):
     assert copied.is_distributed
 
 
-# -- names and refusals -----------------------------------------------------------------------------------------------
-
-
-def test_names_are_registered_once_and_never_taken_from_others():
-    register()
-    assert STRATEGY_REGISTRY["ssd_offload"]["strategy"] is SSDOffloadFabricStrategy
-    registry = _StrategyRegistry()
-    registry.register("ssd_offload", Gpt)
-    with pytest.raises(ConfigError, match=r"'ssd_offload' belongs to tests\.support\.loops\.Gpt already"):
-        SSDOffloadFabricStrategy.register_strategies(registry)
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_is_refused(tmp_path):

@@ -86,12 +86,19 @@ def test_a_typo_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "min_tensor_byte" in capsys.readouterr().err
 
 
-def test_a_command_that_does_not_import_us(tmp_path: Path) -> None:
+def test_a_class_path_alone_is_a_name_to_lightning(tmp_path: Path) -> None:
+    words = ("--trainer.strategy", "lightning_ssd.SSDOffloadStrategy", "--trainer.logger=false")
+    with pytest.raises(ValueError, match="invalid strategy name: `strategy='lightning_ssd"):
+        command_line("fit", *words)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_command_that_does_not_import_us(package: str, tmp_path: Path) -> None:
     """As ``docs/your_application.md`` writes it."""
-    code = """
+    code = f"""
         import sys
-        from lightning.pytorch.cli import LightningCLI
-        from lightning.pytorch.demos.boring_classes import BoringModel
+        from {package}.cli import LightningCLI
+        from {package}.demos.boring_classes import BoringModel
         assert "lightning_ssd" not in sys.modules
         cli = LightningCLI(BoringModel, run=False, save_config_callback=None)
         strategy = cli.trainer.strategy
@@ -102,4 +109,7 @@ def test_a_command_that_does_not_import_us(tmp_path: Path) -> None:
     words += [f"--trainer.strategy.{word}" for word in ours]
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.stdout.split() == ["lightning_ssd.strategies.ssd_offload", "offload", str(tmp_path)], done.stderr
+    ours = (
+        "lightning_ssd.strategies" if package == "lightning.pytorch" else "lightning_ssd.pytorch_lightning.strategies"
+    )
+    assert done.stdout.split() == [f"{ours}.ssd_offload", "offload", str(tmp_path)], done.stderr

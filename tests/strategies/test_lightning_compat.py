@@ -11,14 +11,13 @@ import pytest
 import torch
 from lightning.fabric import Fabric, wrappers
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.fabric.utilities import distributed, imports
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.overrides import distributed as overrides
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy as TrainerSingleDeviceStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -196,10 +195,6 @@ def test_an_exceptions_words_are_replaced():
     error = RuntimeError("first\nExpected this", 3)
     compat.explain(error, ".*Expected.*", "do that")
     assert error.args == ("do that", 3)
-
-
-def test_both_registries_are_of_the_class_that_annotations_name():
-    assert type(StrategyRegistry) is type(STRATEGY_REGISTRY) is compat.StrategyNames
 
 
 @pytest.mark.parametrize(

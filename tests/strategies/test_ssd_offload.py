@@ -191,8 +191,7 @@ import warnings
 warnings.simplefilter("ignore")
 import lightning as L
 import lightning_ssd
-from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy, register
-register()
+from lightning_ssd import SSDOffloadStrategy
 quiet = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
 print("one:", L.Trainer(strategy="ssd_offload", devices=1, **quiet).strategy.launcher)
 forked = L.Trainer(strategy=SSDOffloadStrategy(start_method="fork"), devices=2, **quiet).strategy.launcher

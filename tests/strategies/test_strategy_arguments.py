@@ -1,15 +1,13 @@
-"""What a strategy takes and refuses, and the names that it is known by."""
+"""What a strategy takes and refuses."""
 
 import sys
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
-from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy, register
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.support.trainers import (
     LIGHTNING_NOISE,
     Net,
@@ -102,23 +100,6 @@ def test_lightning_cli_names_a_mistyped_argument(cli_strategy, capsys):
             {"class_path": "lightning_ssd.strategies.ssd_offload.SSDOffloadStrategy", "init_args": {"polcy": 1}}
         )
     assert "'polcy' is not accepted" in capsys.readouterr().err
-
-
-# -- registration -----------------------------------------------------------------------------------------------------
-
-
-def test_registering_again_changes_nothing():
-    register()
-    register()
-    assert isinstance(StrategyRegistry.get("ssd_offload"), SSDOffloadStrategy)
-    assert isinstance(StrategyRegistry.get("ssd_offload_fsdp"), SSDOffloadFSDPStrategy)
-
-
-def test_a_name_that_belongs_to_somebody_else_is_not_taken():
-    registry = type(StrategyRegistry)()
-    registry.register("ssd_offload", DDPStrategy)
-    with pytest.raises(ConfigError, match=r"'ssd_offload' belongs to lightning\.pytorch\.strategies\.ddp\.DDPStrategy"):
-        SSDOffloadStrategy.register_strategies(registry)
 
 
 def test_subclasses_keep_their_overrides(tmp_path):

@@ -344,6 +344,11 @@ def main(directory: Path, start_method: str, *names: str) -> None:
     assert isinstance(offload_strategy(directory), SSDOffloadStrategy)
 
 
-if __name__ == "__main__":
+def run(arguments: list[str]) -> None:
+    """As from the command line."""
     L.seed_everything(0, verbose=False)
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(arguments[0]), *arguments[1:])
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

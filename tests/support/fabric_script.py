@@ -144,8 +144,13 @@ def main(directory: Path) -> None:
         print(f"rank {torch.distributed.get_rank()}: {name} ok", flush=True)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        launched(Path(sys.argv[1]), sys.argv[2])
+def run(arguments: list[str]) -> None:
+    """As from the command line."""
+    if len(arguments) > 1:
+        launched(Path(arguments[0]), arguments[1])
     else:
-        main(Path(sys.argv[1]))
+        main(Path(arguments[0]))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

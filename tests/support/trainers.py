@@ -16,10 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
-from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy, register
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.support.helpers import assert_identical
-
-register()
 
 WIDTH = 128
 BATCH_SIZE = 64  # 32 KiB per activation

@@ -1,0 +1,269 @@
+"""``OffloadCallback``: saved activations and optimizer states wait on SSD, whatever strategy the Trainer has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_ssd._both_packages import callback_of_both_packages
+from lightning_ssd.activations.dtensor_hooks import shards_unwrapped
+from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.common.dtensor import is_shard
+from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.offloader import Offloader
+from lightning_ssd.strategies.batch_signature import signature_of
+from lightning_ssd.strategies.names import POLICIES
+from lightning_ssd.strategies.session import OffloadSession, check_options, offloaded_optimizers_hidden
+from lightning_ssd.telemetry.stats import OffloadStats
+
+__all__ = ["OffloadCallback", "callbacks_from_environment"]
+
+VARIABLE = "LIGHTNING_SSD"
+_REFUSED = ("FSDPStrategy", "DeepSpeedStrategy")
+"""Strategies of Lightning that free the memory of weights between their uses, in ways that nobody has tried with us."""
+_FRESH = {"_session": None, "_put_back": None, "_num_ended": 0}
+
+
+class _Owner(NamedTuple):
+    """What a session asks of the strategy, of a strategy that is not ours."""
+
+    policy: OffloadPolicy
+    hardware: HardwareProfile
+    root_device: torch.device
+    global_rank: int
+    local_rank: int
+    num_processes: int
+    is_distributed: bool
+    is_sharded: bool
+
+
+@callback_of_both_packages
+class OffloadCallback(Callback):
+    """Keeps a Trainer's strategy, and offloads what that strategy trains: bit for bit the same results.
+
+    For Trainers of ``lightning`` and of ``pytorch_lightning`` whose strategy is chosen already: by DDP's own options,
+    by FSDP, by a strategy of the project, by a program that takes callbacks alone. Saved activations and optimizer
+    states can wait. Weights and gradients cannot: these need a strategy of ours.
+
+    Files and threads live from ``on_fit_start`` to the strategy's ``teardown``. A second Trainer may have the same
+    callback, one after the other. Copies (``copy.deepcopy``, ``pickle``) have the settings alone. While one of
+    Lightning's finders (of a batch size, of a learning rate) tries steps, it takes all callbacks out of the Trainer,
+    so that these steps are plain ones.
+
+    Example::
+
+        trainer = L.Trainer(strategy="ddp", callbacks=[OffloadCallback(policy=OffloadPolicy(activations="offload"))])
+
+    Args:
+        policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is.
+        hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
+
+    Raises:
+        ConfigError: the policy moves weights or gradients.
+    """
+
+    def __init__(self, *, policy: OffloadPolicy | None = None, hardware: HardwareProfile | None = None) -> None:
+        self.policy, self.hardware = check_options(policy, hardware)
+        for name in ("parameters", "gradients"):
+            if (value := getattr(self.policy, name)) != "keep":
+                raise ConfigError(
+                    f"OffloadCallback got OffloadPolicy.{name}={value!r}; allowed: 'keep', since only a strategy that "
+                    "builds the model can let these wait. Write Trainer(strategy=SSDOffloadStrategy(policy=...)), or "
+                    "SSDOffloadFSDPStrategy for shards, in place of the callback"
+                )
+        self._session: OffloadSession | None = None
+        self._put_back: Callable[[], None] | None = None  # while the strategy has methods of ours
+        self._num_ended = 0
+        """Backwards of the present or last ``fit``."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads and files stay here, and so do the model's methods that Lightning puts there.
+        return {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")} | _FRESH
+
+    @property
+    def offloader(self) -> Offloader | None:
+        """``None`` before the first ``fit``, open while it runs, closed afterwards."""
+        return None if self._session is None else self._session.offloader
+
+    @property
+    def stats(self) -> OffloadStats:
+        """Counters of the present or last ``fit`` in this process."""
+        return OffloadStats() if self.offloader is None else self.offloader.stats
+
+    # -- from setup to teardown ----------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what would be offloaded twice, and strategies that have not been tried.
+
+        Raises:
+            ConfigError: the strategy offloads, another callback does, or it is ``FSDPStrategy`` or DeepSpeed.
+        """
+        if stage != "fit":
+            return
+        name = type(trainer.strategy).__name__
+        others = [one for one in trainer.callbacks if isinstance(one, OffloadCallback)]  # type: ignore[attr-defined]
+        if len(others) > 1 or isinstance(getattr(trainer.strategy, "policy", None), OffloadPolicy):
+            other = "another OffloadCallback" if len(others) > 1 else f"strategy={name}"
+            raise ConfigError(
+                f"this Trainer has an OffloadCallback and {other}, and a tensor can only be moved by one of them; "
+                f"allowed: one. Remove the callback, or unset {VARIABLE} if that has brought it"
+            )
+        refused = next((base.__name__ for base in type(trainer.strategy).__mro__ if base.__name__ in _REFUSED), None)
+        if refused is not None:
+            raise ConfigError(
+                f"OffloadCallback got strategy={name}: {refused} frees the memory of weights in its own way, which has "
+                'not been tried; allowed: others of Lightning, such as ModelParallelStrategy (FSDP2), "ddp" and yours. '
+                'Or write Trainer(strategy="ssd_offload_fsdp") without the callback'
+            )
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy, directory = trainer.strategy, trainer.default_root_dir
+        is_sharded = any(map(is_shard, pl_module.parameters()))
+        if is_sharded and self.policy.master_weights:
+            raise ConfigError(
+                "OffloadCallback got OffloadPolicy.master_weights=True for a sharded model; allowed: False. Parameters "
+                "in float32 with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) are such"
+            )
+        is_automatic = pl_module.automatic_optimization
+        owner = _Owner(
+            self.policy,
+            self.hardware,
+            strategy.root_device,
+            trainer.global_rank,
+            trainer.local_rank,
+            trainer.num_devices,
+            trainer.world_size > 1,
+            is_sharded,
+        )
+        # With manual optimization one process may have backwards of its own: then each plans by itself.
+        self._session = OffloadSession(
+            owner,
+            default_directory=None if "://" in directory else directory,
+            meets_others=lambda: is_automatic,
+        )
+        replaced = ("training_step", "teardown")
+        before: dict[str, Any] = {name: vars(strategy)[name] for name in replaced if name in vars(strategy)}
+
+        def put_back() -> None:
+            for name in replaced:
+                del vars(strategy)[name]
+            vars(strategy).update(before)
+
+        step = partial(self._training_step, trainer, strategy.training_step, is_sharded)
+        teardown = partial(self._teardown, strategy, strategy.teardown)
+        vars(strategy).update({"training_step": step, "teardown": teardown})
+        self._put_back = put_back
+        # The model is on its device by now, in its precision, and wrapped or cut.
+        self._session.offloader.open(pl_module)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # By now a checkpoint's states are loaded. Schedulers go on with the optimizers that they have.
+        strategy = trainer.strategy
+        strategy.optimizers = [self._offloaded(optimizer) for optimizer in strategy.optimizers]
+
+    def _offloaded(self, optimizer: Any) -> Any:
+        # A module may return Lightning's wrapper, whose step comes back to the strategy.
+        is_wrapper = any(base.__name__ == "LightningOptimizer" for base in type(optimizer).__mro__)
+        inner = optimizer.optimizer if is_wrapper else optimizer
+        assert self._session is not None
+        offloaded = self._session.offloader.offload_optimizer(inner)
+        return optimizer if offloaded is inner else offloaded
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self.offloader is not None:
+            self.offloader.abort()
+
+    def _teardown(self, strategy: Any, teardown: Callable[[], None]) -> None:
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
+        try:
+            if self._session is not None:
+                self._session.offloader.close()
+        finally:
+            with offloaded_optimizers_hidden(strategy):
+                teardown()
+
+    # -- in a step -----------------------------------------------------------------------------------------------
+
+    def _training_step(
+        self, trainer: pl.Trainer, step: Callable[..., Any], is_sharded: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        session, module = self._session, trainer.lightning_module
+        if session is None or self not in trainer.callbacks:  # type: ignore[attr-defined]  # a finder's trial
+            return step(*args, **kwargs)
+        num_ended = self._num_ended
+        saving = session.offloader.saved_tensors(signature=signature_of((args, kwargs), module))
+        with saving, _inside(saving) if is_sharded else nullcontext():
+            output = step(*args, **kwargs)
+        if not module.automatic_optimization and self._num_ended == num_ended:
+            self._end_backward()  # manual optimization may call loss.backward() itself, past all hooks
+        return output
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        assert self._session is not None
+        self._session.offloader.end_backward()
+        self._num_ended += 1
+
+
+def _inside(saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
+    return nullcontext() if isinstance(saving, SavedPass) and saving.is_plain else shards_unwrapped()
+
+
+def callbacks_from_environment() -> list[OffloadCallback]:
+    """Make what ``$LIGHTNING_SSD`` asks for: the entry point ``callbacks_factory`` of both packages of Lightning.
+
+    It is a name of :data:`lightning_ssd.strategies.names.POLICIES`, or the path of a YAML file with settings of
+    :class:`OffloadPolicy` under ``policy`` and of :class:`HardwareProfile` under ``hardware``.
+
+    Raises:
+        ConfigError: it is neither, or the file has other settings.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if not value:
+        return []
+    if value in POLICIES:
+        return [OffloadCallback(policy=POLICIES[value])]
+    path = Path(value)
+    example = "policy: {activations: offload}"
+    if not path.is_file():
+        names = ", ".join(map(repr, POLICIES))
+        raise ConfigError(
+            f"{VARIABLE}={value!r} is no policy's name and no file; allowed: {names}, or the path of a YAML file, for "
+            f"example with the line `{example}`"
+        )
+    import yaml  # type: ignore[import-untyped]  # not by the training path of those who do not ask for it
+
+    kinds: dict[str, Any] = {"policy": OffloadPolicy, "hardware": HardwareProfile}
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{VARIABLE}={value!r} is no YAML: {error}; allowed: such as `{example}`") from None
+    if not isinstance(found, dict) or not found.keys() <= kinds.keys():
+        raise ConfigError(f"{VARIABLE}={value!r} holds {found!r}; allowed: policy and hardware, such as `{example}`")
+    for name, settings in found.items():
+        known = {field.name for field in fields(kinds[name])}
+        if not isinstance(settings, dict) or not settings.keys() <= known:
+            raise ConfigError(
+                f"{VARIABLE}={value!r} has {name}={settings!r}; allowed: settings among {', '.join(sorted(known))}"
+            )
+    return [OffloadCallback(**{name: kinds[name](**settings) for name, settings in found.items()})]

@@ -1,0 +1,20 @@
+"""The entry point by which Trainers ask for callbacks of ours: cheap for programs that do not use us.
+
+Lightning loads it whenever a Trainer is built. So it imports nothing of ours before ``$LIGHTNING_SSD`` asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+__all__ = ["callbacks"]
+
+
+def callbacks() -> list[Any]:
+    """Called by Lightning, in both of its packages."""
+    if not os.environ.get("LIGHTNING_SSD"):
+        return []
+    from lightning_ssd.callback import callbacks_from_environment
+
+    return list(callbacks_from_environment())

@@ -1,0 +1,328 @@
+"""``OffloadCallback`` with strategies that are not ours: the bits of the Trainer without it, in both packages."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+
+from lightning_ssd import HardwareProfile, OffloadCallback, OffloadMonitor, OffloadPolicy, SSDOffloadStrategy
+from lightning_ssd.callback import callbacks_from_environment
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from tests.support import trainers
+from tests.support.helpers import assert_identical
+from tests.support.leftovers import assert_nothing_left
+from tests.support.processes import run_script
+from tests.support.second_package import over_pytorch_lightning
+
+pytestmark = [pytest.mark.filterwarnings(noise) for noise in trainers.LIGHTNING_NOISE]
+PACKAGES = {
+    "lightning": (lightning.pytorch, trainers),
+    "pytorch_lightning": (pytorch_lightning, over_pytorch_lightning("tests.support.trainers")),
+}
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request: pytest.FixtureRequest) -> Any:
+    """One of Lightning's packages, and the tests' Trainers and modules over it."""
+    return PACKAGES[request.param]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 192 << 10)
+    with trainers.one_thread():
+        yield
+
+
+def offloading(directory: Path, **policy: Any) -> OffloadCallback:
+    settings = {"activations": "offload", "optimizer_states": "offload", "min_tensor_bytes": 4096} | policy
+    hardware = HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True)
+    return OffloadCallback(policy=OffloadPolicy(**settings), hardware=hardware)
+
+
+def everything(trainer: Any, module: Any) -> dict[str, Any]:
+    states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+    for saved in states:
+        saved["state"] = dict(sorted(saved["state"].items()))  # plainly in the order of the first gradients
+    return {"losses": module.losses, "weights": copy.deepcopy(module.state_dict()), "states": states}
+
+
+def assert_equal_with_it(tools: Any, make: Any, callback: OffloadCallback, directory: Path, **settings: Any) -> Any:
+    """Train without the callback and with it; return the second Trainer."""
+    make_strategy = settings.pop("make_strategy", lambda: "auto")
+    more = settings.pop("callbacks", [])
+    plain = tools.fit(make, make_strategy(), directory, callbacks=[*more], **settings)
+    trainer, module = tools.fit(make, make_strategy(), directory, callbacks=[*more, callback], **settings)
+    assert module.losses
+    assert_identical(everything(trainer, module), everything(*plain))
+    assert callback.stats.bytes_saved > 0
+    assert callback.stats.failures == 0
+    assert not callback.offloader.is_open
+    assert {"training_step", "teardown"} & set(vars(trainer.strategy)) == set()
+    return trainer
+
+
+# -- the same results -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Net", {"max_epochs": 2}),
+        ("Net", {"accumulate_grad_batches": 4}),
+        ("Net", {"gradient_clip_val": 0.01, "precision": "bf16-mixed"}),
+        ("Net", trainers.BAREBONES),
+        ("ManualNet", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value)[:40],
+)
+@pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
+@pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
+def test_bitwise_equal_to_the_trainer_without_it(package, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    tools, callback = package[1], offloading(tmp_path)
+    trainer = assert_equal_with_it(tools, getattr(tools, name), callback, tmp_path, **settings)
+    assert callback.stats.bytes_written > 0
+    assert callback.stats.bytes_read + callback.stats.bytes_forwarded > 0
+    assert all(isinstance(optimizer, OffloadedOptimizer) for optimizer in trainer.optimizers)
+    assert sum(optimizer.stats.written_bytes for optimizer in trainer.optimizers) > 0
+    assert_nothing_left(tmp_path)
+
+
+def test_a_backward_past_lightning(package, tmp_path: Path) -> None:
+    callback = offloading(tmp_path, optimizer_states="keep")
+    assert_equal_with_it(package[1], partial(package[1].ManualNet, through_lightning=False), callback, tmp_path)
+    assert callback._num_ended == trainers.NUM_BATCHES
+
+
+@pytest.mark.parametrize("activations", ["auto", "recompute_offload"])
+def test_plans_and_recomputed_blocks(tmp_path: Path, activations: str) -> None:
+    callback = offloading(tmp_path, activations=activations)
+    assert_equal_with_it(trainers, trainers.Net, callback, tmp_path, max_epochs=3)
+    assert callback._num_ended == 3 * trainers.NUM_BATCHES
+
+
+def test_a_strategy_of_the_project(package, tmp_path: Path) -> None:
+    """That does what strategies do in its own way."""
+    library, tools = package
+
+    class Mine(library.strategies.SingleDeviceStrategy):
+        steps = 0
+
+        def __init__(self) -> None:
+            super().__init__(device="cpu")
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            return self.lightning_module.training_step(*args, **kwargs)
+
+        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+            closure_loss.backward()
+            return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+        def teardown(self) -> None:
+            super().teardown()
+            self.steps = -self.steps
+
+    callback = offloading(tmp_path)
+    trainer = assert_equal_with_it(tools, tools.Net, callback, tmp_path, make_strategy=Mine, accelerator="auto")
+    assert trainer.strategy.steps == -tools.NUM_BATCHES
+    assert callback._num_ended == tools.NUM_BATCHES
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
+def test_checkpoints_are_ordinary_ones_in_both_directions(package, tmp_path: Path) -> None:
+    library, tools = package
+    found = []
+    for writer in ([], [offloading(tmp_path)]):
+        path = tmp_path / f"{len(writer)}"
+        saving = library.callbacks.ModelCheckpoint(path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        tools.fit(tools.Net, "auto", tmp_path, callbacks=[saving, *writer], enable_checkpointing=True)
+        for reader in ([], [offloading(tmp_path)]):
+            library.seed_everything(8, verbose=False)
+            module = tools.Net()
+            trainer = tools.make_trainer("auto", tmp_path, callbacks=reader, max_epochs=2)
+            trainer.fit(module, ckpt_path=path / "step=3.ckpt")
+            found.append(everything(trainer, module))
+    assert len(found[0]["losses"]) > 0
+    for other in found[1:]:
+        assert_identical(other, found[0])
+
+
+def test_a_finder_tries_plain_steps(tmp_path: Path) -> None:
+    finder = partial(lightning.pytorch.callbacks.BatchSizeFinder, steps_per_trial=2, init_val=16, max_trials=2)
+    found = []
+    for more in ([], [offloading(tmp_path)]):
+        trainer, module = trainers.fit(trainers.Net, "auto", tmp_path, callbacks=[finder(), *more])
+        found.append(everything(trainer, module) | {"batch_size": module.batch_size})
+    assert_identical(found[1], found[0])
+    assert isinstance(trainer.optimizers[0], OffloadedOptimizer)
+
+
+def test_the_monitor_tells_of_it(package, tmp_path: Path) -> None:
+    monitor = OffloadMonitor(prog_bar=False)
+    package[1].fit(package[1].Net, "auto", tmp_path, callbacks=[offloading(tmp_path), monitor])
+    assert "Saved activations: at most" in monitor.summary
+    assert "Optimizer states" in monitor.summary
+
+
+# -- its life ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_trainer_of_the_same_arguments_and_copies(package, tmp_path: Path) -> None:
+    tools, callback = package[1], offloading(tmp_path)
+    kwargs = {"callbacks": [callback]}
+    found = []
+    for arguments in (kwargs, kwargs, copy.deepcopy(kwargs), pickle.loads(pickle.dumps(kwargs))):
+        trainer, module = tools.fit(tools.Net, "auto", tmp_path, **arguments)
+        trainer.validate(module, verbose=False)
+        found.append(everything(trainer, module))
+        assert isinstance(arguments["callbacks"][0], OffloadCallback)
+        assert arguments["callbacks"][0].stats.bytes_written > 0
+    for other in found[1:]:
+        assert_identical(other, found[0])
+    fresh = copy.deepcopy(callback)
+    assert (fresh.policy, fresh.hardware, fresh.offloader) == (callback.policy, callback.hardware, None)
+    assert_nothing_left(tmp_path)
+
+
+def test_a_second_fit_of_one_trainer(tmp_path: Path) -> None:
+    found = []
+    for more in ([], [offloading(tmp_path)]):
+        trainer, module = trainers.fit(trainers.Net, "auto", tmp_path, callbacks=more)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module)
+        found.append(everything(trainer, module))
+    assert_identical(found[1], found[0])
+
+
+def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Failing(trainers.Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                raise ZeroDivisionError("on purpose")
+
+    callback = offloading(tmp_path)
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        trainers.fit(Failing, "auto", tmp_path, callbacks=[callback])
+    assert not callback.offloader.is_open
+    assert_nothing_left(tmp_path)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["parameters", "gradients"])
+def test_weights_and_gradients_need_a_strategy(name: str) -> None:
+    policy = OffloadPolicy(optimizer_states="offload", **{name: "offload"})
+    line = r"Write Trainer\(strategy=SSDOffloadStrategy\(policy=...\)\), or SSDOffloadFSDPStrategy for shards"
+    with pytest.raises(ConfigError, match=rf"OffloadPolicy\.{name}='offload'; allowed: 'keep'.* {line}"):
+        OffloadCallback(policy=policy)
+
+
+def test_two_that_offload_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"and another OffloadCallback, .*; allowed: one\. .* unset LIGHTNING_SSD"):
+        trainers.fit(trainers.Net, "auto", tmp_path, callbacks=[offloading(tmp_path), offloading(tmp_path)])
+    with pytest.raises(ConfigError, match=r"and strategy=SSDOffloadStrategy, .*; allowed: one\. Remove the callback"):
+        trainers.fit(trainers.Net, SSDOffloadStrategy(), tmp_path, callbacks=[offloading(tmp_path)])
+
+
+@pytest.mark.parametrize("kind", [FSDPStrategy, pytorch_lightning.strategies.FSDPStrategy])
+def test_strategies_that_have_not_been_tried_are_refused(kind: Any, tmp_path: Path) -> None:
+    class Mine(kind):
+        """Lightning asks for its own class alone whether it is on a GPU."""
+
+    callback = offloading(tmp_path)
+    trainer: Any = SimpleNamespace(strategy=Mine(), callbacks=[callback])
+    with pytest.raises(ConfigError, match=r"strategy=Mine: FSDPStrategy frees .*; allowed: .*\"ssd_offload_fsdp\""):
+        callback.setup(trainer, trainers.Net(), "fit")
+    callback.setup(trainer, trainers.Net(), "validate")
+
+
+# -- from the environment ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("offload", OffloadPolicy(activations="offload")),
+        ("auto", OffloadPolicy()),
+        ("states", OffloadPolicy(optimizer_states="offload")),
+        ("recompute_offload", OffloadPolicy(activations="recompute_offload")),
+    ],
+)
+def test_the_environment_names_a_policy(monkeypatch: pytest.MonkeyPatch, text: str, policy: OffloadPolicy) -> None:
+    monkeypatch.setenv("LIGHTNING_SSD", text)
+    (callback,) = callbacks_from_environment()
+    assert callback.policy == policy
+
+
+def test_the_environment_names_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("policy: {activations: offload, min_tensor_bytes: 64KiB}\nhardware: {paths: [/my/drive]}\n")
+    monkeypatch.setenv("LIGHTNING_SSD", str(file))
+    (callback,) = callbacks_from_environment()
+    assert callback.policy == OffloadPolicy(activations="offload", min_tensor_bytes="64KiB")
+    assert callback.hardware == HardwareProfile(paths=["/my/drive"])
+    monkeypatch.setenv("LIGHTNING_SSD", "")
+    assert callbacks_from_environment() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "message"),
+    [
+        ("ofload", None, r"'ofload' is no policy's name and no file; allowed: 'auto', 'offload', .* `policy: {"),
+        ("file", "policy: {", r"'file' is no YAML: .*; allowed: such as `policy: {"),
+        ("file", "- 1", r"holds \[1\]; allowed: policy and hardware"),
+        ("file", "offload: {}", r"holds \{'offload': \{\}\}; allowed: policy and hardware"),
+        (
+            "file",
+            "policy: {activation: offload}",
+            r"has policy={'activation': .*; allowed: settings among activation_b",
+        ),
+        ("everything", None, r"OffloadPolicy\.parameters='offload'; allowed: 'keep'"),
+    ],
+)
+def test_a_wrong_environment_is_refused(monkeypatch, tmp_path: Path, text: str, content: str | None, message: str):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / text).write_text(content)
+    monkeypatch.setenv("LIGHTNING_SSD", text)
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        callbacks_from_environment()
+
+
+# -- two processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("tests.support.callback_script", "ddp", "ddp-auto", "ddp-accumulate", "ddp-manual"),
+        ("tests.support.callback_script", "fsdp2", "tensor-parallel"),
+        ("tests.support.second_package", "ddp", "fsdp2"),
+    ],
+    ids=" ".join,
+)
+def test_two_processes(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    module, *names = arguments
+    script = ["tests.support.callback_script"] if module.endswith("second_package") else []
+    output = run_script(module, *script, str(tmp_path), *names).stdout
+    for name in names:
+        for rank in (0, 1):
+            assert f"rank {rank}: {name} ok" in output

@@ -1,0 +1,108 @@
+"""Trains on two CPU processes with strategies of Lightning, with and without an ``OffloadCallback``. Compares the bits.
+
+python -m tests.support.callback_script <directory> <scenario> ...
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_ssd import HardwareProfile, OffloadCallback, OffloadPolicy
+from lightning_ssd.common.dtensor import local_of
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from tests.support.fsdp_script import Sharded, TensorParallel
+from tests.support.helpers import assert_identical
+from tests.support.trainers import ManualNet, Net, fit, make_trainer
+
+DDP = partial(DDPStrategy, process_group_backend="gloo")
+Scenario = tuple[Callable[[], Strategy], Callable[[], Net], str, dict[str, Any]]
+SCENARIOS: dict[str, Scenario] = {
+    "ddp": (DDP, Net, "offload", {"max_epochs": 2}),
+    "ddp-auto": (DDP, Net, "keep", {"max_epochs": 2}),
+    "ddp-accumulate": (DDP, Net, "offload", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "ddp-manual": (partial(DDP, find_unused_parameters=True), ManualNet, "offload", {}),
+    "fsdp2": (ModelParallelStrategy, Sharded, "offload", {"max_epochs": 2}),
+    "tensor-parallel": (
+        partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=2),
+        TensorParallel,
+        "offload",
+        {},
+    ),
+}
+
+
+def own(module: Net, trainer: L.Trainer) -> dict[str, Any]:
+    """What this process has."""
+    states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+    for saved in states:
+        saved["state"] = dict(sorted(saved["state"].items()))  # plainly in the order of the first gradients
+    everything = {"losses": module.losses, "weights": module.state_dict(), "states": states}
+    return apply_to_collection(everything, torch.Tensor, lambda tensor: local_of(tensor.detach()).clone())
+
+
+def compare(name: str, directory: Path) -> None:
+    """Train twice; the second time with the callback, which also resumes from the plain checkpoint and writes one."""
+    strategy, make, states, settings = SCENARIOS[name]
+    settings = {"devices": 2, "limit_val_batches": 0} | settings
+    activations = "auto" if name.endswith("auto") else "offload"
+    policy = OffloadPolicy(activations=activations, optimizer_states=states, min_tensor_bytes=4096)
+    hardware = HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True)
+    callback = OffloadCallback(policy=policy, hardware=hardware)
+    plain, expected = fit(make, strategy(), directory, **settings)
+    trainer, module = fit(make, strategy(), directory, callbacks=[callback], **settings)
+    assert module.losses
+    assert_identical(own(module, trainer), own(expected, plain))
+    assert callback.stats.bytes_saved > 0
+    assert (callback.stats.bytes_written > 0) or activations == "auto"
+    is_away = [isinstance(optimizer, OffloadedOptimizer) for optimizer in trainer.optimizers]
+    assert is_away == [states == "offload"] * len(is_away)
+    if states == "offload":
+        assert sum(optimizer.stats.written_bytes for optimizer in trainer.optimizers) > 0
+    _resume(name, directory, callback, settings)
+    print(f"rank {trainer.global_rank}: {name} ok", flush=True)
+
+
+def _resume(name: str, directory: Path, callback: OffloadCallback, settings: dict[str, Any]) -> None:
+    """From checkpoints of one epoch, whoever has written them and whoever reads them."""
+    strategy, make, _, _ = SCENARIOS[name]
+    found = []
+    for writer in ([], [callback]):
+        path = directory / f"{name}-{len(writer)}.ckpt"
+        saving = ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        more = settings | {"max_epochs": 1, "enable_checkpointing": True}
+        fit(make, strategy(), directory, **more, callbacks=[saving, *writer])
+        first = min(path.glob("step=*"))
+        for reader in ([], [callback]):
+            L.seed_everything(8, verbose=False)
+            module = make()
+            trainer = make_trainer(strategy(), directory, **(settings | {"max_epochs": 1}), callbacks=reader)
+            trainer.fit(module, ckpt_path=first)
+            found.append(own(module, trainer))
+    for other in found[1:]:
+        assert_identical(other, found[0])
+
+
+def run(arguments: list[str]) -> None:
+    """As from the command line."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 64 << 10)
+        for name in arguments[1:]:
+            compare(name, Path(arguments[0]))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,52 @@
+"""Tests and scripts, written for ``lightning``, over ``pytorch_lightning`` and ``lightning_fabric``.
+
+python -m tests.support.second_package tests.support.ddp_script <arguments>
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import lightning_ssd.pytorch_lightning  # noqa: F401  # serves what is below it
+from lightning_ssd._both_packages import IMPORTS, SecondFinder
+
+_NAME = "over_pytorch_lightning"
+_SHARED = (
+    "parity.lightning_pairs",
+    *("support.trainers", "support.loops", "support.fabric_runs", "support.fsdp_script"),
+)
+"""What they import of ours that imports Lightning."""
+_IMPORTS = {
+    **IMPORTS,
+    "lightning": "pytorch_lightning",
+    **{f"tests.{module}": f"{_NAME}.tests.{module}" for module in _SHARED},
+}
+
+
+def over_pytorch_lightning(name: str) -> ModuleType:
+    """A module of the tests, loaded a second time."""
+    if _NAME not in sys.modules:
+        for package in ("", ".tests", ".tests.parity", ".tests.support", ".tests.strategies"):
+            made = sys.modules[_NAME + package] = ModuleType(_NAME + package)
+            made.__path__ = []
+        sys.meta_path.append(SecondFinder("tests", f"{_NAME}.tests", _IMPORTS))
+    return import_module(f"{_NAME}.{name}")
+
+
+def again_over_pytorch_lightning(name: str, but: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What pytest is to find of a module of tests, over the second package.
+
+    Args:
+        name: of the module.
+        but: tests that do not train with Lightning.
+    """
+    found = vars(over_pytorch_lightning(name))
+    assert not set(but) - set(found)
+    return {key: value for key, value in found.items() if not key.startswith("__") and key not in but}
+
+
+if __name__ == "__main__":  # Lightning starts it again for each process, with the same arguments
+    over_pytorch_lightning(sys.argv[1]).run(sys.argv[2:])
