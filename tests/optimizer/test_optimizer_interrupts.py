@@ -130,7 +130,7 @@ def test_a_step_is_incomplete_until_its_groups_have_changed(spill_dir: Path, mon
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
         pair.step(optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr("lightning_ssd.optimizer.step.stepper.GroupChanges.apply", interrupt)
+            patch.setattr("lightning_ssd.optimizer.step.stepper.WholeStep.apply", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         with pytest.raises(RuntimeError, match="incomplete"):
