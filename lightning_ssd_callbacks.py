@@ -12,7 +12,7 @@ __all__ = ["callbacks"]
 
 
 def callbacks() -> list[Any]:
-    """Called by Lightning, in both of its packages."""
+    """Return the callbacks that Lightning adds to a Trainer, of either package."""
     if not os.environ.get("LIGHTNING_SSD"):
         return []
     from lightning_ssd.callback import callbacks_from_environment

@@ -31,7 +31,7 @@ __all__ = ["OffloadCallback", "callbacks_from_environment"]
 
 VARIABLE = "LIGHTNING_SSD"
 _REFUSED = ("FSDPStrategy", "DeepSpeedStrategy")
-"""Strategies of Lightning that free the memory of weights between their uses, in ways that nobody has tried with us."""
+"""Strategies of Lightning that free the memory of weights between their uses, which has not been tried with ours."""
 _FRESH = {"_session": None, "_put_back": None, "_num_ended": 0}
 
 
@@ -246,7 +246,7 @@ def callbacks_from_environment() -> list[OffloadCallback]:
     path = Path(value)
     example = "policy: {activations: offload}"
     if not path.is_file():
-        names = ", ".join(map(repr, POLICIES))
+        names = ", ".join(repr(name) for name, policy in POLICIES.items() if policy.parameters == "keep")
         raise ConfigError(
             f"{VARIABLE}={value!r} is no policy's name and no file; allowed: {names}, or the path of a YAML file, for "
             f"example with the line `{example}`"

@@ -70,7 +70,7 @@ class Share:
 def open_kept(
     accounting: MemoryAccounting, current: SavedPass, owner: torch.Tensor, nbytes: int, packed_s: float
 ) -> Share:
-    """Begin to watch a storage that stays, and add it to its pass. Whoever packs counts it later. Takes no lock.
+    """Begin to watch a storage that stays, and add it to its pass. Its caller counts it. Takes no lock.
 
     Args:
         accounting: of all saved storages.
@@ -118,14 +118,14 @@ def keep_large(tensor: torch.Tensor, is_view: bool, share: Share) -> Kept:
 
 
 def edited_error(tensor: torch.Tensor, expected: int, *rest: Any) -> RuntimeError:
-    """Return PyTorch's error for what :func:`keep_large` has held, and somebody has edited in place since."""
+    """Return PyTorch's error for a tensor of :func:`keep_large` that was edited in place since."""
     origin = Origin(*rest[:-1]) if len(rest) > 2 else None
     description = tensor.dtype, tensor.device, tensor.size()
     return inplace_error(description, origin, version=tensor._version, expected=expected)
 
 
 def check_not_resized(tensor: torch.Tensor, before: int) -> None:
-    """Check that a kept tensor lies within its storage.
+    """Check that a kept tensor, whose storage has shrunk, still lies within it.
 
     Args:
         tensor: kept.
@@ -135,5 +135,5 @@ def check_not_resized(tensor: torch.Tensor, before: int) -> None:
         RuntimeError: it does not.
     """
     nbytes = tensor.untyped_storage().nbytes()
-    if nbytes < before and nbytes < required_nbytes(tensor):
+    if nbytes < required_nbytes(tensor):
         raise resized_error(before, nbytes)

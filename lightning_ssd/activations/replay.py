@@ -27,28 +27,18 @@ from lightning_ssd.activations.kept_storage import (
 )
 from lightning_ssd.activations.kept_tensor import give_back, keep
 from lightning_ssd.common.tensors import PLAIN_TYPES
-from lightning_ssd.scheduling.pass_program import KEEPS_ALL, PassProgram
+from lightning_ssd.scheduling.pass_program import PassProgram
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_pass import SavedPass
     from lightning_ssd.activations.tensor_cache import TensorCache
 
-__all__ = ["DATA_PARTS", "MIN_DATA_BYTES", "Uncounted", "hooks_of"]
+__all__ = ["DATA_PARTS", "MIN_DATA_BYTES", "hooks_of"]
 
 DATA_PARTS = 4
 MIN_DATA_BYTES = 16 << 20
 """Data (what no gradient goes to) that is less than one of so many parts of a storage of at least so many bytes leaves
 the storage alone."""
-
-
-class Uncounted:
-    """What has stayed in one pass and is not counted yet. The thread of its forward adds to it."""
-
-    __slots__ = ("nbytes", "num_storages")
-
-    def __init__(self) -> None:
-        self.num_storages = 0
-        self.nbytes = 0
 
 
 def hooks_of(
@@ -67,8 +57,8 @@ def hooks_of(
     accounting, fetcher, handed_out, parameters = cache.accounting, cache.fetcher, cache.handed_out, cache.parameters
     counters, parameter_keys, has_pager, held = accounting.counters, parameters.keys, cache.has_pager, handed_out.held
     least, device, is_cpu = cache.min_nbytes, cache.device, cache.device.type == "cpu"
-    sizes, order, wanted, stayed = current.sizes, current.order, current.wanted_s, current.uncounted
-    (expected, stays), keeps_all = program, program is KEEPS_ALL
+    sizes, order, wanted, by_storage = current.sizes, current.order, current.wanted_s, cache.by_storage
+    expected, stays, keeps_all = program
     num_expected = len(expected)
     clock, current_node, strided, plain = time.perf_counter, torch._C._current_autograd_node, torch.strided, PLAIN_TYPES
 
@@ -91,13 +81,13 @@ def hooks_of(
             counters.num_kept_parameters += 1
             return keep(tensor, is_view)
         begin_s, index, share = clock(), len(sizes), None
-        record, whole = cache.by_storage.get(cdata), storage.nbytes()
+        record, whole = by_storage.get(cdata), storage.nbytes()
         if record is None:
             owner = tensor._base if is_view else tensor
             if (
                 (keeps_all or (index < num_expected and stays[index] and expected[index] == whole))
                 and whole >= least
-                and (limit_bytes is None or counters.resident_bytes + stayed.nbytes + whole <= limit_bytes)
+                and (limit_bytes is None or counters.resident_bytes + current.uncounted_bytes + whole <= limit_bytes)
                 # Below, what the cache would not count among the storages of the pass.
                 and (nbytes == whole or is_view)
                 and (tensor.requires_grad or not (tensor.__dict__ or whole >= max(MIN_DATA_BYTES, DATA_PARTS * nbytes)))
@@ -108,9 +98,9 @@ def hooks_of(
                 and not parameters.ungathered
             ):
                 share = open_kept(accounting, current, owner, whole, begin_s)
-                cache.by_storage[cdata] = share.record
-                stayed.num_storages += 1
-                stayed.nbytes += whole
+                by_storage[cdata] = share.record
+                current.num_uncounted += 1
+                current.uncounted_bytes += whole
         elif type(record) is KeptStorage and record.nbytes == whole and record.is_same_value(tensor):
             share = record.share()
         if share is None:

@@ -14,7 +14,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.kept_storage import KeptStorage
-from lightning_ssd.activations.replay import Uncounted
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.common.compiler import hide_from_compiler
 from lightning_ssd.common.status_line import StatusLine
@@ -112,7 +111,7 @@ class SavedPass:
         self.records: list[SavedStorage | KeptStorage] = []
         self.sizes: list[int] = []
         self.packed_s: list[float] = []
-        self.uncounted = Uncounted()
+        self.num_uncounted = self.uncounted_bytes = 0  # kept by the hooks, and not counted yet
         self.order: list[int] = []
         self.wanted_s: dict[int, float] = {}  # when each was first asked for
         self.stayed: set[int] = set()  # whose memory somebody else was found to hold

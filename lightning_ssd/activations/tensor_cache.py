@@ -286,14 +286,17 @@ class TensorCache:
         if current.cursor is not None:
             return NOTHING_KNOWN if current.cursor.limit_bytes is not None else current.cursor.program
         latest = self._passes.book.latest
-        return NOTHING_KNOWN if latest is None else PassProgram.of(latest.sizes, latest.keep.__contains__)
+        return (
+            NOTHING_KNOWN
+            if latest is None
+            else PassProgram(latest.sizes, bytes(i in latest.keep for i in range(len(latest.sizes))))
+        )
 
     def _count_stayed(self, current: SavedPass) -> None:
         """Count what the hooks of a pass have kept by themselves. The accounting lock is held."""
-        uncounted = current.uncounted
-        if uncounted.num_storages:
-            num_storages, nbytes = uncounted.num_storages, uncounted.nbytes
-            uncounted.num_storages = uncounted.nbytes = 0
+        num_storages, nbytes = current.num_uncounted, current.uncounted_bytes
+        if num_storages:
+            current.num_uncounted = current.uncounted_bytes = 0
             self.accounting.stayed(num_storages, nbytes)
             if current.cursor is not None:
                 current.cursor.skip(current.sizes)
@@ -368,8 +371,9 @@ class TensorCache:
 
     def _prune(self) -> None:
         """Forget storages whose graphs are gone."""
-        # A copy first: other threads' hooks add to it without a lock.
-        self.by_storage = {c: r for c, r in list(self.by_storage.items()) if r.state is not State.FREED}
+        for cdata, record in list(self.by_storage.items()):  # a copy: other threads' hooks add to it without a lock
+            if record.state is State.FREED:
+                self.by_storage.pop(cdata, None)
         self.fetcher.prune()
 
     def _warn_of_writes(self) -> None:

@@ -35,19 +35,19 @@ class RandomStates:
         self._states = [(source, source.read()) for source in sources]
 
     def add(self, source: Source) -> None:
-        """One more, as it is now."""
+        """Add one more source, as it is now."""
         self._states.append((source, source.read()))
 
     def forget_unused(self) -> None:
-        """Leave alone from now on where nobody has drawn since."""
+        """Forget the sources that no number was drawn from since."""
         self._states = list(filter(_is_used, self._states))
 
     def now(self) -> RandomStates:
-        """The same sources as they are now."""
+        """Return the same sources as they are now."""
         return RandomStates(source for source, _ in self._states)
 
     def restore(self) -> None:
-        """Nobody has drawn."""
+        """Put all sources back into their states."""
         for source, state in self._states:
             source.write(state)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 __all__ = ["KEEPS_ALL", "NOTHING_KNOWN", "PassProgram"]
@@ -15,13 +14,9 @@ class PassProgram(NamedTuple):
     """Bytes of its storages, in pack order."""
     stays: bytes
     """For each of them 1 if it stays, else 0."""
-
-    @classmethod
-    def of(cls, sizes: tuple[int, ...], stays: Callable[[int], bool]) -> PassProgram:
-        """Ask of each index whether that storage stays."""
-        return cls(sizes, bytes(map(stays, range(len(sizes)))))
+    keeps_all: bool = False
+    """Nothing can move, so that sizes need not be known."""
 
 
 NOTHING_KNOWN = PassProgram((), b"")
-KEEPS_ALL = PassProgram((), b"")
-"""Nothing can move, so that sizes need not be known."""
+KEEPS_ALL = PassProgram((), b"", keeps_all=True)

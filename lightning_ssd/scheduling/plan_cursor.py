@@ -105,8 +105,7 @@ class PlanCursor:
         if not self._candidates:
             return NOTHING_KNOWN
         known = self._candidates[0]
-        placements = known.plan.placements
-        return PassProgram.of(known.sizes, lambda index: placements[index] is Placement.KEEP)
+        return PassProgram(known.sizes, bytes(place is Placement.KEEP for place in known.plan.placements))
 
     @property
     def may_move(self) -> bool:

@@ -11,7 +11,7 @@ Note: Few stamps, and a clock that stands still
     How late the device is then tells what it loses by hooks: they and the host's time between them, less its work. Of
     what is launched between two hooks, half is taken to be done before the second. The clock stands still for as much
     of the recorder's own time as is lost, as during stalls. A stamp after the hook shows the device at its least late,
-    from which lateness is counted: the two have no clock in common.
+    from which lateness is counted: the two have no clock in common. No card has shown yet how well this fits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
 _NUM_WATCHED = 4
-"""Storages that somebody besides autograd still holds, to be looked at with each pack."""
+"""Storages that the program still holds, to be looked at with each pack."""
 _NUM_LOOKED_AT = 64
 """The same, when a block ends."""
 _NUM_PER_STAMP = 16
@@ -102,7 +102,6 @@ class Recorder:
         self._hooks: list[tuple[float, float]] = []  # when hooks were, we among them
         self._sampled: list[tuple[float, Stamp]] = []  # before hooks
         self._num_told = 0
-        self._is_over = False
         self._other_peak_bytes = 0
         self._next_sample_s = 0.0
         self._num_since = _NUM_PER_STAMP  # storages, since the last one that was stamped
@@ -172,9 +171,8 @@ class Recorder:
         self._own.append((begin_s, self._now()))
 
     def backward_ended(self) -> None:
-        """The stamp that :meth:`trace` will be given was taken just now. From now on nothing is told."""
+        """Note that the stamp for :meth:`trace` was taken just now. From now on nothing is told."""
         self._end_s = self._now()
-        self._is_over = True
 
     def block_enters(self, name: str, *, recompute: bool) -> None:
         """Forward enters a block."""
@@ -207,14 +205,14 @@ class Recorder:
 
         def run(argument: _Argument) -> _Result:
             begin_s, num_told = now(), self._num_told
-            is_sampled = self._num_since >= _NUM_PER_STAMP and not self._is_over
+            is_sampled = self._num_since >= _NUM_PER_STAMP and self._end_s is None
             stamp = self._stamp(begin_s) if is_sampled else None
             result = hook(argument)
             if is_sampled and self._num_told > num_told:  # else it was of a small tensor: the next one is sampled
                 self._num_since = 0
                 self._sampled.append((begin_s, stamp))
                 self._stamp(now())
-            if not self._is_over:
+            if self._end_s is None:
                 hooks.append((begin_s, now()))
             return result
 
@@ -286,17 +284,17 @@ class Recorder:
         )
 
     def _since_begin(self, spans: Sequence[tuple[Stamp, Stamp]]) -> list[tuple[float, float]]:
-        """Spans between stamps, in seconds since the pass began."""
+        """Return spans between stamps, in seconds since the pass began."""
         since = partial(self._clock.seconds, self._begin)
         return [(since(start), since(stop)) for start, stop in spans]
 
     def _device(self, end: Stamp) -> _DeviceTimes:
         since = partial(self._clock.seconds, self._begin)
-        points = [(now_s, since(stamp)) for now_s, stamp in self._stamps]
+        points = sorted((now_s, since(stamp)) for now_s, stamp in self._stamps)
         end_s = since(end)
         if self._end_s is not None:
             points.append((self._end_s, end_s))
-        sampled = [(now_s, since(stamp)) for now_s, stamp in self._sampled]
+        sampled = sorted((now_s, since(stamp)) for now_s, stamp in self._sampled)
         return _DeviceTimes(points, sampled, self._hooks, end_s=end_s)
 
     @staticmethod
@@ -372,7 +370,7 @@ class _DeviceTimes:
         self._shares = self._lost_shares([device_s - host_s - least_s for host_s, device_s in sampled], hooks)
 
     def _lost_shares(self, late_s: Sequence[float], hooks: Sequence[tuple[float, float]]) -> list[float]:
-        """Between each two samples: the share of the hooks' time that the device has lost by them.
+        """Return, between each two samples, the share of the hooks' time that the device has lost by them.
 
         Args:
             late_s: how long the device had to work yet when the sampled hooks began.
@@ -414,7 +412,7 @@ class _DeviceTimes:
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """Spans in order, those that overlap as one: begin, end, and how long all those before it lasted.
+    """Merge spans that overlap: begin, end, and how long all those before it lasted.
 
     Graphs die while others wait, and two threads may wait at once: what a stall takes off a moment depends on when
     that moment was.

@@ -30,7 +30,7 @@ POLICIES: dict[str, OffloadPolicy] = {
     "recompute": OffloadPolicy(activations="recompute"),
     "recompute_offload": OffloadPolicy(activations="recompute_offload"),
 }
-"""The common ones, by the names that Hydra's options have."""
+"""Policies that strategies and ``$LIGHTNING_SSD`` take by name."""
 _STRATEGIES = {
     "ssd_offload": "auto",
     "ssd_offload_states": "states",

@@ -331,7 +331,7 @@ class _Write(Transfer):
         head, body = len(edges.head), storage.nbytes() - len(edges.head) - len(edges.tail)
         self.nbytes = body
         cuts = self._tier.cut(head, body)
-        # One place for all of it, where there is but one directory; else each chunk finds its own when it is written.
+        # With one directory one extent, which leaves one hole. With several, a chunk belongs to the drive that is free.
         whole = self._tier.allocate(head, body) if self._tier.num_directories == 1 else None
         if whole is not None:
             self._parts.append(whole)

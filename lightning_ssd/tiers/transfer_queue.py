@@ -150,14 +150,14 @@ class TransferQueue:
         self._tier = tier
         self._announces = announces
         self._yields_to = yields_to
-        # Guards the heap and each transfer's chunk list. Held only for bookkeeping, never during I/O nor while
+        # Guards the heaps and each transfer's chunk list. Held only for bookkeeping, never during I/O nor while
         # calling into a transfer, so that it can be taken under any lock of the layers above (never the reverse).
         self._lock = threading.Lock()
         self._idle = Changes(self._lock)
         # Wakes workers of a lane: one token, or more, for each thing to do. Put there before it, or an interrupt in
-        # between would leave something that nobody does.
+        # between would leave a chunk that no worker takes.
         self._tokens: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(num_lanes)]
-        self._told = [self._tokens[(first_lane + i) % num_lanes] for i in range(num_lanes)]
+        self._tokens_in_turn = [self._tokens[(first_lane + i) % num_lanes] for i in range(num_lanes)]
         # What each lane alone may do; under None what all may.
         self._heaps: dict[int | None, list[tuple[int, int, Transfer]]] = {
             lane: [] for lane in (None, *range(num_lanes))
@@ -298,7 +298,7 @@ class TransferQueue:
 
     def _wake(self, lane: int | None) -> None:
         """Tell a worker of a lane, or one of each lane where any may do it."""
-        for tokens in self._told if lane is None else (self._tokens[lane],):
+        for tokens in self._tokens_in_turn if lane is None else (self._tokens[lane],):
             tokens.put(None)
 
     def _best(self, lane: int | None) -> tuple[int, int, Transfer] | None:
@@ -413,9 +413,8 @@ class TransferQueue:
         with self._lock:
             transfer._num_unfinished = num_chunks = len(chunks)
             by_lane = transfer._chunks = self._by_lane(transfer, chunks)
-            # The first one that this worker may run.
-            mine = next((lane for lane in (None, self.lane) if by_lane.get(lane)), None)
-            work = [by_lane[mine].pop()] if by_lane.get(mine) else []
+            mine = by_lane.get(None) or by_lane.get(self.lane)
+            work = [mine.pop()] if mine else []  # what this worker may run
             for lane, left in by_lane.items():
                 for _ in left:
                     self._wake(lane)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,10 @@ def rates_of(directories: Sequence[Path], tensors: Sequence[torch.Tensor]) -> tu
         RuntimeError: other bytes came back.
     """
     with ExitStack() as stack:
-        backend = stack.enter_context(_closing(_backend(directories)))
-        reload = stack.enter_context(_closing(ReloadPool(2 * AHEAD_BYTES)))
+        backend = stack.enter_context(closing(_backend(directories)))
+        reload = stack.enter_context(closing(ReloadPool(2 * AHEAD_BYTES)))
         tier = stack.enter_context(
-            _closing(
+            closing(
                 SsdTier(
                     backend, HostMover(backend, reload), list(directories), events=EventLog(), sampler=Sampler("off")
                 )
@@ -128,14 +129,6 @@ def _backend(directories: Sequence[Path]) -> Any:
     return open_backend("posix", directories=directories, device=torch.device("cpu"), allow_unsuitable_paths=True)[0]
 
 
-@contextmanager
-def _closing(opened: Any) -> Iterator[Any]:
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
 def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str, Any]:
     """Measure all sets, in turns, and return medians.
 
@@ -148,10 +141,13 @@ def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str,
     kinds = {"16 MiB": 16 * MIB, "256 MiB": 256 * MIB}
     controller = "blkio" if Path("/sys/fs/cgroup/blkio").exists() else "io"  # of version 1, of version 2
     samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    with loop_drives(directory, NUM_DRIVES + 1, 4 * total) as drives, control_group(controller, v1={}, v2={}) as group:
+    with (
+        loop_drives(directory, NUM_DRIVES + 1, 4 * total + (1 << 30)) as drives,
+        control_group(controller, v1={}, v2={}) as group,
+    ):
         for index, (_, device) in enumerate(drives):
             _limit(group.directory, device, int(rate * 1e6 / (SLOW_PART if index == NUM_DRIVES else 1)))
-        group.add_own_processes()
+        group.procs.write_text(f"{os.getpid()}\n")
         for _ in range(rounds):
             for kind, nbytes in kinds.items():
                 for name, chosen in SETS.items():

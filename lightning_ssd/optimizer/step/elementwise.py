@@ -24,7 +24,8 @@ from lightning_ssd.optimizer.step.types import State
 __all__ = ["UpdateProbe"]
 
 _NUM_STATES = 2
-"""Tensors of the parameter's size that an optimizer is taken to make when it is not of these classes."""
+"""Tensors of the parameter's size that an optimizer is taken to make when it is not known to update each element by
+itself."""
 _SLICED = (torch.float32, torch.float64)
 """Types in which a CPU's loops round the last elements as all others, whatever the options are or will be. In half
 precision that depends on options (a decay, a rate that is no power of two), which may change after the trial."""

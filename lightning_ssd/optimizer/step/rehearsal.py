@@ -44,7 +44,6 @@ _MAX_NUMEL = 4096
 _NUM_OF_KIND = 2
 """Copies of so many parameters of each group and number of dimensions."""
 _TRIED_RATE = 1e-3
-_MAX_DEPTH = 8
 _HOOKS = "_optimizer_"
 _NOT_COMPARED = ("state", "param_groups", "step")
 

@@ -1,8 +1,8 @@
 """Control groups, versions 1 and 2: a group of our own under that of this process, with limits, gone at the end.
 
-A group limits the memory that the processes in it may use. Making one needs root, or a subtree that was delegated.
-Nothing is left behind: processes go back to the group they came from, the group is removed, and a hierarchy that was
-mounted here is unmounted.
+A group limits what the processes in it may use: memory, or the rate of a drive. Making one needs root, or a subtree
+that was delegated. Nothing is left behind: processes go back to the group they came from, the group is removed, and a
+hierarchy that was mounted here is unmounted.
 """
 
 from __future__ import annotations
