@@ -52,8 +52,9 @@ class MemoryAccounting:
         self.recorder: StepRecorder | None = None  # of the step under way; none: nobody looks
         self._leaving: deque[SavedStorage] = deque()
         self.watched: dict[int, Death] = {}
-        self._deaths: deque[Death] = deque()
-        self.died = self._deaths.append
+        self._notes: deque[Death | KeptStorage] = deque()
+        self.note = self._notes.append
+        """Note, without the lock, that a lease has died or that hooks have kept a storage; in this order they count."""
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
 
@@ -75,38 +76,26 @@ class MemoryAccounting:
 
     def recount(self) -> None:
         """Add up again what is there: an interrupt may have come between a change and its count."""
-        live = [death.record for death in list(self.watched.values())]
+        live = [death.record for death in self.watched.values()]
         self.num_live = len(live)
         self.saved_bytes = sum(record.nbytes for record in live)
         self.ahead_bytes = sum(record.nbytes for record in live if record.ahead)
         self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
         self._away_on_host_bytes = sum(r.nbytes for r in live if r.is_on_host and not r.is_resident)
 
-    def opened(self, record: SavedStorage) -> None:
+    def opened(self, record: SavedStorage | KeptStorage) -> None:
         """A new saved storage, in memory."""
-        self._count_saved(1, record.nbytes)
+        counters = self.counters
+        counters.num_saved += 1
+        counters.bytes_saved += record.nbytes
+        self.num_live += 1
+        self.saved_bytes += record.nbytes
+        counters.saved_peak_bytes = max(counters.saved_peak_bytes, self.saved_bytes)
         if self.recorder is not None:
             self.recorder.saved(id(record), record.nbytes)
         self.occupy(record)
-        self._note_worst()
-
-    def stayed(self, num_storages: int, nbytes: int) -> None:
-        """Count storages that are in memory to stay. No recorder knows of them."""
-        self._count_saved(num_storages, nbytes)
-        self.counters.bytes_kept += nbytes
-        self._occupy(nbytes)
-        self._note_worst()
-
-    def _count_saved(self, num_storages: int, nbytes: int) -> None:
-        self.counters.num_saved += num_storages
-        self.counters.bytes_saved += nbytes
-        self.num_live += num_storages
-        self.saved_bytes += nbytes
-        self.counters.saved_peak_bytes = max(self.counters.saved_peak_bytes, self.saved_bytes)
-
-    def _note_worst(self) -> None:
         if self.saved_bytes >= self._worst.saved_bytes:
-            resident, on_host = self.counters.resident_bytes, self._away_on_host_bytes
+            resident, on_host = counters.resident_bytes, self._away_on_host_bytes
             self._worst = SavedBytes(self.saved_bytes, resident, on_host, self._worst.recomputed_bytes)
 
     def recomputed(self, nbytes: int) -> None:
@@ -119,16 +108,13 @@ class MemoryAccounting:
         worst, self._worst = self._worst, SavedBytes()
         return worst if worst.saved_bytes else None
 
-    def occupy(self, record: SavedStorage) -> None:
+    def occupy(self, record: SavedStorage | KeptStorage) -> None:
         """Memory was taken for a saved storage."""
+        counters = self.counters
+        counters.resident_bytes += record.nbytes
         self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0  # a new one is sent nowhere yet
         if self.recorder is not None:
             self.recorder.entered(id(record), record.nbytes)
-        self._occupy(record.nbytes)
-
-    def _occupy(self, nbytes: int) -> None:
-        counters = self.counters
-        counters.resident_bytes += nbytes
         if counters.resident_bytes > counters.resident_peak_bytes:
             self.sweep_all()
             counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
@@ -164,24 +150,32 @@ class MemoryAccounting:
         self.sweep(len(self._leaving))
 
     def settle(self) -> None:
-        """Work off the notes of dead leases: free extents, correct the sums."""
-        while self._deaths:
-            death = self._deaths[0]
-            record = death.record
-            if self.recorder is not None and id(death) in self.watched:  # first: that its memory goes is no journey
-                self.recorder.freed(id(record), record.nbytes, None if record.tier is None else record.tier.name)
-            record.free()
-            if self.watched.pop(id(death), None) is not None:
-                self.num_live -= 1
-                self.saved_bytes -= record.nbytes
-                self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
-            self._deaths.popleft()  # last: an interrupted call is made good by the next one
+        """Work off the notes, in order: count what hooks have kept; free the extents of what is dead."""
+        while self._notes:
+            note = self._notes[0]
+            if isinstance(note, Death):
+                self._settle_death(note)
+            elif id(note.share) not in self.watched:
+                self.opened(note)
+                self.counters.bytes_kept += note.nbytes
+                self.watched[id(note.share)] = note.share
+            self._notes.popleft()  # last: an interrupted call is made good by the next one
         self.sweep()
         self._look()
 
+    def _settle_death(self, death: Death) -> None:
+        record = death.record
+        if self.recorder is not None and id(death) in self.watched:  # first: that its memory goes is no journey
+            self.recorder.freed(id(record), record.nbytes, None if record.tier is None else record.tier.name)
+        record.free()
+        if self.watched.pop(id(death), None) is not None:
+            self.num_live -= 1
+            self.saved_bytes -= record.nbytes
+            self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
+
     def watch(self, lease: Lease, record: SavedStorage) -> None:
         """Get a note when the lease dies: see "What happens when a lease dies" in ``activations/saved_storage.py``."""
-        death = Death(lease, self.died)
+        death = Death(lease, self.note)
         death.record = record
         self.watched[id(death)] = death
 

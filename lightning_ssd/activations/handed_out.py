@@ -93,12 +93,15 @@ class HandedOut:
         self.held: dict[tuple[int, int], weakref.ref[_Held]] = {}
         """By thread and backward. While it is empty, a node that is no ``Function`` in Python need not be told of."""
 
-    def add(self, tensor: torch.Tensor, lease: Callable[[], object | None]) -> None:
-        """The node that runs in this thread is given a tensor.
+    def give(self, tensor: torch.Tensor, lease: Callable[[], object | None] | None) -> torch.Tensor:
+        """Return what the node that runs in this thread is to be given for a saved tensor.
+
+        Of a tensor that an operation made, autograd makes a tensor of its own from what a hook returns, so that holding
+        ours does not help: where it may become a leaf's gradient, the node is given a copy.
 
         Args:
             tensor: saved earlier.
-            lease: returns ``None`` once nobody can be given its memory any more.
+            lease: returns ``None`` once no node can be given its memory any more; ``None``: an operation made it.
         """
         node: Any = torch._C._current_autograd_node()
         key = threading.get_ident(), torch._C._current_graph_task_id()
@@ -107,7 +110,7 @@ class HandedOut:
         if not isinstance(node, BackwardCFunction):
             if held is not None:
                 held.let_go()
-            return
+            return tensor
         if held is None:
             held = self._begin(key)
         name = id(node), node._sequence_nr()
@@ -115,7 +118,10 @@ class HandedOut:
             held.let_go()
             held.node, held.kinds = name, _leaves_of(node)
         if held.kinds is None or (tensor.dtype, tuple(tensor.shape)) in held.kinds:
+            if lease is None:
+                return tensor.clone()
             held.add(_Given(lease, tensor, tensor))
+        return tensor
 
     def _begin(self, key: tuple[int, int]) -> _Held:
         for other, reference in list(self.held.items()):

@@ -38,7 +38,8 @@ class KeptStorage:
     nbytes: int
     owner: weakref.ref[torch.Tensor]
     """Whose version counter the saved tensors have."""
-    share: weakref.ref[Share]
+    share: Death
+    """Refers to the share, weakly, and to this."""
     state: State
     version: int
 
@@ -57,6 +58,7 @@ class KeptStorage:
         if self.is_resident:
             self.accounting.vacate(self)
         self.state = State.FREED
+        self.share = _DEAD  # the death and this refer to each other
 
 
 class Share:
@@ -67,10 +69,13 @@ class Share:
     record: KeptStorage
 
 
+_DEAD = Death(Share(), lambda death: None)
+
+
 def open_kept(
     accounting: MemoryAccounting, current: SavedPass, owner: torch.Tensor, nbytes: int, packed_s: float
 ) -> Share:
-    """Begin to watch a storage that stays, and add it to its pass. Its caller counts it. Takes no lock.
+    """Begin to watch a storage that stays, and add it to its pass. Takes no lock: settling counts it.
 
     Args:
         accounting: of all saved storages.
@@ -88,12 +93,12 @@ def open_kept(
     record.version = owner._version
     record.home = current
     share.record = record
-    record.share = death = Death(share, accounting.died)
+    record.share = death = Death(share, accounting.note)
     death.record = record
-    accounting.watched[id(death)] = death
     current.records.append(record)
     current.sizes.append(nbytes)
-    current.packed_s.append(packed_s)  # last: a pass with lists of several lengths was interrupted
+    current.packed_s.append(packed_s)  # last of three: a pass with lists of several lengths was interrupted
+    accounting.note(record)
     return share
 
 

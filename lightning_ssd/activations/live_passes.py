@@ -330,7 +330,8 @@ class LivePasses:
     def end_backward(self, write_rate: float, read_rate: float) -> list[PassProfile]:
         """A backward is over; return what its passes teach."""
         teaching = [p for p in self._passes if p.order and not p.is_spoilt]
-        profiles = [p.profile(write_rate=write_rate, read_rate=read_rate) for p in teaching]
+        found = [p.profile(write_rate=write_rate, read_rate=read_rate) for p in teaching]
+        profiles = [profile for profile in found if profile is not None]
         for profile in profiles:
             self.book.add(profile)
         self.finish(all_freed=False)

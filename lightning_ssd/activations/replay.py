@@ -5,7 +5,7 @@ saves the same sizes, the hooks keep what is to stay, and hand everything else t
 size on the tensor cache gets everything. A wrong guess costs a place in the order, never a value: a tensor that is kept
 is held as it is, with its version, whatever storage it was taken for.
 
-The tensor cache counts what has stayed when it packs the next storage, and when the forward is over.
+What has stayed is noted, and counted with the next operation that takes the lock.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ MIN_DATA_BYTES = 16 << 20
 the storage alone."""
 
 
+_LEN_OF_LEAF = 3
+"""Entries of what is held of a tensor that no operation made; of a large one there is a share besides."""
+
+
 def hooks_of(
     cache: TensorCache, current: SavedPass, program: PassProgram, *, limit_bytes: int | None
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
@@ -59,11 +63,11 @@ def hooks_of(
     least, device, is_cpu = cache.min_nbytes, cache.device, cache.device.type == "cpu"
     sizes, order, wanted, by_storage = current.sizes, current.order, current.wanted_s, cache.by_storage
     expected, stays, keeps_all = program
-    num_expected = len(expected)
+    num_expected, left_bytes = len(expected), 0
     clock, current_node, strided, plain = time.perf_counter, torch._C._current_autograd_node, torch.strided, PLAIN_TYPES
 
     def pack(tensor: torch.Tensor) -> Any:
-        nonlocal num_expected
+        nonlocal num_expected, left_bytes
         if type(tensor) not in plain:
             return pack_slowly(current, tensor)
         try:
@@ -77,7 +81,9 @@ def hooks_of(
         except (NotImplementedError, RuntimeError):  # it has none
             return pack_slowly(current, tensor)
         cdata = storage._cdata
-        if cdata in parameter_keys and not has_pager:
+        if cdata in parameter_keys:
+            if has_pager:  # it may wait on a drive
+                return pack_slowly(current, tensor)
             counters.num_kept_parameters += 1
             return keep(tensor, is_view)
         begin_s, index, share = clock(), len(sizes), None
@@ -85,9 +91,10 @@ def hooks_of(
         if record is None:
             owner = tensor._base if is_view else tensor
             if (
-                (keeps_all or (index < num_expected and stays[index] and expected[index] == whole))
+                current.follows
+                and (keeps_all or (index < num_expected and stays[index] and expected[index] == whole))
                 and whole >= least
-                and (limit_bytes is None or counters.resident_bytes + current.uncounted_bytes + whole <= limit_bytes)
+                and (limit_bytes is None or whole <= left_bytes)
                 # Below, what the cache would not count among the storages of the pass.
                 and (nbytes == whole or is_view)
                 and (tensor.requires_grad or not (tensor.__dict__ or whole >= max(MIN_DATA_BYTES, DATA_PARTS * nbytes)))
@@ -99,13 +106,14 @@ def hooks_of(
             ):
                 share = open_kept(accounting, current, owner, whole, begin_s)
                 by_storage[cdata] = share.record
-                current.num_uncounted += 1
-                current.uncounted_bytes += whole
+                left_bytes -= whole
         elif type(record) is KeptStorage and record.nbytes == whole and record.is_same_value(tensor):
             share = record.share()
         if share is None:
             moves = record is None and index < num_expected and expected[index] == whole and not stays[index]
             packed = pack_slowly(current, tensor, moves)
+            if limit_bytes is not None:
+                left_bytes = limit_bytes - counters.resident_bytes
             if len(sizes) > index and not (index < num_expected and expected[index] == sizes[index]):
                 num_expected = 0
             return packed
@@ -119,7 +127,10 @@ def hooks_of(
             return unpack_slowly(packed)
         share = packed[-1]
         if type(share) is not Share:
-            return give_back(packed)
+            small = give_back(packed)
+            if len(packed) > _LEN_OF_LEAF and (held or isinstance(current_node(), BackwardCFunction)):
+                return handed_out.give(small, None)
+            return small
         tensor: torch.Tensor = packed[0]
         record = share.record
         if tensor._version != packed[1]:
@@ -133,7 +144,7 @@ def hooks_of(
             wanted[record.index] = clock()
             order.append(record.index)
         if held or isinstance(current_node(), BackwardCFunction):
-            handed_out.add(tensor, record.share)
+            return handed_out.give(tensor, None if len(packed) > _LEN_OF_LEAF + 1 else record.share)
         return tensor
 
     return pack, unpack

@@ -111,7 +111,7 @@ class SavedPass:
         self.records: list[SavedStorage | KeptStorage] = []
         self.sizes: list[int] = []
         self.packed_s: list[float] = []
-        self.num_uncounted = self.uncounted_bytes = 0  # kept by the hooks, and not counted yet
+        self.follows = True  # what is known of it: it was entered once, by one thread
         self.order: list[int] = []
         self.wanted_s: dict[int, float] = {}  # when each was first asked for
         self.stayed: set[int] = set()  # whose memory somebody else was found to hold
@@ -270,13 +270,16 @@ class SavedPass:
         """What was brought up ahead had to go: look ahead from there again."""
         self.next_ahead = min(self.next_ahead, self._position.get(record.index, self.next_ahead))
 
-    def profile(self, *, write_rate: float, read_rate: float) -> PassProfile:
-        """What the next pass of this shape can learn from this one."""
-        wanted_s = [self.wanted_s.get(index) for index in range(len(self.records))]
+    def profile(self, *, write_rate: float, read_rate: float) -> PassProfile | None:
+        """Return what the next pass of this shape can learn from this one; ``None``: a thread is just adding to it."""
+        sizes, packed_s, order = tuple(self.sizes), tuple(self.packed_s), tuple(self.order)
+        if len(sizes) != len(packed_s):
+            return None
+        wanted_s = [self.wanted_s.get(index) for index in range(len(sizes))]
         keep = storages_to_keep(
-            self.sizes, self.packed_s, wanted_s, stayed=self.stayed, write_rate=write_rate, read_rate=read_rate
+            sizes, packed_s, wanted_s, stayed=self.stayed, write_rate=write_rate, read_rate=read_rate
         )
-        return PassProfile(tuple(self.sizes), tuple(self.order), keep)
+        return PassProfile(sizes, order, keep)
 
 
 def _in_sight(line: StatusLine, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

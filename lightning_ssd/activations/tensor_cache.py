@@ -270,6 +270,7 @@ class TensorCache:
         """Return what packs and what unpacks the saved tensors of a pass."""
         limit = None if current.cursor is not None or current.limit_bytes is None else current.limit_bytes // 2
         with self.accounting.lock:
+            current.follows = current.follows and current.is_over
             known = self._known_of(current)
         return hooks_of(self, current, known, limit_bytes=limit)
 
@@ -292,20 +293,13 @@ class TensorCache:
             else PassProgram(latest.sizes, bytes(i in latest.keep for i in range(len(latest.sizes))))
         )
 
-    def _count_stayed(self, current: SavedPass) -> None:
-        """Count what the hooks of a pass have kept by themselves. The accounting lock is held."""
-        num_storages, nbytes = current.num_uncounted, current.uncounted_bytes
-        if num_storages:
-            current.num_uncounted = current.uncounted_bytes = 0
-            self.accounting.stayed(num_storages, nbytes)
-            if current.cursor is not None:
-                current.cursor.skip(current.sizes)
-
     def leave(self, current: SavedPass) -> None:
         """A forward is over."""
         if not self.is_foreign:
             with self.accounting.lock:
-                self._count_stayed(current)
+                if current.cursor is not None:
+                    current.cursor.skip(current.sizes)
+                self.accounting.settle()
                 self._deferred.send_all()
                 if self.accounting.recorder is not None:
                     self.accounting.recorder.forward_left()
@@ -579,7 +573,6 @@ class TensorCache:
         placement = None
         if not moves:
             with self.accounting.lock:
-                self._count_stayed(current)
                 self.accounting.settle()
                 share, placement = self._stay(current, tensor, storage, nbytes)
                 self._deferred.look()
@@ -594,7 +587,6 @@ class TensorCache:
         probe, spec, origin = VersionProbe(tensor), TensorSpec.of(tensor), Origin.of(tensor)
         while True:
             with self.accounting.lock:
-                self._count_stayed(current)
                 self.accounting.settle()
                 lease = self._find(tensor, storage, nbytes, probe)
                 room = self._admit(current, nbytes) if lease is None else None
@@ -664,7 +656,7 @@ class TensorCache:
             return None, placement
         share = open_kept(self.accounting, current, owner_of(tensor), nbytes, time.perf_counter())
         self.by_storage[storage._cdata] = share.record
-        self.accounting.stayed(1, nbytes)
+        self.accounting.settle()
         return share, placement
 
     def _open(
@@ -729,6 +721,7 @@ class TensorCache:
         if self._tiers.ssd is None:
             return Placement.KEEP
         if current.cursor is not None:
+            current.cursor.skip(current.sizes)
             had_room = not current.cursor.ran_out and current.cursor.limit_bytes is None
             placement = current.cursor.place(nbytes)
             if had_room and current.cursor.ran_out:
@@ -762,7 +755,7 @@ class TensorCache:
             raise resized_error(lease.record.nbytes, storage.nbytes())
         tensor: torch.Tensor = probe.rebuild(spec, storage)
         self._copies.protect(tensor)
-        self.handed_out.add(tensor, lease.record.lease)
+        tensor = self.handed_out.give(tensor, lease.record.lease if origin is None else None)
         self.fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL
         self._count_hook(begin_s, waited_s, None)
         return tensor

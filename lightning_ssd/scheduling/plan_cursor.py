@@ -96,6 +96,8 @@ class PlanCursor:
     def skip(self, sizes: Sequence[int]) -> None:
         """Go on behind these storages: those that were not placed yet stay, as in :attr:`program`."""
         begin, self._num_placed = self._num_placed, len(sizes)
+        if begin == len(sizes):
+            return
         new = tuple(sizes[begin:])
         self._candidates = [known for known in self._candidates if known.sizes[begin : len(sizes)] == new]
 

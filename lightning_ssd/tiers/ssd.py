@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_ssd.common.tensors import Region
-from lightning_ssd.errors import CorruptionError, OffloaderClosedError, OutOfSpaceError, StorageError, forget_frames
+from lightning_ssd.errors import (
+    FULL_ERRNOS,
+    CorruptionError,
+    OffloaderClosedError,
+    OutOfSpaceError,
+    StorageError,
+    forget_frames,
+)
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
@@ -231,30 +238,38 @@ class SsdTier:
         """Of directories, each with its own workers."""
         return len(self._arenas)
 
-    def allocate(self, start: int, nbytes: int) -> _Part:
-        """Return room for part of a storage on the directory of the worker that asks; on another one if that is full.
+    def allocate(self, start: int, nbytes: int, avoided: Collection[int] = ()) -> _Part:
+        """Return room for part of a storage on the directory of the worker that asks; else on another one.
+
+        Args:
+            start: of the part in the storage.
+            nbytes: of the part.
+            avoided: directories that have refused this part.
 
         Raises:
-            OutOfSpaceError: all are full.
+            OSError: all are full or refuse.
         """
         if nbytes == 0:  # a storage smaller than a block: its edges are all there is
             return _Part(start, 0, 0, Extent(0, 0))
-        error: OutOfSpaceError | None = None
+        error: OSError | None = None
         first = self._writes.lane
         lanes = [(first + i) % len(self._arenas) for i in range(len(self._arenas))]
         for lane in sorted(lanes, key=self._refusing.__contains__):
+            if lane in avoided:
+                continue
             try:
                 return _Part(start, nbytes, lane, self._arenas[lane].allocate(nbytes))
-            except OutOfSpaceError as full:
-                error = full
-        raise error or StorageError("this tier has no directory; give at least one in HardwareProfile.paths")
+            except OSError as refusal:
+                self.gives_up(lane, refusal)
+                error = refusal
+        raise error or StorageError("every directory of HardwareProfile.paths has refused these bytes")
 
-    def gives_up(self, lane: int, error: OSError) -> bool:
-        """Write to a directory no more, because it refuses. Return whether another one is left."""
-        if lane not in self._refusing:
+    def gives_up(self, lane: int, error: OSError) -> None:
+        """Write to a directory no more while there is another one, because it refuses."""
+        is_full = isinstance(error, OutOfSpaceError) or error.errno in FULL_ERRNOS  # it may have room again
+        if lane not in self._refusing and not is_full:
             self._refusing.add(lane)
             _log.warning("%s is written to no more, after: %s", self._arenas[lane].path, str(error))
-        return len(self._refusing) < len(self._arenas)
 
     def free_parts(self, parts: Iterable[_Part]) -> None:
         """Give the room of parts back."""
@@ -347,21 +362,26 @@ class _Write(Transfer):
                 self._missing_nbytes += cut[1]
                 self.nbytes -= cut[1]
             return
+        refused: dict[int, OSError] = {}
         while True:
-            place = self._place(*cut) if part is None else part
+            place = self._place(*cut, refused) if part is None else part
             try:
                 piece = self._tier.piece(place, *cut)
                 self._checksums[index] = self._tier.mover.store(storage, piece, self._after, check=check)
                 return
             except OSError as error:
-                if part is not None or not self._tier.gives_up(place.lane, error):
+                if part is not None:
                     raise
                 with self._changing:
                     self._parts.remove(place)
                 self._tier.free_parts([place])
+                self._tier.gives_up(place.lane, error)
+                refused[place.lane] = error
+                if len(refused) == self._tier.num_directories:
+                    raise
 
-    def _place(self, start: int, nbytes: int) -> _Part:
-        place = self._tier.allocate(start, nbytes)
+    def _place(self, start: int, nbytes: int, refused: Collection[int]) -> _Part:
+        place = self._tier.allocate(start, nbytes, refused)
         with self._changing:
             self._parts.append(place)
         return place

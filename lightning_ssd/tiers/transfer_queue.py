@@ -323,7 +323,7 @@ class TransferQueue:
             with self._lock:
                 found = [(best[:2], key) for key in (lane, None) if (best := self._best(key)) is not None]
                 if not found:
-                    if self._closed:
+                    if self._closed and not self._num_active:  # else a move that begins may bring chunks for this lane
                         tokens.put(None)  # for the next one
                         return None
                     yielded = False  # what came meanwhile gives way anew
@@ -379,6 +379,8 @@ class TransferQueue:
             self._num_done += 1
             self._num_active -= 1
             self._count_busy(-1)
+            if self._closed:
+                self._wake(None)
             if self._num_active == 0 and not self._has_any_work():
                 self._idle.tell()
 

@@ -156,3 +156,36 @@ def test_what_all_layers_share_is_not_looked_at_by_each_of_them() -> None:
     for _ in range(num_layers // handed_out._MAX_LOOKED + 1):
         held.let_go()
     assert not held.given
+
+
+class ReturnsWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (weight * x).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize("min_tensor_bytes", [1, 1 << 30])
+def test_two_leaves_get_gradients_of_their_own_from_one_intermediate_result(
+    activations: Any, min_tensor_bytes: int, tmp_path: Path
+) -> None:
+    """Autograd makes a tensor of its own from what a hook returns for it, and takes that for a leaf's gradient."""
+    policy = OffloadPolicy(activations=activations, min_tensor_bytes=min_tensor_bytes)
+    first, second = (torch.zeros(4096, requires_grad=True) for _ in range(2))
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[tmp_path])) as offloader:
+        with offloader.saved_tensors():
+            x = torch.arange(4096.0).requires_grad_() * 1
+            loss = ReturnsWhatItSaved.apply(first, x) + ReturnsWhatItSaved.apply(second, x)
+        loss.backward()
+        offloader.end_backward()
+    assert first.grad is not None
+    assert second.grad is not None
+    assert first.grad.data_ptr() not in (second.grad.data_ptr(), x.data_ptr())
+    assert torch.equal(first.grad, torch.arange(4096.0))
+    torch.nn.utils.clip_grad_norm_([first, second], 1.0)
+    assert first.grad.norm() > 0.7

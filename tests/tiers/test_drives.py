@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.spill_file import Arena
+from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover
@@ -185,6 +186,28 @@ def test_all_of_them_full(tmp_path: Path) -> None:
         drives.full |= {"a", "b"}
         (owner,) = write_all(tier, [8 * CHUNK + 4096])
         assert isinstance(owner.error, OutOfSpaceError)
+
+
+def test_one_full_and_the_other_one_refusing(tmp_path: Path) -> None:
+    with tier_on(tmp_path, "ab") as (tier, drives):
+        drives.full.add("a")
+        drives.refusing.add("b")
+        (owner,) = write_all(tier, [4096 + CHUNK])
+        assert isinstance(owner.error, OSError)
+        assert drives.writes["b"] <= 2, "once for each chunk, not without end"
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])
+def test_a_drive_whose_file_cannot_grow_gets_no_more(number: int, tmp_path: Path) -> None:
+    with tier_on(tmp_path, "ab") as (tier, drives):
+
+        def refuse(nbytes: int) -> Extent:
+            raise OSError(number, "no")
+
+        tier._arenas[0].allocate = refuse  # type: ignore[method-assign]
+        read_all(tier, write_all(tier, [8 * CHUNK + 4096] * 3))
+        assert set(drives.writes) == {"b"}
+        assert tier._refusing == {0}
 
 
 def test_events_tell_what_each_drive_has_moved(tmp_path: Path) -> None:

@@ -423,3 +423,29 @@ def test_closing_names_what_does_not_end(events: EventLog, monkeypatch: pytest.M
     answer.set()
     move.wait()
     queue.close()
+
+
+def test_closing_runs_what_a_move_that_is_just_beginning_brings_for_another_lane() -> None:
+    """That lane's worker has found nothing to do, and may not leave before."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Beginning(Move):
+        def begin(self) -> Sequence[Callable[[], None]] | None:
+            begun.set()
+            assert goes_on.wait(PATIENCE_S)
+            self.lanes = [0, 1]
+            return super().begin()
+
+    done: list[int] = []
+    move = Beginning(lambda: done.append(0), lambda: done.append(1))
+    queue = TransferQueue("read", 1, EventLog(), num_lanes=2)
+    queue.submit(move)
+    assert begun.wait(PATIENCE_S)
+    closing = threading.Thread(target=queue.close)
+    closing.start()
+    time.sleep(0.05)  # the other worker hears of the end
+    goes_on.set()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert sorted(done) == [0, 1]
+    assert move.ended
