@@ -17,17 +17,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.rng import RandomStates, default_sources, shared_sources, source_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
+from lightning_ssd.recompute.fingerprint import differs
 
 __all__ = ["CallState", "hooks_of", "restore_hooks"]
 
 T = TypeVar("T")
 
+_SMALL_BYTES = 64 << 10
 _COPIED = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
 # Neither a tensor nor a generator. A proxy may refer to a dead object, which answers no question.
 _SKIPPED = frozenset(
@@ -144,18 +145,24 @@ class _Part:
                     if type(item) not in _SKIPPED:
                         yield f"{kind}.{key if name == '_parameters' else name}", item
 
-    def is_edited(self, name: str) -> bool:
-        """Whether the call has edited a buffer in place. Batch norms do so without raising a version."""
-        buffer, version, _ = self.buffers[name]
-        return isinstance(self.module, _NormBase) or buffer._version != version
+    def is_edited(self, name: str) -> bool | torch.Tensor:
+        """Tell whether the call has edited a buffer. Edits through ``data``, NumPy and ``batch_norm`` raise no version.
+
+        A tensor: not known yet, so that the device is not waited for in forward. What is small is put back anyway.
+        """
+        buffer, version, copy = self.buffers[name]
+        if buffer._version != version:
+            return True
+        if buffer.device.type == "cpu":
+            return bool(differs(buffer, copy))
+        return copy.nbytes <= _SMALL_BYTES or differs(buffer, copy)
 
     def as_before(self, copies: dict[int, Any]) -> dict[str, Any]:
         """Return the ``__dict__`` for a repetition, which it may change."""
         state = {name: _copied(value, copies) for name, value in self.attributes.items()}
         state.update((name, v) for name, v in vars(self.module).items() if issubclass(type(v), MethodPatch))
         for name, (_, _, copy) in self.buffers.items():
-            if self.is_edited(name):
-                state["_buffers"][name] = copy.clone()  # the call may be repeated again
+            state["_buffers"][name] = copy.clone()  # the call may be repeated again
         return state
 
 
@@ -186,6 +193,8 @@ class CallState:
         self._parts = [_Part(part, copies) for part in parts]
         self._numbers = RandomStates([*shared_sources(), *default_sources(devices)])
         self._tensors: list[_Tensor] = []
+        self._unknown: list[tuple[str, torch.Tensor]] = []
+        """Buffers that the call may have edited, which their devices will know."""
         for part in self._parts:
             for label, value in part.tensors_and_sources():
                 if isinstance(value, torch.Tensor):
@@ -203,15 +212,23 @@ class CallState:
         """Keep what a repetition needs, after the call. Returns what was edited in place and cannot be put back."""
         edited = next(filter(None, (seen.edit() for seen in self._tensors)), None)
         for part in self._parts:
-            for name in [name for name in part.buffers if not part.is_edited(name)]:
-                buffer, _, _ = part.buffers.pop(name)
-                self._tensors.append(_Tensor.of(f"{type(part.module).__name__}.{name}", buffer))
+            for name in list(part.buffers):
+                is_edited = part.is_edited(name)
+                if is_edited is True:
+                    continue
+                label, (buffer, _, _) = f"{type(part.module).__name__}.{name}", part.buffers.pop(name)
+                self._tensors.append(_Tensor.of(label, buffer))
+                if isinstance(is_edited, torch.Tensor):
+                    self._unknown.append((label, is_edited))
         self._numbers.forget_unused()
         return edited
 
     def change(self) -> str | None:
         """Return what was done to a tensor since the call and cannot be undone; ``None``: nothing that is seen."""
-        return next(filter(None, (seen.change() for seen in self._tensors)), None)
+        unseen = (
+            f"{label} was edited past autograd, by the forward" for label, is_edited in self._unknown if is_edited
+        )
+        return next(unseen, None) or next(filter(None, (seen.change() for seen in self._tensors)), None)
 
     def probes(self) -> list[tuple[str, weakref.ref[torch.Tensor], int]]:
         """Return label, tensor and version of each tensor, for a caller that may keep nothing alive."""
@@ -221,6 +238,7 @@ class CallState:
         """Call a function while all is as it was before the call. Afterwards all is as it was, Ctrl-C or not."""
         now = [(part.module, vars(part.module)) for part in self._parts]
         hooks = [(seen.tensor, hooks_of(seen.tensor)) for seen in self._tensors]
+        buffers = [(buffer, buffer.detach().clone()) for part in self._parts for buffer, _, _ in part.buffers.values()]
         numbers = self._numbers.now()
         copies: dict[int, Any] = {}
         interrupts: list[BaseException] = []
@@ -233,7 +251,7 @@ class CallState:
             # Within this function: Python looks for signals where another one is entered.
             while True:
                 try:
-                    _put_back(now, hooks, numbers)
+                    _put_back(now, hooks, buffers, numbers)
                     break
                 except BaseException as error:
                     if isinstance(error, Exception):
@@ -243,11 +261,14 @@ class CallState:
                 raise interrupts.pop()
 
 
-def _put_back(now: Sequence[Any], hooks: Sequence[Any], numbers: RandomStates) -> None:
+def _put_back(now: Sequence[Any], hooks: Sequence[Any], buffers: Sequence[Any], numbers: RandomStates) -> None:
     for module, attributes in now:
         object.__setattr__(module, "__dict__", attributes)
     for tensor, before in hooks:
         restore_hooks(tensor, before)
+    for buffer, before in buffers:
+        if differs(buffer, before):  # the repetition had a copy, and has edited this one by an alias
+            buffer.data.copy_(before)
     numbers.restore()
 
 

@@ -104,3 +104,64 @@ def test_what_looks_back_with_errors_is_left_alone() -> None:
     expected = block(x)
     state.settle()
     assert torch.equal(state.run(block, x), expected)
+
+
+class EditsBuffer(nn.Module):
+    """Keeps a statistic in a buffer; how it is edited is the test's."""
+
+    def __init__(self, edit: Any) -> None:
+        super().__init__()
+        self.linear, self.edit = nn.Linear(8, 8), edit
+        self.register_buffer("mean", torch.full((8,), float("nan")))
+        self.register_buffer("other", torch.zeros(8))
+        self.nested = {"views": [self.mean.view(2, 4)]}
+        self.array = self.mean.numpy()
+        self.mean.nan_to_num_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.edit(self, x.detach().mean(0))
+        return self.linear(x).tanh()
+
+
+def _edits_elsewhere(alias: list[torch.Tensor]) -> Any:
+    def edit(block: EditsBuffer, x: torch.Tensor) -> None:
+        alias[:] = alias or [block.mean.data]
+        alias[0].add_(x)
+
+    return edit
+
+
+PAST_AUTOGRAD = {
+    "data": lambda block, x: block.mean.data.mul_(0.9).add_(x),
+    "batch_norm": lambda block, x: nn.functional.batch_norm(x.expand(2, 8), block.mean, block.other, training=True),
+    "NumPy": lambda block, x: block.mean.numpy().__iadd__(x.numpy()),
+    "array attribute": lambda block, x: block.array.__iadd__(x.numpy()),
+    "data of a nested view": lambda block, x: block.nested["views"][0].data.add_(x.view(2, 4)),
+    "alias elsewhere": _edits_elsewhere([]),
+}
+
+
+@pytest.mark.parametrize("name", PAST_AUTOGRAD)
+def test_a_buffer_that_is_edited_past_autograd_is_put_back(name: str) -> None:
+    block, x = EditsBuffer(PAST_AUTOGRAD[name]), torch.randn(4, 8)
+    state = CallState([block], [x.device])
+    expected = block(x)
+    assert state.settle() is None
+    after = [buffer.clone() for buffer in block.buffers()]
+    assert after[0].count_nonzero(), "nothing was edited"
+    for _ in range(2):
+        assert torch.equal(state.run(block, x), expected)
+        assert all(map(torch.equal, block.buffers(), after)), "the buffer was edited twice"
+    assert state.change() is None
+
+
+def test_a_buffer_that_is_not_edited_costs_no_copy() -> None:
+    block, x = EditsBuffer(lambda block, x: None), torch.randn(4, 8)
+    block.mean.fill_(float("nan"))
+    state = CallState([block], [x.device])
+    block(x)
+    state.settle()
+    assert not any(part.buffers for part in state._parts)
+    block.mean.zero_()
+    assert "EditsBuffer.mean was modified by an inplace operation" in str(state.change())
