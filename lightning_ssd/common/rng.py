@@ -38,6 +38,10 @@ class RandomStates:
         """Add one more source, as it is now."""
         self._states.append((source, source.read()))
 
+    def are_used(self) -> bool:
+        """Whether somebody has drawn since."""
+        return any(map(_is_used, self._states))
+
     def forget_unused(self) -> None:
         """Forget the sources that no number was drawn from since."""
         self._states = list(filter(_is_used, self._states))
