@@ -75,10 +75,6 @@ class OffloadPolicy:
     small updates are not rounded away. They wait with the optimizer states; only with
     ``optimizer_states="offload"``."""
 
-    per_parameter_optimizers: Sequence[str] | str = ()
-    """Names of optimizer classes that you promise to update each parameter by itself; only for those that an error
-    asks for, because they cannot be tried on copies, and only with ``optimizer_states="offload"``."""
-
     memory_budget: Size | None = None
     """Peak of device memory (on CPU: of the process) to stay under; ``None``: as low as ``max_slowdown`` allows. Only
     with ``activations="auto"``; weights and gradients leave for it with ``parameters="auto"``."""
@@ -128,7 +124,6 @@ class OffloadPolicy:
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not 1 <= slowdown < math.inf:
             raise ConfigError(f"{owner}.max_slowdown={slowdown!r}; allowed: a number of at least 1, such as 1.05")
         self._complete_modules(owner)
-        self._complete_optimizers(owner)
         self._refuse_ineffective(owner)
 
     def _check_wear(self, owner: str) -> None:
@@ -156,11 +151,6 @@ class OffloadPolicy:
             raise ConfigError(
                 f"{owner}.master_weights=True with optimizer_states='keep' would be ignored; allowed: "
                 "optimizer_states='offload', since the copies wait with the states"
-            )
-        if self.per_parameter_optimizers and self.optimizer_states == "keep":
-            raise ConfigError(
-                f"{owner}.per_parameter_optimizers={self.per_parameter_optimizers!r} with optimizer_states='keep' "
-                "would be ignored; allowed: optimizer_states='offload'"
             )
         if self.gradients == "auto" and self.parameters == "keep":
             raise ConfigError(
@@ -194,18 +184,6 @@ class OffloadPolicy:
             )
         # A frozen dataclass may only be completed through object; a single name is accepted as a tuple of one.
         object.__setattr__(self, "recompute_modules", names)
-
-    def _complete_optimizers(self, owner: str) -> None:
-        names = _as_tuple(
-            f"{owner}.per_parameter_optimizers", self.per_parameter_optimizers, "names of classes of optimizers"
-        )
-        for name in names:
-            if not isinstance(name, str) or not name.isidentifier():
-                raise ConfigError(
-                    f"{owner}.per_parameter_optimizers contains {name!r}; allowed: names of classes of optimizers, "
-                    'such as "Lion"'
-                )
-        object.__setattr__(self, "per_parameter_optimizers", names)
 
     @property
     def recomputable_classes(self) -> tuple[str, ...] | None:

@@ -35,7 +35,7 @@ class RandomStates:
         self._states = [(source, source.read()) for source in sources]
 
     def add(self, source: Source) -> None:
-        """Add one more source, as it is now."""
+        """One more, as it is now."""
         self._states.append((source, source.read()))
 
     def are_used(self) -> bool:
@@ -43,15 +43,15 @@ class RandomStates:
         return any(map(_is_used, self._states))
 
     def forget_unused(self) -> None:
-        """Forget the sources that no number was drawn from since."""
+        """Leave alone from now on where nobody has drawn since."""
         self._states = list(filter(_is_used, self._states))
 
     def now(self) -> RandomStates:
-        """Return the same sources as they are now."""
+        """The same sources as they are now."""
         return RandomStates(source for source, _ in self._states)
 
     def restore(self) -> None:
-        """Put all sources back into their states."""
+        """Nobody has drawn."""
         for source, state in self._states:
             source.write(state)
 

@@ -22,6 +22,7 @@ __all__ = [
     "Onlookers",
     "Span",
     "are_apart",
+    "have_elements_in_common",
     "is_held",
     "is_referred_to",
     "num_looking",
@@ -190,3 +191,36 @@ def are_apart(owners: Sequence[Sequence[Span]]) -> bool:
         ends[owner] = max(end, ends.get(owner, 0))
         reach = sorted(((e, o) for o, e in ends.items()), reverse=True)[:2]
     return True
+
+
+def have_elements_in_common(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two of the tensors share memory. Columns of one matrix do not, though they lie within each other."""
+    tensors = list(tensors_in(tensors))
+    spans = [spans_of(tensor) for tensor in tensors]
+    if are_apart(spans):
+        return False
+    # Mark the bytes that each one takes, over each stretch of memory that several lie in.
+    inside = sorted((*span, number) for number, mine in enumerate(spans) for span in mine)
+    stretch: list[tuple[int, int, int]] = []
+    reach = 0
+    for first, end, number in [*inside, (sys.maxsize, sys.maxsize, 0)]:
+        if first >= reach:
+            if len(stretch) > 1 and _meet([(at, local_of(tensors[n])) for at, _, n in stretch], stretch[0][0], reach):
+                return True
+            stretch = []
+        stretch.append((first, end, number))
+        reach = max(reach, end)
+    return False
+
+
+def _meet(tensors: Sequence[tuple[int, torch.Tensor]], begin: int, end: int) -> bool:
+    taken = torch.zeros(end - begin, dtype=torch.bool, device="cpu")
+    for first, tensor in tensors:
+        nbytes = tensor.element_size()
+        shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        strides = [stride * nbytes for stride in tensor.stride()]
+        mine = taken.as_strided([*shape, nbytes], [*strides, 1], first - begin)
+        if bool(mine.any()):
+            return True
+        mine.fill_(True)
+    return False

@@ -1,27 +1,18 @@
-"""Copy and compare what optimizers remember: states, options and attributes."""
+"""Copies of state values, which later steps do not change."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
-from numbers import Number
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_ssd.common.dtensor import is_shard, local_of
-from lightning_ssd.common.tensors import PLAIN_TYPES
-
-__all__ = ["copied", "same"]
+__all__ = ["copied"]
 
 _EDITABLE = (dict, OrderedDict, defaultdict, list, deque)
 _FIXED = (tuple, set, frozenset)
-_CONSTANT = (str, bytes, type(None), type, FunctionType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device)
-_MAX_DEPTH = 8
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -65,56 +56,3 @@ def _copied_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         rebuilt: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
         return rebuilt
     return tensor
-
-
-def same(one: Any, other: Any, names: Mapping[int, int] | None = None, depth: int = 0) -> bool:
-    """Whether two values are equal, bit for bit; not a number is as good as itself. What cannot be compared is.
-
-    Args:
-        one: a value.
-        other: another one.
-        names: numbers of objects that stand for others, by their ids.
-        depth: of containers and objects around the values.
-    """
-    names = names or {}
-    if one is other or depth > _MAX_DEPTH:
-        return True
-    if id(one) in names or id(other) in names:
-        return names.get(id(one)) == names.get(id(other))
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        is_container: bool = is_traceable_wrapper_subclass(one)
-        if is_container and not is_shard(one):
-            inner = one.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-            return all(same(getattr(one, name), getattr(other, name), names, depth + 1) for name in inner)
-        return _same_tensors(local_of(one), local_of(other))
-    if isinstance(one, torch.Generator):
-        return torch.equal(one.get_state(), other.get_state())
-    if isinstance(one, Mapping):
-        ones, others = ({names.get(id(key), key): value for key, value in each.items()} for each in (one, other))
-        return ones.keys() == others.keys() and all(same(ones[k], others[k], names, depth + 1) for k in ones)
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(same(a, b, names, depth + 1) for a, b in zip(one, other, strict=True))
-    if isinstance(one, set | frozenset):
-        return {names.get(id(item), item) for item in one} == {names.get(id(item), item) for item in other}
-    if isinstance(one, Number):
-        return repr(one) == repr(other)
-    if isinstance(one, _CONSTANT):
-        return bool(one == other)
-    if type(one).__module__ == "numpy":
-        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    if isinstance(getattr(one, "__dict__", None), dict):
-        return same(vars(one), vars(other), names, depth + 1)
-    return True
-
-
-def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype, one.layout, one.device) != (other.shape, other.dtype, other.layout, other.device):
-        return False
-    if type(one) not in PLAIN_TYPES or one.layout != torch.strided or one.device.type == "meta":
-        return True
-    is_equal = (one == other) | ((one != one) & (other != other))
-    if one.is_floating_point():
-        is_equal &= (torch.signbit(one) == torch.signbit(other)) | (one != one)
-    return bool(is_equal.all())
