@@ -12,7 +12,14 @@ import lightning_ssd
 PACKAGE = Path(lightning_ssd.__file__).parent
 PYTHON_AT_DEATH = {"finalize", "WeakMethod", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary"}
 """Each gives a weak reference a callback that is a function of Python."""
-C_CALLBACKS = {"self._deaths.append", "self._returned.append", "self._dead.append", "_dead.append", "_start"}
+C_CALLBACKS = {
+    "self.notes.append",
+    "accounting.notes.append",
+    "self._returned.append",
+    "self._dead.append",
+    "_dead.append",
+    "_start",
+}
 """Bound methods of deques, and an ``operator.methodcaller``."""
 WORKERS_ONLY = {"tiers/read_priority.py": {"Condition"}}
 """Used by workers and by threads of :mod:`lightning_ssd.common.uninterrupted`, where no interrupt comes."""

@@ -102,12 +102,12 @@ def test_a_lock_that_comes_later_in_the_order(tmp_path: Path, monkeypatch: pytes
         queue, lock = cache._tiers.ssd._writes, cache.accounting.lock  # type: ignore[union-attr]
         claim, claims, holds = queue._claim, threading.Event(), threading.Event()
 
-        def claimed() -> Any:
+        def claimed(lane: int | None) -> Any:
             if not found:
                 claims.set()
                 assert holds.wait(30)
                 found.append(offloader.stats)
-            return claim()
+            return claim(lane)
 
         monkeypatch.setattr(queue, "_claim", claimed)
 

@@ -52,9 +52,8 @@ class MemoryAccounting:
         self.recorder: StepRecorder | None = None  # of the step under way; none: nobody looks
         self._leaving: deque[SavedStorage] = deque()
         self.watched: dict[int, Death] = {}
-        self._notes: deque[Death | KeptStorage] = deque()
-        self.note = self._notes.append
-        """Note, without the lock, that a lease has died or that hooks have kept a storage; in this order they count."""
+        self.notes: deque[Death | KeptStorage] = deque()
+        """What has died and what hooks have kept, in this order; added to without the lock."""
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
 
@@ -151,15 +150,15 @@ class MemoryAccounting:
 
     def settle(self) -> None:
         """Work off the notes, in order: count what hooks have kept; free the extents of what is dead."""
-        while self._notes:
-            note = self._notes[0]
+        while self.notes:
+            note = self.notes[0]
             if isinstance(note, Death):
                 self._settle_death(note)
             elif id(note.share) not in self.watched:
                 self.opened(note)
                 self.counters.bytes_kept += note.nbytes
                 self.watched[id(note.share)] = note.share
-            self._notes.popleft()  # last: an interrupted call is made good by the next one
+            self.notes.popleft()  # last: an interrupted call is made good by the next one
         self.sweep()
         self._look()
 
@@ -175,7 +174,7 @@ class MemoryAccounting:
 
     def watch(self, lease: Lease, record: SavedStorage) -> None:
         """Get a note when the lease dies: see "What happens when a lease dies" in ``activations/saved_storage.py``."""
-        death = Death(lease, self.note)
+        death = Death(lease, self.notes.append)
         death.record = record
         self.watched[id(death)] = death
 

@@ -119,7 +119,9 @@ class HandedOut:
             held.node, held.kinds = name, _leaves_of(node)
         if held.kinds is None or (tensor.dtype, tuple(tensor.shape)) in held.kinds:
             if lease is None:
-                return tensor.clone()
+                copy = tensor.detach()  # it shares the version, by which edits are found
+                copy.data = tensor.clone()
+                return copy
             held.add(_Given(lease, tensor, tensor))
         return tensor
 

@@ -7,6 +7,7 @@ itself (``kept_tensor.py``) and a :class:`Share`, whose death says that the grap
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,7 @@ class Share:
     record: KeptStorage
 
 
-_DEAD = Death(Share(), lambda death: None)
+_DEAD = Death(Share(), deque[Any]().append)
 
 
 def open_kept(
@@ -93,12 +94,12 @@ def open_kept(
     record.version = owner._version
     record.home = current
     share.record = record
-    record.share = death = Death(share, accounting.note)
+    record.share = death = Death(share, accounting.notes.append)
     death.record = record
     current.records.append(record)
     current.sizes.append(nbytes)
     current.packed_s.append(packed_s)  # last of three: a pass with lists of several lengths was interrupted
-    accounting.note(record)
+    accounting.notes.append(record)
     return share
 
 

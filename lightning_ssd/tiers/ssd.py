@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -94,8 +95,8 @@ class SsdTier:
         sampler: which storages get checksums.
         chunk_bytes: largest request; a transfer is shared by the workers of its direction chunk by chunk.
         num_workers: workers per direction and directory.
-        first: number of the directory that is asked first. Processes that share the directories save the same sizes at
-            the same moments: with equal ones they would all begin at one drive.
+        first: number of the directory that the first bytes go to. Processes that share the directories save the same
+            sizes at the same moments: with equal ones they would all begin at one drive.
         drive: where the tier has but one directory, its number among those of others, for events.
 
     Note [writes give way]: reads and writes share the drives. While somebody waits for a read, no worker begins a write
@@ -123,6 +124,7 @@ class SsdTier:
         self._chunk_bytes = max(chunk_bytes // backend.block_bytes, 1) * backend.block_bytes
         self._arenas: list[Arena] = []
         self._drive = drive
+        self._begins_at = deque([first % max(len(directories), 1)])  # once
         self._refusing: set[int] = set()  # directories that no write goes to any more
         self.num_retries = 0
         self._late_error: BaseException | None = None
@@ -132,7 +134,7 @@ class SsdTier:
             for directory in directories:
                 self._arenas.append(backend.open_arena(directory))
                 undo.callback(self._arenas[-1].close)
-            lanes: dict[str, Any] = {"tier": self.name, "num_lanes": len(self._arenas), "first_lane": first}
+            lanes: dict[str, Any] = {"tier": self.name, "num_lanes": len(self._arenas)}
             self._writes = TransferQueue("write", num_workers, events, yields_to=gate, **lanes)
             undo.callback(self._writes.close)
             self._reads = TransferQueue("read", num_workers, events, announces=gate, **lanes)
@@ -252,7 +254,7 @@ class SsdTier:
         if nbytes == 0:  # a storage smaller than a block: its edges are all there is
             return _Part(start, 0, 0, Extent(0, 0))
         error: OSError | None = None
-        first = self._writes.lane
+        first = self._begins_at.pop() if self._begins_at else self._writes.lane
         lanes = [(first + i) % len(self._arenas) for i in range(len(self._arenas))]
         for lane in sorted(lanes, key=self._refusing.__contains__):
             if lane in avoided:

@@ -131,7 +131,6 @@ class TransferQueue:
         announces: told of urgent moves.
         yields_to: before each chunk, wait a while for the urgent moves announced there.
         num_lanes: drives.
-        first_lane: is told first of what any of them may do.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class TransferQueue:
         *,
         tier: str = "ssd",
         num_lanes: int = 1,
-        first_lane: int = 0,
         announces: UrgentGate | None = None,
         yields_to: UrgentGate | None = None,
     ) -> None:
@@ -157,7 +155,6 @@ class TransferQueue:
         # Wakes workers of a lane: one token, or more, for each thing to do. Put there before it, or an interrupt in
         # between would leave a chunk that no worker takes.
         self._tokens: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(num_lanes)]
-        self._tokens_in_turn = [self._tokens[(first_lane + i) % num_lanes] for i in range(num_lanes)]
         # What each lane alone may do; under None what all may.
         self._heaps: dict[int | None, list[tuple[int, int, Transfer]]] = {
             lane: [] for lane in (None, *range(num_lanes))
@@ -298,7 +295,7 @@ class TransferQueue:
 
     def _wake(self, lane: int | None) -> None:
         """Tell a worker of a lane, or one of each lane where any may do it."""
-        for tokens in self._tokens_in_turn if lane is None else (self._tokens[lane],):
+        for tokens in self._tokens if lane is None else (self._tokens[lane],):
             tokens.put(None)
 
     def _best(self, lane: int | None) -> tuple[int, int, Transfer] | None:

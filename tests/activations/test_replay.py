@@ -21,7 +21,7 @@ from lightning_ssd.activations.kept_storage import KeptStorage, Share
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.tensor_cache import SavedWeight, TensorCache
 from lightning_ssd.scheduling.pass_program import NOTHING_KNOWN, PassProgram
-from tests.support.helpers import EAGER, KEEP, open_offloader
+from tests.support.helpers import EAGER, KEEP, open_offloader, raw_bytes
 
 SIDE = 64
 NBYTES = SIDE * SIDE * 4
@@ -71,6 +71,10 @@ def train(names: list[str], context: Any) -> tuple[Tensor, Tensor]:
     return first.detach(), x.grad
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(raw_bytes(one), raw_bytes(other))  # also where they are no numbers
+
+
 @pytest.fixture(scope="module")
 def offloader(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with open_offloader(tmp_path_factory.mktemp("replay"), EAGER) as opened:
@@ -95,7 +99,7 @@ def test_any_program_gives_the_same_bits_and_counts(offloader: Offloader, data: 
         found = train(names, offloader.saved_tensors())
         offloader.end_backward()
         slow = offloader.stats
-        assert all(map(torch.equal, expected, found))
+        assert all(map(same_bits, expected, found))
         sizes = list(sizes_of(offloader))
         at = data.draw(st.integers(0, len(sizes)))
         change = data.draw(st.sampled_from(["none", "another size", "one more", "one less"]))
@@ -110,7 +114,7 @@ def test_any_program_gives_the_same_bits_and_counts(offloader: Offloader, data: 
         patch.setattr(TensorCache, "_known_of", lambda self, current: program)
         found = train(names, offloader.saved_tensors())
         offloader.end_backward()
-    assert all(map(torch.equal, expected, found))
+    assert all(map(same_bits, expected, found))
     fast = offloader.stats
     for name in ("bytes_saved", "num_saved", "num_kept_foreign", "num_kept_parameters", "num_kept_small"):
         assert getattr(fast, name) - getattr(slow, name) == getattr(slow, name) - getattr(before, name), name
