@@ -105,6 +105,7 @@ class PagedStates:
             optimizer,
             declared=declared,
             dtype_of=lambda p: torch.float32 if master_weights and has_master(p) else p.dtype,
+            state_of=self._known_state,
         )
         self._trials = UpdateProbe(
             inner_step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import queue
 import random
 import threading
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd import OffloadPolicy
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer.step import rehearsal
 from lightning_ssd.optimizer.step.contract import Contract
 from tests.support import optimizer_pairs
 from tests.support.optimizer_pairs import Pair, opened, wrapped
@@ -213,7 +215,7 @@ def _count_in_box(optimizer: Any) -> None:
 
 DIFFERENT: dict[str, tuple[type[Momentum], str]] = {
     "a norm": (kind("Clips", scale=_norm), "parameters differ"),
-    "a norm of matrices": (kind("ClipsMatrices", scale=_norm_of_matrices), "parameters differ"),
+    "a norm of matrices": (kind("ClipsMatrices", scale=_norm_of_matrices), "parameters differ|raise RuntimeError"),
     "a norm of large gradients": (
         kind("ClipsLarge", scale=lambda self: (_norm(self) / 1000).clamp(min=1)),
         "parameters differ",
@@ -268,6 +270,60 @@ def test_what_differs_is_refused_when_it_is_wrapped(name: str, spill_dir: Path) 
     assert pair.inner.notes == own["notes"]
     assert pair.inner.beta == own["beta"]
     assert not pair.inner.state
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes"),
+    [
+        (lambda made, ps: made([{"params": [p]} for p in ps]), MANY),
+        (lambda made, ps: made(ps), ((20000,), (128, 150), (4, 40, 125))),
+        (lambda made, ps: made([{"params": ps[:1]}, {"params": ps[1:]}]), ((128, 150), (150,))),
+        (lambda made, ps: made(ps), ((0, 3), (0, 3), (128, 150), (128, 150))),
+    ],
+)
+def test_a_coupling_is_seen_however_parameters_are_grouped(make: Any, shapes: Any, spill_dir: Path) -> None:
+    pair = Pair(lambda ps: make(DIFFERENT["a norm"][0], ps), shapes)
+    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="does not update each by itself"):
+        offloader.offload_optimizer(pair.inner)
+
+
+def test_a_coupling_with_one_that_comes_later_is_seen(spill_dir: Path, caplog: Any) -> None:
+    pair = Pair(DIFFERENT["a norm"][0], MANY[:1])
+    with caplog.at_level(logging.INFO, "lightning_ssd"), wrapped(pair.inner, spill_dir) as optimizer:
+        assert "has one parameter" in caplog.text
+        assert "equal bits" not in caplog.text
+        pair.step(optimizer)
+        pair.check(optimizer)
+        with pytest.raises(ConfigError, match="does not update each by itself"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+
+
+def _if_any(method: str) -> Any:
+    def change(self: Any, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        is_rare = any(bool(getattr(q.grad, method)().any()) for q in self.own if q.grad is not None)
+        return update * 0.5 if is_rare else update
+
+    return change
+
+
+def _if_all_zero(self: Any, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    return update if any(bool(q.grad.any()) for q in self.own if q.grad is not None) else update * 0.5
+
+
+@pytest.mark.parametrize("change", [_if_any("isinf"), _if_any("isnan"), _if_all_zero])
+def test_steps_that_rare_gradients_change_are_refused(change: Any, spill_dir: Path) -> None:
+    pair = Pair(kind("Rare", change=change), MANY)
+    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="does not update each by itself"):
+        offloader.offload_optimizer(pair.inner)
+
+
+def test_copies_are_as_large_as_it_takes_to_sum_in_other_ways() -> None:
+    large = [torch.nn.Parameter(torch.zeros(1024, 1024)) for _ in range(200)]
+    chosen = rehearsal._chosen(Momentum([{"params": [p]} for p in large]), large)
+    sizes = [len(chosen), *sorted(math.prod(rehearsal._cropped(p, chosen[id(p)])) for p in large)]
+    assert sizes[0] == 200
+    assert min(sizes[-2:]) >= 4 * 32768
+    assert sum(sizes) < 1 << 25
 
 
 # -- before the closure ------------------------------------------------------------------------------------------------
@@ -382,10 +438,10 @@ class Tells(Momentum):
 
 
 class Odd(Momentum):
-    """Takes no small parameters."""
+    """Takes no small gradients."""
 
     def scale(self) -> Any:
-        if any(p.numel() < 5000 for p in self.own):
+        if any(bool((p.grad.abs() < 1).all()) for p in self.own if p.grad is not None):
             raise ValueError("too small")
         return 1.0
 
@@ -425,13 +481,13 @@ class DrawsLater(Momentum):
         self.t += 1
 
     def change(self, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        return update if self.t < 6 else update + torch.randn_like(p)
+        return update if self.t < 9 else update + torch.randn_like(p)
 
 
 def test_noise_that_comes_later_ends_training_there(spill_dir: Path) -> None:
     pair = Pair(DrawsLater, MANY)
     with wrapped(pair.inner, spill_dir) as optimizer:
-        for _ in range(5):
+        for _ in range(8):
             pair.step(optimizer)
         pair.check()
         pair.set_gradients()

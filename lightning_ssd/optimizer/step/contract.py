@@ -16,7 +16,7 @@ from lightning_ssd.common.dtensor import address_of, local_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import Span, are_apart, is_held, spans_of
 from lightning_ssd.optimizer.step.rehearsal import Difference, Way, rehearse
-from lightning_ssd.optimizer.step.types import CoupledError
+from lightning_ssd.optimizer.step.types import CoupledError, State
 
 __all__ = [
     "Contract",
@@ -76,6 +76,7 @@ class Contract:
         optimizer: the user's.
         declared: names of classes that the user promises to update each parameter by itself.
         dtype_of: the type in which a parameter is updated.
+        state_of: what the optimizer remembers of a parameter; ``None``: it is in the optimizer's ``state``.
     """
 
     def __init__(
@@ -84,11 +85,13 @@ class Contract:
         *,
         declared: Collection[str] = (),
         dtype_of: Callable[[torch.Tensor], torch.dtype] = lambda parameter: parameter.dtype,
+        state_of: Callable[[torch.Tensor], State] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
         self._is_declared = self._name in declared
         self._dtype_of = dtype_of
+        self._state_of = (lambda parameter: optimizer.state.get(parameter, {})) if state_of is None else state_of
         self.is_elementwise = _runs_code_of(optimizer, _ELEMENTWISE)
         """Whether each element is known to be updated by itself."""
         self.is_known = self.is_elementwise or _runs_code_of(optimizer, _BY_PARAMETER)
@@ -96,6 +99,7 @@ class Contract:
         self._refusals: dict[Way, ConfigError | None] = {}
         self._has_told = False
         self._runs_base_step = False
+        self._num_calls = 0
 
     def admit(self, parameters: Sequence[torch.Tensor]) -> None:
         """Rehearse parameters that have come, in each way in which a step may go.
@@ -112,6 +116,8 @@ class Contract:
         if not self._has_told:
             self._has_told = True
             shown = "is declared" if self._is_declared else "was rehearsed on copies, with equal bits"
+            if self._num_calls == 1:
+                shown = "has one parameter, which each step updates as a whole"
             _log.info("%s %s: its states are offloaded, parameter by parameter.", self._name, shown)
 
     def check(self, way: Way) -> None:
@@ -139,7 +145,7 @@ class Contract:
 
     def _rehearse(self, parameters: Sequence[torch.Tensor], way: Way) -> ConfigError | None:
         try:
-            found = rehearse(self._optimizer, parameters, way, self._dtype_of)
+            found = rehearse(self._optimizer, parameters, way, self._dtype_of, self._state_of)
         except (Difference, CoupledError) as difference:
             what = difference.finding if isinstance(difference, CoupledError) else str(difference)
             return ConfigError(
@@ -158,6 +164,7 @@ class Contract:
             refusal.__cause__ = error
             return refusal
         self._runs_base_step = self._runs_base_step or found.runs_base_step
+        self._num_calls = found.num_calls
         return None
 
 

@@ -2,7 +2,7 @@
 
 Note: what is compared
     Two copies of the optimizer get the same small random parameters. One copy steps as plain training does, the other
-    is called for half of the parameters at a time, in the other order, with the code that later steps use. Usual, large
+    is called for a few parameters at a time, in the other order, with the code that later steps use. Usual, zero, large
     and non-finite gradients depend on the parameters, so that what moves them before the closure shows. Bits of
     parameters, states, options, attributes and results must be equal, and states must share no memory. The user's
     optimizer, its parameters and all generators of random numbers stay as they are.
@@ -16,7 +16,7 @@ import math
 import random
 import sys
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -33,14 +33,19 @@ from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.optimizer.step.aliases import is_held
 from lightning_ssd.optimizer.step.copies import same
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
-from lightning_ssd.optimizer.step.types import State
+from lightning_ssd.optimizer.step.types import CoupledError, State
 
 __all__ = ["Difference", "Found", "Way", "rehearse"]
 
-_SCALES = (0.1, 0.1, 1024.0, math.nan)
-"""Of the gradients in each step: usual, usual with states, large, and one that is not a number."""
-_MAX_NUMEL = 4096
-"""Copies of larger parameters have the first elements of each dimension."""
+_SCALES = (0.1, 0.1, 0.0, 1024.0, math.inf, math.nan)
+"""Of the gradients in each step: usual, usual with states, zero in some calls, large, and one that is not finite."""
+_MIN_NUMEL, _MAX_NUMEL = 4096, 8 * 32768
+"""Copies of larger parameters have the first elements of each dimension. PyTorch sums from 32768 elements on in other
+ways: one pair of each number of dimensions has several times as many."""
+_SUM_OF_NUMEL = 64 * _MAX_NUMEL
+"""All others share about so many."""
+_NUM_CALLS = 7
+"""Number of calls for some parameters. No pattern of layers has this prime as a period, so any two part sooner."""
 _NUM_OF_KIND = 2
 """Copies of so many parameters of each group and number of dimensions."""
 _TRIED_RATE = 1e-3
@@ -66,6 +71,8 @@ class Found:
 
     runs_base_step: bool
     """Whether the class' step calls that of a base class."""
+    num_calls: int
+    """For how many calls a step was tried apart; one is no other than a plain step."""
 
 
 def rehearse(
@@ -73,23 +80,29 @@ def rehearse(
     parameters: Sequence[torch.Tensor],
     way: Way,
     dtype_of: Callable[[torch.Tensor], torch.dtype],
+    state_of: Callable[[torch.Tensor], State],
 ) -> Found:
     """Step copies of an optimizer in both ways and compare them.
 
     Args:
         optimizer: the user's.
-        parameters: those of which copies are stepped; all that the optimizer holds by parameter is copied.
+        parameters: those of which copies are stepped first of all; all that the optimizer holds by parameter is copied.
         way: how the steps go.
         dtype_of: the type of a parameter's copy.
+        state_of: what the optimizer remembers of a parameter.
 
     Raises:
         Difference: the two are not the same.
         Exception: whatever the optimizer raises on copies.
     """
     chosen = _chosen(optimizer, parameters)
-    plain, apart = (_Copy(optimizer, chosen, dtype_of) for _ in range(2))
+
+    def made() -> _Copy:
+        return _Copy(optimizer, chosen, dtype_of, state_of)
+
+    plain, apart = made(), made()
     for number, scale in enumerate(_SCALES):
-        is_usual = scale < 1
+        is_usual = scale == _SCALES[0]
         results = []
         try:
             with _without_a_mark(optimizer, seed=number, is_usual=is_usual):
@@ -97,30 +110,46 @@ def rehearse(
             with _without_a_mark(optimizer, seed=number, is_usual=is_usual):
                 results.append(apart.step_apart(number, way))
         except Exception as error:
-            # Plain training ends where it refuses a gradient. The other way must refuse the same.
-            if is_usual or isinstance(error, _TouchedError) or results:
+            # Plain training ends where it refuses a gradient. What is left half done is of no use.
+            if results and not isinstance(error, _TouchedError | CoupledError):
+                raise Difference(
+                    f"steps of some at a time raise {type(error).__name__}: {error}, and a step of all parameters does "
+                    f"not, tried on copies{way.value}"
+                ) from error
+            if is_usual or results or isinstance(error, _TouchedError):
                 raise
-            break
+            plain, apart = made(), made()
+            continue
         if what := plain.difference(apart) or ("" if same(*results) else "what its step returns"):
             raise Difference(
                 f"{what} differ{'s' if what.startswith('what') else ''} between a step of all parameters and steps of "
                 f"some at a time, tried on copies{way.value}"
             )
-    return Found(runs_base_step=plain.runs_base_step or apart.runs_base_step)
+    return Found(runs_base_step=plain.runs_base_step or apart.runs_base_step, num_calls=min(len(chosen), _NUM_CALLS))
 
 
 def _chosen(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> dict[int, int]:
-    """By the id of each parameter to try, a number that tells those of a kind apart."""
+    """By the id of each parameter to try, how many elements its copy may have.
+
+    Known ones are tried with those that have come: what couples these with them would not show otherwise.
+    """
     new = set(map(id, parameters))
-    counts: dict[tuple[int, int], int] = defaultdict(int)
+    ones = [
+        (id(parameter) not in new, number, parameter.dim(), parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if has_shape(parameter)
+    ]
+    counts: Counter[tuple[Any, ...]] = Counter()
     chosen: dict[int, int] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            kind = number, parameter.dim() if has_shape(parameter) else -1
-            if id(parameter) in new and has_shape(parameter) and counts[kind] < _NUM_OF_KIND:
-                chosen[id(parameter)] = counts[kind]
-                counts[kind] += 1
-    return chosen
+    for _, number, dim, parameter in sorted(ones, key=lambda one: one[0]):
+        kind = number, dim, parameter.numel() > 0
+        if counts[kind] < _NUM_OF_KIND:
+            counts[kind] += 1
+            counts[kind[1:]] += 1
+            chosen[id(parameter)] = _MAX_NUMEL if counts[kind[1:]] <= _NUM_OF_KIND else 0
+    share = min(max(_SUM_OF_NUMEL // max(len(chosen), 1), _MIN_NUMEL), _MAX_NUMEL)
+    return {key: numel or share for key, numel in chosen.items()}
 
 
 class _Copy:
@@ -128,17 +157,21 @@ class _Copy:
 
     Args:
         optimizer: the user's.
-        chosen: by the id of a parameter, in which half of the calls its copy is.
+        chosen: by the id of a parameter, how many elements its copy may have.
         dtype_of: the type of a parameter's copy.
+        state_of: what the optimizer remembers of a parameter.
     """
 
     def __init__(
-        self, optimizer: Optimizer, chosen: Mapping[int, int], dtype_of: Callable[[torch.Tensor], torch.dtype]
+        self,
+        optimizer: Optimizer,
+        chosen: Mapping[int, int],
+        dtype_of: Callable[[torch.Tensor], torch.dtype],
+        state_of: Callable[[torch.Tensor], State],
     ) -> None:
         own = vars(optimizer)
         self._twins: list[torch.Tensor] = []
         self._groups: list[int] = []
-        self._halves: list[int] = []
         memo: dict[int, Any] = {}
         mine: Any = object.__new__(type(optimizer))
         memo[id(optimizer)] = mine
@@ -149,7 +182,8 @@ class _Copy:
             for parameter in group["params"]:
                 is_chosen = id(parameter) in chosen
                 like = torch.empty(0, dtype=dtype_of(parameter), device=parameter.device)
-                data = _numbers(_cropped(parameter), len(self._twins), like) if is_chosen else like
+                sizes = _cropped(parameter, chosen[id(parameter)]) if is_chosen else ()
+                data = _numbers(sizes, len(self._twins), like) if is_chosen else like
                 twin = torch.nn.Parameter(data, requires_grad=data.is_floating_point() or data.is_complex())
                 memo[id(parameter)] = twin
                 if is_chosen:
@@ -157,8 +191,7 @@ class _Copy:
                     twins.append(twin)
                     self._twins.append(twin)
                     self._groups.append(number)
-                    self._halves.append(chosen[id(parameter)])
-                    if (state := optimizer.state.get(parameter)) and not is_shard(parameter):
+                    if (state := state_of(parameter)) and not is_shard(parameter):
                         states[twin] = _cropped_state(state, parameter, twin, memo)
             groups.append((group, twins))
         keys: list[Any] = list(optimizer.state)
@@ -192,9 +225,11 @@ class _Copy:
         for index, twin in enumerate(self._twins):
             is_missing = way is Way.MISSING and (index == len(self._twins) - 1 or (index == 0 and number == 1))
             noise = _numbers(twin.shape, 1000 * (2 * number + 1 + is_before) + index, twin.detach())
-            gradient = (noise + 0.1 * twin.detach()) * (1024.0 if scale > 1 else 0.1)
-            if math.isnan(scale) and index == min(1, len(self._twins) - 1) and gradient.numel():
-                gradient.view(-1)[0] = math.nan
+            gradient = (noise + 0.1 * twin.detach()) * (scale if 1 < scale < math.inf else 0.1)
+            if scale == 0 and index % _NUM_CALLS % 2 == 0:
+                gradient.zero_()
+            if not math.isfinite(scale) and index == min(1, len(self._twins) - 1) and gradient.numel():
+                gradient.view(-1)[0] = scale
             twin.grad = None if is_missing else gradient
 
     def _loss(self) -> torch.Tensor:
@@ -221,8 +256,8 @@ class _Copy:
         shared = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
         whole = WholeStep(self._optimizer, None if loss is None else lambda: loss, shared)
         active = [index for index, twin in enumerate(self._twins) if twin.grad is not None]
-        for half in sorted(set(self._halves), reverse=True):
-            mine = [index for index in active if self._halves[index] == half]
+        for call in reversed(range(_NUM_CALLS)):
+            mine = [index for index in active if index % _NUM_CALLS == call]
             if mine:
                 twins = [self._twins[index] for index in mine]
                 before = [state.get(twin) for twin in twins]
@@ -275,9 +310,9 @@ def _numbers(shape: Iterable[int], seed: int, like: torch.Tensor) -> torch.Tenso
     return torch.randn(tuple(shape), generator=generator, dtype=kind, device="cpu").to(like)
 
 
-def _cropped(parameter: torch.Tensor) -> list[int]:
+def _cropped(parameter: torch.Tensor, numel: int) -> list[int]:
     sizes = list(parameter.shape)
-    while math.prod(sizes) > _MAX_NUMEL:
+    while math.prod(sizes) > numel:
         largest = sizes.index(max(sizes))
         sizes[largest] = -(-sizes[largest] // 2)
     return sizes
