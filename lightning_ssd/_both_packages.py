@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 _FIRST, _SECOND = "lightning_ssd.strategies", "lightning_ssd.pytorch_lightning.strategies"
 IMPORTS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric", _FIRST: _SECOND}
-"""What modules that are loaded a second time import in the place of what."""
+"""A module that is loaded a second time imports the second of each pair in place of the first."""
 
 
 def is_of_lightning(cls: type) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,14 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_ssd._both_packages import callback_of_both_packages
-from lightning_ssd.activations.dtensor_hooks import shards_unwrapped
-from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.activations.dtensor_hooks import unwrapped_within
 from lightning_ssd.common.dtensor import is_shard
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.names import POLICIES
-from lightning_ssd.strategies.session import OffloadSession, check_options, offloaded_optimizers_hidden
+from lightning_ssd.strategies.session import OffloadSession, check_options, offloaded, offloaded_optimizers_hidden
 from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["OffloadCallback", "callbacks_from_environment"]
@@ -36,7 +35,7 @@ _FRESH = {"_session": None, "_put_back": None, "_num_ended": 0}
 
 
 class _Owner(NamedTuple):
-    """What a session asks of the strategy, of a strategy that is not ours."""
+    """Answer what a session asks of its strategy for a strategy that is not ours."""
 
     policy: OffloadPolicy
     hardware: HardwareProfile
@@ -172,16 +171,9 @@ class OffloadCallback(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # By now a checkpoint's states are loaded. Schedulers go on with the optimizers that they have.
-        strategy = trainer.strategy
-        strategy.optimizers = [self._offloaded(optimizer) for optimizer in strategy.optimizers]
-
-    def _offloaded(self, optimizer: Any) -> Any:
-        # A module may return Lightning's wrapper, whose step comes back to the strategy.
-        is_wrapper = any(base.__name__ == "LightningOptimizer" for base in type(optimizer).__mro__)
-        inner = optimizer.optimizer if is_wrapper else optimizer
-        assert self._session is not None
-        offloaded = self._session.offloader.offload_optimizer(inner)
-        return optimizer if offloaded is inner else offloaded
+        strategy, session = trainer.strategy, self._session
+        assert session is not None
+        strategy.optimizers = [offloaded(optimizer, session.offloader) for optimizer in strategy.optimizers]
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -209,7 +201,7 @@ class OffloadCallback(Callback):
             return step(*args, **kwargs)
         num_ended = self._num_ended
         saving = session.offloader.saved_tensors(signature=signature_of((args, kwargs), module))
-        with saving, _inside(saving) if is_sharded else nullcontext():
+        with saving, unwrapped_within(saving) if is_sharded else nullcontext():
             output = step(*args, **kwargs)
         if not module.automatic_optimization and self._num_ended == num_ended:
             self._end_backward()  # manual optimization may call loss.backward() itself, past all hooks
@@ -223,10 +215,6 @@ class OffloadCallback(Callback):
         assert self._session is not None
         self._session.offloader.end_backward()
         self._num_ended += 1
-
-
-def _inside(saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
-    return nullcontext() if isinstance(saving, SavedPass) and saving.is_plain else shards_unwrapped()
 
 
 def callbacks_from_environment() -> list[OffloadCallback]:

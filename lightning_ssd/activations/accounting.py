@@ -53,7 +53,7 @@ class MemoryAccounting:
         self._leaving: deque[SavedStorage] = deque()
         self.watched: dict[int, Death] = {}
         self.notes: deque[Death | KeptStorage] = deque()
-        """What has died and what hooks have kept, in this order; added to without the lock."""
+        """Hooks note what they keep, and leases note their deaths, without the lock. They count in this order."""
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
 

@@ -7,12 +7,13 @@ hooks below us move like any other; only how it is spread, and whether it has be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_ssd.activations.kept_tensor import keep
+from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.common.dtensor import is_shard
 from lightning_ssd.common.inplace_edits import Origin, inplace_error
 from lightning_ssd.common.tensors import PLAIN_TYPES, StorageKey
@@ -27,6 +28,12 @@ class _SavedShard(NamedTuple):
     alias: Any
     """Shares the DTensor's version counter, and how it is spread."""
     origin: Origin | None
+
+
+def unwrapped_within(saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
+    """Return :func:`shards_unwrapped`, for a forward within these hooks of ours."""
+    # Without hooks of ours, those below are the user's, who expects DTensors.
+    return nullcontext() if isinstance(saving, SavedPass) and saving.is_plain else shards_unwrapped()
 
 
 @contextmanager

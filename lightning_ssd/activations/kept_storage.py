@@ -15,14 +15,14 @@ import torch
 from lightning_ssd.activations.accounting import Death
 from lightning_ssd.activations.kept_tensor import Kept
 from lightning_ssd.activations.storage_state import State
-from lightning_ssd.common.inplace_edits import Origin, inplace_error, owner_of, resized_error
+from lightning_ssd.common.inplace_edits import owner_of, resized_error
 from lightning_ssd.common.tensors import required_nbytes
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.accounting import MemoryAccounting
     from lightning_ssd.activations.saved_pass import SavedPass
 
-__all__ = ["KeptStorage", "Share", "check_not_resized", "edited_error", "keep_large", "open_kept"]
+__all__ = ["KeptStorage", "Share", "check_not_resized", "keep_large", "open_kept"]
 
 
 class KeptStorage:
@@ -121,13 +121,6 @@ def keep_large(tensor: torch.Tensor, is_view: bool, share: Share) -> Kept:
         weakref.ref(tensor),
         share,
     )
-
-
-def edited_error(tensor: torch.Tensor, expected: int, *rest: Any) -> RuntimeError:
-    """Return PyTorch's error for a tensor of :func:`keep_large` that was edited in place since."""
-    origin = Origin(*rest[:-1]) if len(rest) > 2 else None
-    description = tensor.dtype, tensor.device, tensor.size()
-    return inplace_error(description, origin, version=tensor._version, expected=expected)
 
 
 def check_not_resized(tensor: torch.Tensor, before: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_ssd.common.inplace_edits import Origin, inplace_error
 
-__all__ = ["Kept", "give_back", "keep"]
+__all__ = ["Kept", "edited_error", "give_back", "keep"]
 
 Kept = tuple[Any, ...]
 
@@ -42,16 +42,23 @@ def give_back(kept: Kept) -> torch.Tensor:
     """
     tensor: torch.Tensor = kept[0]
     if tensor._version != kept[1]:
-        raise _edited(*kept)
+        raise edited_error(*kept)
     return tensor
 
 
-def _edited(tensor: torch.Tensor, expected: int, *made_by: Any) -> RuntimeError:
+def edited_error(tensor: torch.Tensor, expected: int, *made_by: Any) -> RuntimeError:
+    """Return PyTorch's error for a tensor that was kept, and edited in place since.
+
+    Args:
+        tensor: kept.
+        expected: its version then.
+        made_by: the rest of what was kept: who made it, and, of a large one, a reference to the tensor itself. Of a
+            small one who made the value that was kept is named also where PyTorch would name who edited it since: a
+            reference costs each tensor that is kept a quarter more time.
+    """
     origin = None
     if len(made_by) > 1:
-        # Who made the value that was kept, also where PyTorch would name who edited it since: a reference to the tensor
-        # itself would tell, and costs each tensor that is kept a quarter more time.
-        name, number, output_nr, is_view = made_by
-        origin = Origin(name, number, output_nr, is_view, None)
+        name, number, output_nr, is_view, *reference = made_by
+        origin = Origin(name, number, output_nr, is_view, reference[0] if reference else None)
     description = tensor.dtype, tensor.device, tensor.size()
     return inplace_error(description, origin, version=tensor._version, expected=expected)

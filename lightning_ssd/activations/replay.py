@@ -21,11 +21,10 @@ from lightning_ssd.activations.kept_storage import (
     KeptStorage,
     Share,
     check_not_resized,
-    edited_error,
     keep_large,
     open_kept,
 )
-from lightning_ssd.activations.kept_tensor import give_back, keep
+from lightning_ssd.activations.kept_tensor import edited_error, give_back, keep
 from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.scheduling.pass_program import PassProgram
 
@@ -134,7 +133,7 @@ def hooks_of(
         tensor: torch.Tensor = packed[0]
         record = share.record
         if tensor._version != packed[1]:
-            raise edited_error(*packed)
+            raise edited_error(*packed[:-1])
         if tensor.untyped_storage().nbytes() < record.nbytes:
             check_not_resized(tensor, record.nbytes)
         if not order or record.home is not current:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +16,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ssd.activations.dtensor_hooks import shards_unwrapped
-from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.activations.dtensor_hooks import unwrapped_within
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
@@ -186,8 +185,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
 
     @override
     def _inside_saving(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        # Without hooks of ours, those below are the user's, who expects DTensors.
-        return nullcontext() if isinstance(saving, SavedPass) and saving.is_plain else shards_unwrapped()
+        return unwrapped_within(saving)
 
 
 def _numbered_by_module(state_dict: dict[str, Any], optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:

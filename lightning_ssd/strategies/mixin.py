@@ -9,12 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
@@ -24,7 +22,7 @@ from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.default_monitor import DefaultMonitor, check_log_metrics
 from lightning_ssd.strategies.one_trainer import one_trainer
-from lightning_ssd.strategies.session import FitSession, check_options, offloaded_optimizers_hidden
+from lightning_ssd.strategies.session import FitSession, check_options, offloaded, offloaded_optimizers_hidden
 from lightning_ssd.strategies.single_or_ddp import WithModule
 from lightning_ssd.telemetry.stats import OffloadStats
 
@@ -85,7 +83,7 @@ class OffloadMixin(WithModule):
         if not is_fitting:
             return  # no pass has a backward
         # Last: Lightning has moved the states to the device and looked at the optimizers' classes.
-        self.optimizers = [_offloaded(optimizer, offloader) for optimizer in self.optimizers]
+        self.optimizers = [offloaded(optimizer, offloader) for optimizer in self.optimizers]
         self._warn_of_whole_compile()
         if self._monitor is not None:
             self._monitor.attach(trainer)
@@ -200,13 +198,6 @@ class OffloadMixin(WithModule):
         super().post_backward(closure_loss)
         if self._session is not None and self._session.is_set_up:
             self._session.end_backward()
-
-
-def _offloaded(optimizer: Optimizer, offloader: Offloader) -> Optimizer:
-    """With its states on SSD. A module may return Lightning's wrapper, whose ``step`` comes back to the strategy."""
-    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    offloaded = offloader.offload_optimizer(inner)
-    return optimizer if offloaded is inner else offloaded
 
 
 def _compiled_whole(module: pl.LightningModule) -> str | None:

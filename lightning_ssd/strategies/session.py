@@ -18,7 +18,14 @@ from lightning_ssd.offloader import Offloader
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies.batch_size_finder import BatchSizeFinderAdapter
 
-__all__ = ["FitSession", "OffloadSession", "Owner", "check_options", "offloaded_optimizers_hidden"]
+__all__ = [
+    "FitSession",
+    "OffloadSession",
+    "Owner",
+    "check_options",
+    "offloaded",
+    "offloaded_optimizers_hidden",
+]
 
 
 def check_options(
@@ -41,6 +48,17 @@ def offloaded_optimizers_hidden(strategy: Any) -> Iterator[None]:
         yield
     finally:
         strategy.optimizers = optimizers
+
+
+def offloaded(optimizer: Any, offloader: Offloader) -> Any:
+    """Return an optimizer with its states on SSD.
+
+    A module may return a wrapper of Lightning, of either package. It stays: its ``step`` comes back to the strategy.
+    """
+    is_wrapper = any(base.__name__ == "LightningOptimizer" for base in type(optimizer).__mro__)
+    inner = optimizer.optimizer if is_wrapper else optimizer
+    found = offloader.offload_optimizer(inner)
+    return optimizer if found is inner else found
 
 
 class Owner(Protocol):

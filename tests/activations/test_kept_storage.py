@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from lightning_ssd import Offloader
 from lightning_ssd.activations.kept_storage import KeptStorage, Share
 from lightning_ssd.activations.saved_pass import SavedPass
 from tests.support.helpers import KEEP, open_offloader
+from tests.support.python_calls import python_calls
 
 SIDE = 128
 NBYTES = SIDE * SIDE * 4
@@ -136,30 +135,16 @@ def test_an_address_that_is_lent_again_is_another_storage(offloader: Offloader) 
 def test_it_costs_few_python_calls_and_no_probe(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full record took 79 Python calls and 4 locks, most of them for a rebuild that never comes."""
     given = packed(offloader, monkeypatch)
-    calls: list[str] = []
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and "lightning_ssd" in frame.f_code.co_filename and "tests" not in frame.f_code.co_filename:
-            calls.append(frame.f_code.co_qualname)
-
     length = 20
     with offloader.saved_tensors():
         y = (leaf() * 1).sin()
         given.clear()
-        sys.setprofile(count)
-        try:
+        with python_calls() as packing:
             for _ in range(length):
                 y = y.sin()
-        finally:
-            sys.setprofile(None)
     assert all(isinstance(one[-1].record, KeptStorage) for one in given)
-    num_pack = len(calls)
-    calls.clear()
-    sys.setprofile(count)
-    try:
+    with python_calls() as calls:
         y.backward(torch.ones_like(y))
-    finally:
-        sys.setprofile(None)
-    assert num_pack <= 29 * length, calls
+    assert len(packing) <= 29 * length, packing
     assert len(calls) <= 18 * (length + 2), calls
     assert not any("VersionProbe" in name or "TensorSpec" in name for name in calls)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.tensor_cache import SavedWeight, TensorCache
 from lightning_ssd.scheduling.pass_program import NOTHING_KNOWN, PassProgram
 from tests.support.helpers import EAGER, KEEP, open_offloader, raw_bytes
+from tests.support.python_calls import python_calls
 
 SIDE = 64
 NBYTES = SIDE * SIDE * 4
@@ -147,22 +146,14 @@ def test_few_calls_and_no_lock_for_what_stays(moved: int, tmp_path: Path, monkey
     monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
     with open_offloader(tmp_path, EAGER) as offloader:
         locks = CountedLock(offloader._cache.accounting.lock)
-        calls: list[str] = []
-
-        def count(frame: FrameType, event: str, argument: object) -> None:
-            code = frame.f_code
-            if event == "call" and "lightning_ssd" in code.co_filename and "tests" not in code.co_filename:
-                calls.append(code.co_qualname)
-
         with offloader.saved_tensors():
             y = (torch.rand(SIDE, SIDE).requires_grad_() * 1).sin()
             offloader._cache.accounting.lock = locks  # type: ignore[assignment]
-            sys.setprofile(count)
             try:
-                for _ in range(length):
-                    y = y.sin()
+                with python_calls() as calls:
+                    for _ in range(length):
+                        y = y.sin()
             finally:
-                sys.setprofile(None)
                 num_locks = locks.num_taken
                 offloader._cache.accounting.lock = locks.lock
         num_slow = max(moved - 1, 0)
@@ -171,12 +162,8 @@ def test_few_calls_and_no_lock_for_what_stays(moved: int, tmp_path: Path, monkey
         if not moved:
             assert num_locks == 0
             y.backward(torch.ones_like(y), retain_graph=True)  # the first one of a backward looks ahead
-            calls.clear()
-            sys.setprofile(count)
-            try:
+            with python_calls() as calls:
                 y.backward(torch.ones_like(y))
-            finally:
-                sys.setprofile(None)
             assert len(calls) <= length + 2
 
 
