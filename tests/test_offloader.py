@@ -76,11 +76,15 @@ def test_directories_by_precedence(spill_dir: Path, monkeypatch: pytest.MonkeyPa
 def test_several_directories_share_the_storages(spill_dir: Path) -> None:
     paths = [spill_dir / name for name in "abc"]
     with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=paths)) as offloader:
-        step(offloader)
-        assert offloader.stats.bytes_read > 0
         arenas = offloader._parts.tiers.ssd._arenas  # type: ignore[union-attr]
         assert len({arena.path for arena in arenas}) == 3
-        assert sum(arena.size_bytes > 0 for arena in arenas) >= 2
+        for _ in range(50):  # the worker that is free first takes what comes, so that a step may suit one of them
+            step(offloader)
+            if sum(arena.size_bytes > 0 for arena in arenas) >= 2:
+                break
+        else:
+            pytest.fail("one directory took all storages of 50 steps")
+        assert offloader.stats.bytes_read > 0
 
 
 def test_unsuitable_path_is_refused_before_anything_is_open() -> None:
