@@ -7,6 +7,7 @@ with ``pytorch_lightning``.
 
 from lightning_ssd.callback import OffloadCallback
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.huggingface import OffloadTrainerMixin
 from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
@@ -22,6 +23,7 @@ __all__ = [
     "OffloadMonitor",
     "OffloadPolicy",
     "OffloadStats",
+    "OffloadTrainerMixin",
     "Offloader",
     "SSDOffloadFSDPStrategy",
     "SSDOffloadFabricStrategy",

@@ -63,7 +63,8 @@ IMPORTS: dict[str, set[str]] = {
     },
     "pytorch_lightning": {"_both_packages"},
     "callback": {"errors", "common", "config", "telemetry", "activations", "offloader", "_both_packages", "strategies"},
-    "__init__": {"config", "telemetry", "offloader", "monitor", "strategies", "callback"},
+    "huggingface": {"errors", "config", "telemetry", "offloader", "strategies"},
+    "__init__": {"config", "telemetry", "offloader", "monitor", "strategies", "callback", "huggingface"},
     "cli": {
         *("errors", "planning", "common", "config", "memory", "recompute", "storage", "wear", "scheduling"),
         *("parameters", "reports", "_environment"),

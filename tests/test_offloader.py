@@ -73,6 +73,13 @@ def test_directories_by_precedence(spill_dir: Path, monkeypatch: pytest.MonkeyPa
     assert str(by_profile) in used(hardware=HardwareProfile(paths=[by_profile]), default_directory=by_default)
 
 
+def test_a_numbered_cpu_is_the_cpu(spill_dir: Path) -> None:
+    # As Accelerate names it in several processes. Tensors there say "cpu".
+    with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir), device="cpu:1") as offloader:
+        step(offloader)
+        assert offloader.stats.bytes_written > 0
+
+
 def test_several_directories_share_the_storages(spill_dir: Path) -> None:
     paths = [spill_dir / name for name in "abc"]
     with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=paths)) as offloader:

@@ -304,7 +304,9 @@ def set_current_device(device: torch.device) -> None:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """``device``, with the number of the calling thread's current one if it has none."""
+    """Return ``device`` as its tensors name it: with the number of the calling thread's current one if it has none."""
+    if device.type == "cpu":
+        return torch.device("cpu")  # what lies on "cpu:0" says that it is on "cpu"
     if cast(Any, device).index is not None or accelerator_of(device) is None:
         return device
     current = _CUDA.current_device() if device.type == "cuda" else torch.accelerator.current_device_index()

@@ -1,0 +1,160 @@
+"""The Trainer of transformers with ``OffloadTrainerMixin``: what it trains, and what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd import HardwareProfile, OffloadPolicy, OffloadTrainerMixin
+from lightning_ssd.errors import ConfigError
+
+transformers = pytest.importorskip("transformers", reason="the Trainer of transformers is not installed")
+pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate, which is not installed")
+
+# The Trainer itself warns of what PyTorch and it will change.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Texts(torch.utils.data.Dataset[Mapping[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
+        tokens = torch.randint(0, 97, (64,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Ours(OffloadTrainerMixin, transformers.Trainer):
+    policy = OffloadPolicy(activations="offload", optimizer_states="offload", min_tensor_bytes=1024)
+
+
+def make(kind: type, directory: Path, **options: Any) -> Any:
+    transformers.set_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=64, n_head=2, vocab_size=97, n_positions=64, bos_token_id=None, eos_token_id=None
+    )
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 1,
+        "report_to": [],
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    arguments = transformers.TrainingArguments(str(directory), **(defaults | options))
+    return kind(model=transformers.GPT2LMHeadModel(config), args=arguments, train_dataset=Texts(), eval_dataset=Texts())
+
+
+def train(trainer: Any, **options: Any) -> None:
+    transformers.set_seed(1)  # dropout and the order of the data come from the process's random numbers
+    trainer.train(**options)
+
+
+def assert_equal(plain: Any, ours: Any) -> None:
+    for (name, one), other in zip(plain.model.named_parameters(), ours.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    states, others = plain.optimizer.state_dict()["state"], ours.optimizer.state_dict()["state"]
+    assert states.keys() == others.keys()
+    for index, state in states.items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(others[index][name])), (index, name)
+    losses, other_losses = (
+        [log["loss"] for log in trainer.state.log_history if "loss" in log] for trainer in (plain, ours)
+    )
+    assert losses == other_losses
+    assert losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"gradient_accumulation_steps": 2, "bf16": True, "max_grad_norm": 0.1},
+        {"eval_strategy": "epoch", "optim": "adafactor"},
+    ],
+    ids=["plain", "checkpointing", "reentrant", "accumulation", "evaluation"],
+)
+def test_a_trainer_of_transformers_trains_the_same_bits(spill_dir: Path, options: dict[str, Any]) -> None:
+    plain, ours = (make(kind, spill_dir / kind.__name__, **options) for kind in (transformers.Trainer, Ours))
+    for trainer in (plain, ours):
+        train(trainer)
+    assert_equal(plain, ours)
+    stats = ours.stats
+    assert stats.bytes_written > 0
+    assert stats.bytes_read > 0
+    assert any("io/write_gib" in log for log in ours.state.log_history)
+    assert not ours.offloader.is_open
+    assert type(ours.optimizer) is type(getattr(plain.optimizer, "optimizer", plain.optimizer))
+
+
+def test_a_second_train_and_a_resumed_one_go_on(spill_dir: Path) -> None:
+    plain, ours = (
+        make(kind, spill_dir / kind.__name__, save_strategy="steps", save_steps=4)
+        for kind in (transformers.Trainer, Ours)
+    )
+    for trainer in (plain, ours):
+        train(trainer)
+        train(trainer)
+    assert_equal(plain, ours)
+    resumed = make(Ours, spill_dir / "resumed")
+    train(resumed, resume_from_checkpoint=str(spill_dir / "Ours" / "checkpoint-4"))
+    once = make(transformers.Trainer, spill_dir / "once")
+    train(once, resume_from_checkpoint=str(spill_dir / "Trainer" / "checkpoint-4"))
+    assert_equal(once, resumed)
+
+
+def test_an_error_in_a_step_reaches_the_user_and_closes_files(spill_dir: Path) -> None:
+    class Failing(Ours):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            if self.state.global_step == 2:
+                raise ArithmeticError("the user's own")
+            return loss
+
+    trainer = make(Failing, spill_dir)
+    with pytest.raises(ArithmeticError, match="the user's own"):
+        trainer.train()
+    assert not trainer.offloader.is_open
+    assert not list(spill_dir.glob("lightning_ssd*"))
+
+
+@pytest.mark.parametrize("name", ["parameters", "gradients"])
+def test_weights_and_gradients_are_refused_with_the_line_to_write(spill_dir: Path, name: str) -> None:
+    trainer = make(Ours, spill_dir)
+    trainer.policy = OffloadPolicy(optimizer_states="offload", **{"parameters": "offload", name: "offload"})
+    with pytest.raises(ConfigError, match=r'Write parameters="keep", or train with L\.Trainer'):
+        trainer.train()
+    assert trainer.offloader is None
+
+
+@pytest.mark.parametrize("attribute", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_sharded_trainers_are_refused(spill_dir: Path, attribute: str) -> None:
+    trainer = make(Ours, spill_dir)
+    setattr(trainer, attribute, True)
+    with pytest.raises(ConfigError, match="has not been tried"):
+        trainer.train()
+
+
+def test_without_paths_files_lie_in_the_output_directory(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_SSD_PATHS", raising=False)
+    seen = []
+
+    class Watching(Ours):
+        hardware = HardwareProfile()
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(self.offloader.description)
+            return super().training_step(*args, **kwargs)
+
+    with warnings.catch_warnings():
+        make(Watching, spill_dir / "out").train()
+    assert str(spill_dir / "out") in seen[0]
