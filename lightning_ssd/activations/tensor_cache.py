@@ -472,10 +472,7 @@ class TensorCache:
         with self.accounting.lock:
             self.accounting.settle()
             self.accounting.sweep_all()
-            counters = self.accounting.counters
-            counters.resident_peak_bytes = counters.resident_bytes
-            counters.saved_peak_bytes = self.accounting.saved_bytes
-            counters.recomputed_bytes = 0
+            self.accounting.reset_peaks()
             self._passes.count_again()
 
     def flush(self) -> None:

@@ -27,12 +27,12 @@ class RunReport:
     title: str
     created: str
     """When, for people."""
-    summary: str
-    """The verdict of ``OffloadMonitor``."""
     num_steps: int
     """Optimizer steps that were measured."""
     step_s: float
     """Of one of them, on average, without data loading and validation."""
+    summary: str = ""
+    """The verdict of ``OffloadMonitor``, or how the run ended."""
     num_processes: int = 1
     backend: str = ""
     unusable: str | None = None
@@ -73,6 +73,17 @@ class RunReport:
     def held(self, name: str) -> float:
         """Peak bytes of saved activations, ``resident`` or ``saved``: a reset by the loop does not make it less."""
         return max(self.stat(f"{name}_peak_bytes"), _GIB * self.metrics.get(f"memory/activations_{name}_peak_gib", 0.0))
+
+    @property
+    def settled_bytes(self) -> float:
+        """Peak bytes of saved activations in memory, of the second half of the passes."""
+        return self.stat("settled_peak_bytes") or self.held("resident")
+
+    @property
+    def saved_pct(self) -> int | None:
+        """Per cent by which :attr:`settled_bytes` are less than keeping all; ``None``: there were none."""
+        saved = self.held("saved")
+        return round(100 * (1 - self.settled_bytes / saved)) if saved else None
 
     def stat(self, name: str) -> float:
         """A counter; 0 where nothing offloads."""

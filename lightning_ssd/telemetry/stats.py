@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-__all__ = ["Counters", "OffloadStats", "OptimizerStats", "SavedBytes", "WeightStats"]
+from lightning_ssd.common.formatting import format_sizes
+
+__all__ = ["Counters", "OffloadStats", "OptimizerStats", "SavedBytes", "WeightStats", "describe_held"]
+
+
+def describe_held(held_bytes: float, saved_bytes: float) -> str:
+    """Return ``70.0 -> 11.5 MiB (84 % saved)``: what keeping would hold, and what is held."""
+    before, after = format_sizes(saved_bytes, held_bytes)
+    share = f" ({100 * (1 - held_bytes / saved_bytes):.0f} % saved)" if saved_bytes else ""
+    return f"{before.partition(' ')[0]} -> {after}{share}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +56,8 @@ class OffloadStats:
     """Saved activations in memory now."""
     resident_peak_bytes: int = 0
     """Saved activations in memory at the worst moment."""
+    settled_peak_bytes: int = 0
+    """The same in the second half of the passes (the last 64 at most); 0 before a backward has ended."""
     saved_peak_bytes: int = 0
     """What keeping all of them would have held at its worst moment."""
     recomputed_bytes: int = 0
@@ -161,6 +172,7 @@ class Counters:
     cpu_s: float = 0.0
     resident_bytes: int = 0
     resident_peak_bytes: int = 0
+    settled_peak_bytes: int = 0
     saved_peak_bytes: int = 0
     recomputed_bytes: int = 0
     num_saved: int = 0
