@@ -6,7 +6,7 @@ with ``pytorch_lightning``.
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+import typing
 
 __all__ = [
     "HardwareProfile",
@@ -23,21 +23,22 @@ __all__ = [
 
 _SCRIPT = "lightning_ssd_command"
 
-if TYPE_CHECKING or _SCRIPT not in sys.modules:
+if typing.TYPE_CHECKING or _SCRIPT not in sys.modules:
     from lightning_ssd.callback import OffloadCallback
     from lightning_ssd.config import HardwareProfile, OffloadPolicy
     from lightning_ssd.monitor import OffloadMonitor
     from lightning_ssd.offloader import Offloader
     from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
     from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
-    from lightning_ssd.strategies.names import register, register_strategy
+    from lightning_ssd.strategies.names import register as _register
+    from lightning_ssd.strategies.names import register_strategy
     from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
     from lightning_ssd.telemetry.stats import OffloadStats
 
-    register()
+    _register()
 else:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> typing.Any:
         """Load everything for a user's model that ``lightning-ssd plan`` imports and that asks for a name of ours."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -159,9 +159,8 @@ class OffloadPolicy:
             )
         if self.gradients != "keep" and self.optimizer_states == "keep":
             raise ConfigError(
-                f"{owner}.gradients={self.gradients!r} with optimizer_states='keep' would be ignored: the update "
-                "would bring all of them back at once; allowed: optimizer_states='offload', which updates one part "
-                "after another"
+                f"{owner}.gradients={self.gradients!r} needs optimizer_states='offload'; without it the update brings "
+                "all gradients back at once"
             )
         if self.recompute_modules and self.activations in ("offload", "keep"):
             raise ConfigError(

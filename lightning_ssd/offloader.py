@@ -89,8 +89,8 @@ class Offloader:
 
     def __init__(
         self,
-        *,
         policy: OffloadPolicy | None = None,
+        *,
         hardware: HardwareProfile | None = None,
         device: torch.device | str | None = None,
         default_directory: str | os.PathLike[str] | None = None,
@@ -102,7 +102,12 @@ class Offloader:
         _wrap_backend: Callable[[Backend], Backend] | None = None,
         _copies: CopyEngine | None = None,
     ) -> None:
-        self.policy = typed("policy", policy, OffloadPolicy, 'OffloadPolicy(activations="offload")')
+        self.policy = typed(
+            "policy",
+            policy,
+            OffloadPolicy,
+            'OffloadPolicy(activations="offload"). In Hydra write lightning_ssd/offload=ssd',
+        )
         self.hardware = typed("hardware", hardware, HardwareProfile, 'HardwareProfile(paths=["/my/ssd"])')
         self._device = None if device is None else torch.device(device)
         self._default_directory = default_directory

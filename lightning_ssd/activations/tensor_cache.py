@@ -35,6 +35,7 @@ from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
+from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.inplace_edits import (
     Origin,
     VersionProbe,
@@ -373,9 +374,10 @@ class TensorCache:
         failure = self.accounting.write_failure
         if failure is not None and not self._warned_of_writes:
             self._warned_of_writes = True
+            (saved,) = format_sizes(self.accounting.counters.saved_peak_bytes)
             warnings.warn(
                 f"offloading failed ({failure}); the tensors concerned stay in memory, results are not affected. "
-                "Further failures are only counted (stats.failures)",
+                f"A pass saves up to {saved} so far. Further failures are only counted (stats.failures)",
                 stacklevel=3,
             )
 

@@ -85,8 +85,8 @@ def _drives(report: RunReport) -> str:
     on_host = report.stat("bytes_host")
     parts = []
     if written or read:
-        per_step = format_sizes(report.metrics.get("io/write_gib", 0.0) * _GIB)[0]
-        parts.append("{} written ({} per step), {} read".format(*format_sizes(written), per_step, *format_sizes(read)))
+        sizes = format_sizes(written, report.metrics.get("io/write_gib", 0.0) * _GIB, read)
+        parts.append("{} written ({} per step), {} read".format(*sizes))
     if on_host:
         parts.append(f"{format_sizes(on_host)[0]} to host memory")
     if parts:
