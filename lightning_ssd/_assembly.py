@@ -1,4 +1,4 @@
-"""What an offloader is made of, for one policy on one machine."""
+"""Assemble the parts of an offloader, for one policy on one machine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """What is there; ``None`` where the policy needs none."""
+    """The parts; ``None`` where the policy needs none."""
 
     description: str
     """One line: how bytes reach the drive, and where."""

@@ -52,7 +52,8 @@ class OffloadMonitor(Callback):
     does not offload, the monitor says so once and records time and memory peaks alone, so that runs with and without us
     can be compared with one callback.
 
-    Optimizer steps 2, 4, 8, 16 ... and the last one are recorded where somebody looks: memory over the step, transfers
+    Optimizer steps 2, 4, 8, 16 ... and the last one are recorded where a report or a logger takes pictures:
+    memory over the step, transfers
     beside what the model does, and the lives of the largest saved tensors. W&B and TensorBoard get them as pictures
     (``offload/...``), W&B the settings as well; ``report_dir`` gets a page. Of several processes, the first one is
     recorded.
@@ -128,7 +129,7 @@ class OffloadMonitor(Callback):
             self._wants_records = self.records_steps(trainer)
 
     def records_steps(self, trainer: pl.Trainer) -> bool:
-        """Whether somebody looks at recorded steps: a report, or a logger that takes pictures."""
+        """Return whether a report or a logger takes pictures of recorded steps."""
         return self.report_dir is not None or any(map(takes_charts, _experiments(trainer)))
 
     @override
@@ -262,7 +263,7 @@ class OffloadMonitor(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write the report all the same: whoever has run out of memory wants to see what filled it."""
+        """Write the report: after an out-of-memory error it shows the user what filled the memory."""
         if not self._is_running:
             return
         self._is_running = False
@@ -365,7 +366,7 @@ def _offloader_of(trainer: pl.Trainer) -> Offloader | None:
 
 
 def _experiments(trainer: pl.Trainer) -> list[Any]:
-    """What the loggers of rank zero log to. Dummies, which Lightning puts there for a trial, take anything."""
+    """Return the experiments of rank zero's loggers. Dummies, which Lightning puts there for a trial, take anything."""
     # By name: each of Lightning's packages has its own.
     loggers = [logger for logger in trainer.loggers if type(logger).__name__ != "DummyLogger"]
     return [logger.experiment for logger in loggers if hasattr(logger, "experiment")]
@@ -388,7 +389,7 @@ def _is_last_step(trainer: pl.Trainer) -> bool:
 
 
 def _share_of_samples(trainer: pl.Trainer) -> float:
-    """What one process counts of its batch: processes that share a model by its tensors see the same one."""
+    """Return the share of its batch that one process counts: tensor-parallel processes see the same one."""
     sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return float(sampling.get("num_replicas", trainer.world_size)) / trainer.world_size
 

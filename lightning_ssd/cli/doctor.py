@@ -33,7 +33,7 @@ _LOCAL_SSD = "a directory on a local SSD that this user may write to"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectoryReport:
-    """What a directory would be as a tier."""
+    """Facts about a directory as a tier."""
 
     path: str
     looked_at: str
@@ -50,7 +50,7 @@ class DirectoryReport:
     """``None``: not tried, because nothing can be written there."""
     direct_io_detail: str
     drives: list[dict[str, Any]]
-    """What each drive tells of its life."""
+    """Health of each drive, as it reports it."""
     endurance_unknown: str | None
     """Why a drive does not tell."""
 
@@ -215,7 +215,7 @@ def _choose_backend(
 
 
 def _notes(reports: Sequence[DirectoryReport], memory: dict[str, Any]) -> list[str]:
-    """What works, and might work better."""
+    """Return notes on what works and might work better."""
     notes: list[str] = []
     places: dict[int, list[str]] = {}
     for report in reports:

@@ -1,4 +1,4 @@
-"""What to change, in plain words. Each rule looks at one report and has one sentence to say, or none."""
+"""Advise what to change, in plain words. Each rule looks at one report and has one sentence to say, or none."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def _cards(report: RunReport) -> str:
 
 
 def _fit(report: RunReport) -> str:
-    """Whoever reads this has a run that went on to its end: the question is how near to the limit."""
+    """Say how near the run came to the limit: it went on to its end."""
     peak, room = report.peak_bytes, report.machine.get("memory_bytes")
     if peak is None or not room:
         return ""
@@ -199,7 +199,7 @@ def _wear(report: RunReport) -> str:
 
 
 def _drives(report: RunReport) -> str:
-    """What each moved while it was busy; of several together where they have no numbers of their own."""
+    """Tabulate what each drive moved while it was busy; of several together where they have no numbers of their own."""
     names = [(f"drive {n}", f"io/drive{n}_") for n in range(NUM_DRIVES) if f"io/drive{n}_write_gib" in report.metrics]
     rows = [
         (name, *(_rate(report.metrics.get(f"{prefix}{way}_gib_per_s")) for way in ("write", "read")))

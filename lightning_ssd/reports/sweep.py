@@ -26,16 +26,16 @@ class Job:
     """One run. ``None``: it does not tell."""
 
     name: str
-    """Of its directory, below that of the sweep."""
+    """Path of its directory below that of the sweep."""
     overrides: tuple[str, ...]
-    """What it was told on the command line, and not all jobs were."""
+    """Overrides on its command line that not all jobs have."""
     step_s: float | None = None
     peak_bytes: int | None = None
-    """Of all memory, above what the run holds at rest."""
+    """Peak of all memory above what the run holds at rest."""
     settled_peak_bytes: int | None = None
     """Saved activations in memory, as in the verdict."""
     saved_peak_bytes: int | None = None
-    """What keeping all of them would have held."""
+    """Bytes that keeping all of them would have held."""
     written_bytes: int | None = None
     """To drives, per step."""
     stall_s: float | None = None
