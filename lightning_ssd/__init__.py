@@ -1,21 +1,12 @@
-"""Train models that do not fit: tensors that nobody needs right now wait on NVMe SSDs.
+"""Train models that do not fit: offload tensors to NVMe SSDs between their uses.
 
 Importing the package registers ``Trainer(strategy="ssd_offload")``, ``Trainer(strategy="ssd_offload_fsdp")``,
 ``Fabric(strategy="ssd_offload")`` and the other names of :mod:`lightning_ssd.strategies.names`, with ``lightning`` and
 with ``pytorch_lightning``.
 """
 
-from lightning_ssd.callback import OffloadCallback
-from lightning_ssd.config import HardwareProfile, OffloadPolicy
-from lightning_ssd.huggingface import OffloadTrainerMixin
-from lightning_ssd.monitor import OffloadMonitor
-from lightning_ssd.offloader import Offloader
-from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
-from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
-from lightning_ssd.strategies.names import register as _register
-from lightning_ssd.strategies.names import register_strategy
-from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
-from lightning_ssd.telemetry.stats import OffloadStats
+import sys
+import typing
 
 __all__ = [
     "HardwareProfile",
@@ -31,4 +22,29 @@ __all__ = [
     "register_strategy",
 ]
 
-_register()
+_SCRIPT = "lightning_ssd_command"
+
+if typing.TYPE_CHECKING or _SCRIPT not in sys.modules:
+    from lightning_ssd.callback import OffloadCallback
+    from lightning_ssd.config import HardwareProfile, OffloadPolicy
+    from lightning_ssd.huggingface import OffloadTrainerMixin
+    from lightning_ssd.monitor import OffloadMonitor
+    from lightning_ssd.offloader import Offloader
+    from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
+    from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
+    from lightning_ssd.strategies.names import register as _register
+    from lightning_ssd.strategies.names import register_strategy
+    from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
+    from lightning_ssd.telemetry.stats import OffloadStats
+
+    _register()
+else:
+
+    def __getattr__(name: str) -> typing.Any:
+        """Load everything for a user's model that ``lightning-ssd plan`` imports and that asks for a name of ours."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import reload
+
+        del sys.modules[_SCRIPT]
+        return getattr(reload(sys.modules[__name__]), name)

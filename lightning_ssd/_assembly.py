@@ -1,14 +1,15 @@
-"""What an offloader is made of, for one policy on one machine."""
+"""Assemble the parts of an offloader, for one policy on one machine."""
 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """What is there; ``None`` where the policy needs none."""
+    """The parts; ``None`` where the policy needs none."""
 
     description: str
     """One line: how bytes reach the drive, and where."""
@@ -98,16 +99,12 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
     stack.callback(heap_policy.close)
     if is_mapped and policy.memory_budget is not None:
         _tell_of_foreign_malloc(policy.memory_budget)
-    if is_mapped and is_glibc() and not has_whole_pages():
-        _log.info(
-            "freed memory is given back and mapped anew, which costs page faults; start Python with %s=1 in the "
-            "environment (PyTorch's own switch: large tensors begin with a page), and glibc reuses it",
-            PAGES_VARIABLE,
-        )
     if policy.activations == "recompute":
         description = "blocks are recomputed, all else is kept in memory and counted"
         return Components(description=description, heap_policy=heap_policy)
     backend, directories, why = _open_directories(stack, environment)
+    if is_mapped and is_glibc() and not has_whole_pages() and environment.local_rank == 0:
+        _warn_of_page_faults()
     page_bytes = HUGE_PAGE_BYTES if is_mapped and has_whole_pages() else PAGE_BYTES
     cpu = CpuCosts.here(measure_mapping(page_bytes), page_bytes) if is_mapped else None
     reload = None
@@ -311,6 +308,17 @@ def _refuse_other_devices(device: torch.device) -> None:
 def _locks_host_memory(device: torch.device) -> bool:
     accelerator = accelerator_of(device)
     return accelerator is not None and accelerator.locks_host_memory
+
+
+@cache  # once in a process
+def _warn_of_page_faults() -> None:
+    """Name the switch that makes moving cheap on a CPU, unless the user has set it either way."""
+    if PAGES_VARIABLE not in os.environ:
+        _log.warning(
+            "on this CPU run, start Python with %s=1 in the environment: moving tensors is cheaper then (fewer page "
+            "faults); 0 keeps it off without this message",
+            PAGES_VARIABLE,
+        )
 
 
 def _tell_of_foreign_malloc(memory_budget: int | str) -> None:

@@ -30,7 +30,7 @@ _HOST_SHARE = 4
 
 
 class HostMemory:
-    """What an offloader's activations and optimizers take of the host's memory, together.
+    """Host memory that an offloader's activations and optimizers take together.
 
     Args:
         hardware: says how much.
@@ -66,15 +66,15 @@ class Environment:
     default_directory: str | os.PathLike[str] | None
     """Where the user has named none."""
     subdirectory: str
-    """Of this process, in each of the user's directories; may be empty."""
+    """The directory of this process in each of the user's; may be empty."""
     agree: AllReduceMin | None
     """With the other processes of the run; ``None``: there are none."""
     is_sharded: bool
     """Whether processes have shards of the model (FSDP2), or each has all of it (``DistributedDataParallel``)."""
     num_local_processes: int
-    """Of this run on this machine."""
+    """Processes of this run on this machine."""
     local_rank: int
-    """Of this process among them."""
+    """The number of this process among them."""
     host_memory: HostMemory
     wrap_backend: Callable[[Backend], Backend] | None
 
@@ -95,14 +95,14 @@ class Environment:
 
     @property
     def expected_rates(self) -> Rates:
-        """What the user expects of all directories for one of the processes that share them; 0: nothing is known."""
+        """Rates of all directories that the user expects, for one process that shares them; 0: unknown."""
         share = len(self.paths) / self.num_local_processes
         write, read = self.hardware.rates
         return Rates(share * (write or 0), share * (read or 0))
 
     @property
     def host_budget(self) -> HostMemoryBudget:
-        """Of the host's memory."""
+        """The budget of host memory."""
         return self.host_memory.host_budget(self.device)
 
     @property

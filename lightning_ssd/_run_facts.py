@@ -1,4 +1,4 @@
-"""What a run tells of itself besides its metrics: settings, machine, versions. Plain values, for W&B and reports."""
+"""Settings, machine and versions of a run as plain values, for W&B and reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settings_of(offloader: Offloader | None) -> dict[str, Any]:
 
 
 def machine_of(offloader: Offloader | None, device: torch.device) -> dict[str, Any]:
-    """What the run has found where it runs. What is not known is left out, and nothing is measured for it: the drives'
+    """Return the facts about the machine that the run knows. Nothing is measured, and unknown facts are absent: drive
     rates are those of the probe, where there was one, and of the run so far.
     """
     rates = None if offloader is None else offloader.drive_rates
@@ -45,7 +45,7 @@ def machine_of(offloader: Offloader | None, device: torch.device) -> dict[str, A
 
 
 def versions() -> dict[str, str]:
-    """Of this package and of what it stands on, as far as they are installed."""
+    """Return the versions of this package and of the libraries below it that are installed."""
     found = {}
     for library in _LIBRARIES:
         try:

@@ -72,7 +72,7 @@ class OffloadCallback(Callback):
         ConfigError: the policy moves weights or gradients.
     """
 
-    def __init__(self, *, policy: OffloadPolicy | None = None, hardware: HardwareProfile | None = None) -> None:
+    def __init__(self, policy: OffloadPolicy | None = None, *, hardware: HardwareProfile | None = None) -> None:
         self.policy, self.hardware = check_options(policy, hardware)
         for name in ("parameters", "gradients"):
             if (value := getattr(self.policy, name)) != "keep":

@@ -1,4 +1,4 @@
-"""What a user sets: ``OffloadPolicy`` (what to move, how far) and ``HardwareProfile`` (where to, with what).
+"""The user's settings: ``OffloadPolicy`` (what to move, how far) and ``HardwareProfile`` (where to, with what).
 
 Both are frozen, keyword-only and checked when built. Sizes may be written as ``"20GiB"``; they are kept as
 written, so that ``repr`` prints what the user wrote, and read through :func:`parse_size`.
@@ -48,7 +48,7 @@ def _as_tuple(name: str, value: object, allowed: str) -> tuple[object, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPolicy:
-    """What is moved, and how much slower a step may get for it. Every default works without a thought."""
+    """Say what is moved, and how much slower a step may get for it. Every default works without a thought."""
 
     activations: Literal["auto", "offload", "keep", "recompute", "recompute_offload"] = "auto"
     """Saved activations: "auto" moves and profiles the first step of each shape, and plans (keep, move or recompute),
@@ -80,7 +80,7 @@ class OffloadPolicy:
     with ``activations="auto"``; weights and gradients leave for it with ``parameters="auto"``."""
 
     activation_budget: Size | None = None
-    """The same for resident saved activations alone, from the first step on. Where no plan keeps it, steps exceed it
+    """Limit of resident saved activations alone, from the first step on. Where no plan keeps it, steps exceed it
     until the first one is planned, and training stops with a ``BudgetError``."""
 
     max_slowdown: float = 1.05
@@ -91,7 +91,7 @@ class OffloadPolicy:
     """Saved storages below this size are kept: they cost more to move than they free. 0 moves everything."""
 
     recompute_modules: Sequence[str] | str = ()
-    """What may be recomputed: names of classes of blocks, or "blocks" for the repeated blocks of the model, found by
+    """Blocks that may be recomputed: names of their classes, or "blocks" for the repeated blocks of the model, found by
     themselves. Empty: nothing with ``activations="auto"``; with "recompute" and "recompute_offload", which ask for it,
     the repeated blocks."""
 
@@ -159,9 +159,8 @@ class OffloadPolicy:
             )
         if self.gradients != "keep" and self.optimizer_states == "keep":
             raise ConfigError(
-                f"{owner}.gradients={self.gradients!r} with optimizer_states='keep' would be ignored: the update "
-                "would bring all of them back at once; allowed: optimizer_states='offload', which updates one part "
-                "after another"
+                f"{owner}.gradients={self.gradients!r} needs optimizer_states='offload'; without it the update brings "
+                "all gradients back at once"
             )
         if self.recompute_modules and self.activations in ("offload", "keep"):
             raise ConfigError(
@@ -240,7 +239,7 @@ class HardwareProfile:
     ``None``: unknown, the trial counts."""
 
     read_rate: Size | None = None
-    """The same for what each gives."""
+    """Read rate that the user expects of each directory."""
 
     allow_unsuitable_paths: bool = False
     """Accept tmpfs (which is memory, so nothing is saved) and network file systems (which may be slow)."""

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What the system says where a file system, or a user's part of it, is full."""
+"""Error codes of a file system, or a user's part of it, that is full."""
 
 
 _Error = TypeVar("_Error", bound=BaseException)
@@ -86,7 +86,7 @@ class ShortTransferError(StorageError):
 
 
 class CorruptionError(StorageError):
-    """What was read back is not what was written, twice. The message names tensor, path and offset."""
+    """Two reads returned other bytes than were written. The message names tensor, path and offset."""
 
 
 class RecomputeError(OffloadError, RuntimeError):

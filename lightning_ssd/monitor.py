@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,14 @@ from lightning_ssd.reports.files import write_report
 from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
 from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import RunReport
+from lightning_ssd.reports.verdict import Verdict, judge
 from lightning_ssd.telemetry.metrics import MEASURED, METRICS, MetricWindow, compute, merge_ranks
-from lightning_ssd.telemetry.run_summary import RunFacts, headline, summarize_run
 from lightning_ssd.telemetry.stats import OffloadStats
 from lightning_ssd.telemetry.throughput import BatchSize, batch_size_of
 
 __all__ = ["OffloadMonitor"]
 
+_log = logging.getLogger(__name__)
 _TB = 10**12
 _WITHOUT_OFFLOADER = ("time/step_s", "memory/device_peak_gib", "memory/host_peak_gib")
 
@@ -50,14 +52,17 @@ class OffloadMonitor(Callback):
     does not offload, the monitor says so once and records time and memory peaks alone, so that runs with and without us
     can be compared with one callback.
 
-    Optimizer steps 2, 4, 8, 16 ... and the last one are recorded where somebody looks: memory over the step, transfers
+    Optimizer steps 2, 4, 8, 16 ... and the last one are recorded where a report or a logger takes pictures:
+    memory over the step, transfers
     beside what the model does, and the lives of the largest saved tensors. W&B and TensorBoard get them as pictures
     (``offload/...``), W&B the settings as well; ``report_dir`` gets a page. Of several processes, the first one is
     recorded.
 
     Args:
-        prog_bar: show resident GiB, GiB written to SSD per step and the share of stalls on the progress bar.
-        verdict: print one paragraph at the end of ``fit``; it is in :attr:`summary` in any case.
+        prog_bar: show on the progress bar the peak of saved activations in memory (``act``, GiB), what a step writes to
+            drives (``ssd``, GiB) and the share of stalls (``wait%``).
+        verdict: print a headline, at most three lines and the next step at the end of ``fit``; the text is in
+            :attr:`summary` in any case.
         reset_peaks: let all peaks begin anew after each row, so that a row holds the peak since the row before. Off by
             default, because PyTorch's and the system's peaks belong to every reader in the process.
         report_dir: a directory for ``report.html``, ``report.json``, still pictures and traces, written at the end of
@@ -124,7 +129,7 @@ class OffloadMonitor(Callback):
             self._wants_records = self.records_steps(trainer)
 
     def records_steps(self, trainer: pl.Trainer) -> bool:
-        """Whether somebody looks at recorded steps: a report, or a logger that takes pictures."""
+        """Return whether a report or a logger takes pictures of recorded steps."""
         return self.report_dir is not None or any(map(takes_charts, _experiments(trainer)))
 
     @override
@@ -216,9 +221,9 @@ class OffloadMonitor(Callback):
         if "io/stall_s" not in sample:
             return
         bar = {
-            "resident_gib": sample["memory/activations_resident_peak_gib"],
-            "ssd_gib": sample["io/write_gib"],
-            "stall_pct": 100 * sample["io/stall_s"] / self._step_s if self._step_s > 0 else 0.0,
+            "act": sample["memory/activations_resident_peak_gib"],
+            "ssd": sample["io/write_gib"],
+            "wait%": 100 * sample["io/stall_s"] / self._step_s if self._step_s > 0 else 0.0,
         }
         rounded = {key: float(f"{value:.3g}") for key, value in bar.items()}
         pl_module.log_dict(rounded, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
@@ -246,41 +251,26 @@ class OffloadMonitor(Callback):
         if trainer.barebones:
             return
         # Now, because the strategy closes the offloader before on_fit_end.
-        offloader = _offloader_of(trainer)
-        stats = None if offloader is None else offloader.stats
-        optimizers = () if offloader is None else offloader.optimizer_stats
-        if stats is not None:
-            self._written_now = stats.with_optimizers(optimizers).bytes_written
-        plan = None if offloader is None else offloader.plan_report
-        metrics = self._run.result()
-        facts = RunFacts(
-            stats=stats,
-            optimizers=optimizers,
-            policy=None if offloader is None else offloader.policy,
-            backend="" if offloader is None else offloader.description,
-            metrics=metrics,
-            step_s=self._run_s + self._step_s,
-            num_processes=trainer.world_size,
-            unusable=None if offloader is None else offloader.unusable,
-            plan=None if plan is None else plan.text(),
-            overhead=None if plan is None else (plan.measured_overhead, plan.causes()),
-            drive_life_days=metrics.get("wear/drive_life_days"),
-        )
-        self.summary = summarize_run(facts)
+        report = self._report(trainer)
+        if report.stats:
+            self._written_now = round(report.stat("bytes_written")) + sum(o["written_bytes"] for o in report.optimizers)
+        verdict = judge(report)
+        self.summary = verdict.text()
+        _log.info("backend: %s; plan: %s", report.backend, report.plan)
         if trainer.is_global_zero:
-            self._publish_verdict(trainer, headline(facts))
-            self._write_report(trainer, metrics, self.summary)
+            self._publish_verdict(trainer, report, verdict)
+            self._write_report(replace(report, summary=self.summary))
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write the report all the same: whoever has run out of memory wants to see what filled it."""
+        """Write the report: after an out-of-memory error it shows the user what filled the memory."""
         if not self._is_running:
             return
         self._is_running = False
         self._try("record the step that failed", partial(self._end_record, trainer))
         if trainer.is_global_zero:
             summary = f"The run ended early, after step {self._run.num_steps}: {exception!r}"
-            self._write_report(trainer, self._run.result(), summary)
+            self._write_report(replace(self._report(trainer), summary=summary))
 
     def _publish_settings(self, trainer: pl.Trainer) -> None:
         offloader = _offloader_of(trainer)
@@ -292,24 +282,24 @@ class OffloadMonitor(Callback):
         for experiment in _experiments(trainer):
             self._try("log its settings", partial(publish_facts, experiment, config=self._config, summary={}))
 
-    def _publish_verdict(self, trainer: pl.Trainer, line: str) -> None:
-        offloader = _offloader_of(trainer)
-        plan = None if offloader is None else offloader.plan_report
+    def _publish_verdict(self, trainer: pl.Trainer, report: RunReport, verdict: Verdict) -> None:
         # Once more, because the drives' rates are known by now.
-        config = {**self._config, "machine": machine_of(offloader, trainer.strategy.root_device)}
-        if plan is not None:
-            config["plan"] = asdict(plan)
-        summary = {"offload/verdict": line, "offload/summary": self.summary}
+        config = {**self._config, "machine": report.machine}
+        if report.plan is not None:
+            config["plan"] = report.plan
+        summary: dict[str, Any] = {"offload/verdict": verdict.headline, "offload/summary": self.summary}
+        if report.saved_pct is not None:
+            summary["offload/saved_pct"] = report.saved_pct
         for experiment in _experiments(trainer):
             self._try("log its verdict", partial(publish_facts, experiment, config=config, summary=summary))
 
-    def _write_report(self, trainer: pl.Trainer, metrics: dict[str, float], summary: str) -> None:
+    def _write_report(self, report: RunReport) -> None:
         if self.report_dir is None:
             return
         directory = self.report_dir
 
         def write() -> None:
-            rank_zero_info(f"Report: {write_report(self._report(trainer, metrics, summary), directory)[0]}")
+            rank_zero_info(f"Report: {write_report(report, directory)[0]}")
 
         self._try(f"write its report to {os.fspath(directory)}", write)
 
@@ -325,14 +315,13 @@ class OffloadMonitor(Callback):
                     category=UserWarning,
                 )
 
-    def _report(self, trainer: pl.Trainer, metrics: dict[str, float], summary: str) -> RunReport:
+    def _report(self, trainer: pl.Trainer) -> RunReport:
         offloader, num_steps = _offloader_of(trainer), self._run.num_steps
         plan = None if offloader is None else offloader.plan_report
         machine = machine_of(offloader, trainer.strategy.root_device)
         return RunReport(
             title=type(trainer.lightning_module).__name__,
             created=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),  # for people: nothing is computed from it
-            summary=summary,
             num_steps=num_steps,
             step_s=(self._run_s + self._step_s) / num_steps if num_steps else 0.0,
             num_processes=trainer.world_size,
@@ -345,7 +334,7 @@ class OffloadMonitor(Callback):
             optimizers=() if offloader is None else tuple(asdict(one) for one in offloader.optimizer_stats),
             plan=None if plan is None else asdict(plan),
             rates={name: machine[name] for name in ("write_bytes_per_s", "read_bytes_per_s") if name in machine},
-            metrics=metrics,
+            metrics=self._run.result(),
             rows=self._log_of_run.rows,
             records=self._log_of_run.records,
         )
@@ -377,7 +366,7 @@ def _offloader_of(trainer: pl.Trainer) -> Offloader | None:
 
 
 def _experiments(trainer: pl.Trainer) -> list[Any]:
-    """What the loggers of rank zero log to. Dummies, which Lightning puts there for a trial, take anything."""
+    """Return the experiments of rank zero's loggers. Dummies, which Lightning puts there for a trial, take anything."""
     # By name: each of Lightning's packages has its own.
     loggers = [logger for logger in trainer.loggers if type(logger).__name__ != "DummyLogger"]
     return [logger.experiment for logger in loggers if hasattr(logger, "experiment")]
@@ -400,7 +389,7 @@ def _is_last_step(trainer: pl.Trainer) -> bool:
 
 
 def _share_of_samples(trainer: pl.Trainer) -> float:
-    """What one process counts of its batch: processes that share a model by its tensors see the same one."""
+    """Return the share of its batch that one process counts: tensor-parallel processes see the same one."""
     sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return float(sampling.get("num_replicas", trainer.world_size)) / trainer.world_size
 

@@ -89,8 +89,8 @@ class Offloader:
 
     def __init__(
         self,
-        *,
         policy: OffloadPolicy | None = None,
+        *,
         hardware: HardwareProfile | None = None,
         device: torch.device | str | None = None,
         default_directory: str | os.PathLike[str] | None = None,
@@ -102,7 +102,12 @@ class Offloader:
         _wrap_backend: Callable[[Backend], Backend] | None = None,
         _copies: CopyEngine | None = None,
     ) -> None:
-        self.policy = typed("policy", policy, OffloadPolicy, 'OffloadPolicy(activations="offload")')
+        self.policy = typed(
+            "policy",
+            policy,
+            OffloadPolicy,
+            'OffloadPolicy(activations="offload"). In Hydra write lightning_ssd/offload=ssd',
+        )
         self.hardware = typed("hardware", hardware, HardwareProfile, 'HardwareProfile(paths=["/my/ssd"])')
         self._device = None if device is None else torch.device(device)
         self._default_directory = default_directory
@@ -124,7 +129,7 @@ class Offloader:
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
         self._last_stats = self._known_stats = self._sampled = OffloadStats()
         self._recorder: StepRecorder | None = None
-        self._awaits_optimizer = self.policy.optimizer_states == "offload"  # else nobody forgets offload_optimizer
+        self._awaits_optimizer = self.policy.optimizer_states == "offload"  # else none can be forgotten
         self._has_trained = self._has_failed = False
         self.description = "closed"
 
@@ -422,7 +427,7 @@ class Offloader:
         return offloaded
 
     def expect_no_optimizer(self) -> None:
-        """Let :meth:`close` not warn that no optimizer was offloaded: whoever owns us gives all that there are."""
+        """Let :meth:`close` not warn that no optimizer was offloaded: the strategy gives all that there are."""
         self._awaits_optimizer = False
 
     def saved_tensors(self, *, signature: Hashable = None) -> AbstractContextManager[None]:
@@ -438,7 +443,7 @@ class Offloader:
         cache = self._opened()
         current = cache.new_pass(signature)
         self._parts.parameters.begin_pass(lambda: cache.is_alone)
-        current.keep_until_over(self)  # so that nobody closes us meanwhile
+        current.keep_until_over(self)  # or another thread might close us meanwhile
         return current
 
     def end_backward(self) -> None:
@@ -543,7 +548,7 @@ class Offloader:
             optimizers: whose states are counted, besides those that are offloaded.
 
         Returns:
-            Whether it has begun: somebody else's record may be under way.
+            Whether it has begun: another caller's record may be under way.
 
         Raises:
             ConfigError: ``expected_s`` is no length of time.
@@ -563,7 +568,7 @@ class Offloader:
         return True
 
     def mark_record(self, phase: PhaseName) -> None:
-        """Say what the training thread does from now on, where a step is being recorded and nobody else can tell:
+        """Say what the training thread does from now on, where a step is being recorded and only the loop knows:
         ``"data"`` between the batches of one step, for example.
         """
         recorder = self._recorder
@@ -623,10 +628,10 @@ class Offloader:
         return self._cache.drive_rates if self.plan_report is None else (self.machine or Machine()).ssd
 
     def drain_metrics(self, *, step_s: float | None = None) -> dict[str, float]:
-        """What happened since the last call, under the keys of :data:`lightning_ssd.telemetry.metrics.METRICS`.
+        """Return the metrics since the last call, under the keys of :data:`lightning_ssd.telemetry.metrics.METRICS`.
 
         Args:
-            step_s: how long the step took that is over (seconds), where somebody has measured it.
+            step_s: how long the step took that is over (seconds), where the caller has measured it.
         """
         while True:
             before, now = self._sampled, self._moved()
@@ -669,7 +674,7 @@ def _refuse_within(name: str, cache: TensorCache) -> None:
 
 
 def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Of states that stay in memory. An offloaded optimizer counts its own: looking would bring them back."""
+    """Return the bytes of states that stay in memory. An offloaded optimizer counts its own without fetching them."""
     states = [o.state for o in optimizers if not isinstance(o, OffloadedOptimizer)]
     values = [value for state in states for held in state.values() if isinstance(held, dict) for value in held.values()]
     tensors = [local_of(value) for value in values if isinstance(value, torch.Tensor)]

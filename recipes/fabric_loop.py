@@ -84,7 +84,6 @@ def _end(
 ) -> RunSummary:
     fabric.logger.finalize("success")
     offloader = _offloader(fabric)
-    report = None if offloader is None else offloader.plan_report
     summary = RunSummary.of(
         meter,
         model=model,
@@ -94,7 +93,6 @@ def _end(
         stats=None if offloader is None else offloader.stats,
         stats_before=before,
         backend="" if offloader is None else offloader.description,
-        plan="" if report is None else report.text(),
     )
     if isinstance(fabric.strategy, SSDOffloadFabricStrategy):
         fabric.strategy.close()  # the end of the process would do it, too

@@ -64,7 +64,6 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
             losses.append(loss.item())
             print(f"step {step + 1}: loss {losses[-1]:.6f}, {meter.step_s[-1]:.2f} s", flush=True)
         stats, backend = (None, "") if offloader is None else (offloader.stats, offloader.description)
-        report = None if offloader is None else offloader.plan_report
     return RunSummary.of(
         meter,
         model=model,
@@ -74,7 +73,6 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
         stats=stats,
         stats_before=before,
         backend=backend,
-        plan="" if report is None else report.text(),
     )
 
 

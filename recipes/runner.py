@@ -33,7 +33,7 @@ class MeterCallback(pl.Callback):
         self.losses: list[float] = []
         self.stats: OffloadStats | None = None
         self.stats_before = OffloadStats()
-        self.backend = self.plan = self.weights_digest = ""
+        self.backend = self.weights_digest = ""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The device is known from here on."""
@@ -58,7 +58,6 @@ class MeterCallback(pl.Callback):
         offloader: Offloader | None = getattr(trainer.strategy, "offloader", None)
         if offloader is not None:
             self.stats, self.backend = offloader.stats, offloader.description
-            self.plan = "" if offloader.plan_report is None else offloader.plan_report.text()
 
 
 def run(config: DictConfig, *, model: str, offload: str) -> RunSummary:
@@ -103,7 +102,6 @@ def run(config: DictConfig, *, model: str, offload: str) -> RunSummary:
         stats=callback.stats,
         stats_before=callback.stats_before,
         backend=callback.backend,
-        plan=callback.plan,
     )
 
 

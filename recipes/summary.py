@@ -36,7 +36,8 @@ class RunSummary:
     """Hash of all weights at the end."""
     counted: bool = False
     """Whether saved activations went through us; if not, what follows is unknown. All since the warm-up."""
-    resident_peak_bytes: int = 0
+    settled_peak_bytes: int = 0
+    """Saved activations in memory at the worst moment of the second half of the passes, as in the monitor's verdict."""
     saved_peak_bytes: int = 0
     written_bytes_per_step: int = 0
     read_bytes_per_step: int = 0
@@ -44,8 +45,6 @@ class RunSummary:
     weights_bytes: int = 0
     """Weights that wait on drives between their uses."""
     backend: str = ""
-    plan: str = ""
-    """Predicted against measured; empty without a plan."""
 
     @classmethod
     def of(
@@ -59,7 +58,6 @@ class RunSummary:
         stats: OffloadStats | None = None,
         stats_before: OffloadStats | None = None,
         backend: str = "",
-        plan: str = "",
     ) -> RunSummary:
         """Read the meter and the counters, these from ``stats_before`` on; ``stats=None``: nothing was counted."""
         counted: dict[str, Any] = {}
@@ -68,14 +66,13 @@ class RunSummary:
             num_steps = max(1, len(losses) - meter.num_warmup)
             counted = {
                 "counted": True,
-                "resident_peak_bytes": stats.resident_peak_bytes,
+                "settled_peak_bytes": stats.settled_peak_bytes or stats.resident_peak_bytes,
                 "saved_peak_bytes": stats.saved_peak_bytes,
                 "written_bytes_per_step": (stats.bytes_written - before.bytes_written) // num_steps,
                 "read_bytes_per_step": (stats.bytes_read - before.bytes_read) // num_steps,
                 "stall_s_per_step": (stats.stall_s - before.stall_s) / num_steps,
                 "weights_bytes": stats.weights_bytes,
                 "backend": backend,
-                "plan": plan,
             }
         return cls(
             model=model,
@@ -98,7 +95,9 @@ class RunSummary:
         return cls(**json.loads(path.read_text()))
 
     def line(self) -> str:
-        """For people: one line."""
+        """Return it for people: one line."""
+        from lightning_ssd.telemetry.stats import describe_held  # takes seconds, see above
+
         parts = [
             f"model={self.model} offload={self.offload}",
             f"loss {self.losses[-1]:.6f} after {len(self.losses)} steps" if self.losses else "no steps",
@@ -107,11 +106,10 @@ class RunSummary:
         ]
         if self.counted:
             parts += [
-                f"saved activations: {self.resident_peak_bytes / _MIB:,.0f} MiB in memory at most after the warm-up, "
-                f"{self.saved_peak_bytes / _MIB:,.0f} MiB without offloading",
+                f"saved activations {describe_held(self.settled_peak_bytes, self.saved_peak_bytes)}",
                 f"per step {self.written_bytes_per_step / _MIB:,.0f} MiB written, "
                 f"{self.read_bytes_per_step / _MIB:,.0f} MiB read, {self.stall_s_per_step:.3f} s stalled",
             ]
         if self.weights_bytes:
-            parts.append(f"{self.weights_bytes / _MIB:,.0f} MiB of weights wait on the SSD between their uses")
+            parts.append(f"{self.weights_bytes / _MIB:,.0f} MiB of weights offloaded")
         return " | ".join([*parts, f"weights {self.weights_digest[:12]}"])

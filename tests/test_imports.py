@@ -23,7 +23,7 @@ IMPORTS: dict[str, set[str]] = {
     "config": {"errors", "common"},
     "memory": {"errors", "common"},
     "recompute": {"errors", "common"},
-    "telemetry": {"common", "config", "memory"},
+    "telemetry": {"common", "memory"},
     "storage": {"errors", "common", "memory"},
     "wear": {"errors", "storage"},
     "tiers": {"errors", "common", "planning", "memory", "telemetry", "storage"},
@@ -55,7 +55,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "_run_facts": {"memory", "offloader"},
     "_both_packages": {"common"},
-    "reports": {"errors", "common", "telemetry"},
+    "reports": {"errors", "common", "config", "telemetry"},
     "monitor": {"memory", "telemetry", "offloader", "_run_facts", "_both_packages", "reports"},
     "strategies": {
         *("errors", "common", "config", "telemetry", "activations", "optimizer", "optimizer.checkpoint"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.errors import ConfigError
+from lightning_ssd import (
+    HardwareProfile,
+    OffloadCallback,
+    Offloader,
+    OffloadPolicy,
+    SSDOffloadFabricStrategy,
+    SSDOffloadFSDPStrategy,
+    SSDOffloadStrategy,
+)
+from lightning_ssd._assembly import _warn_of_page_faults
+from lightning_ssd.errors import ConfigError, UnsuitablePathError
 from tests.support.offloader_steps import OFFLOAD_ALL, step
 
 
@@ -182,6 +192,49 @@ def test_a_directory_with_such_a_name_is_meant(spill_dir: Path) -> None:
     with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=odd)) as offloader:
         step(offloader)
         assert offloader.stats.bytes_written > 0
+
+
+def test_a_policy_needs_no_name(spill_dir: Path) -> None:
+    """The most natural line to write."""
+    strategies = (SSDOffloadStrategy, SSDOffloadFSDPStrategy, SSDOffloadFabricStrategy, Offloader, OffloadCallback)
+    for make in strategies:
+        assert make(OFFLOAD_ALL).policy == OFFLOAD_ALL
+    with pytest.raises(ConfigError, match=r"In Hydra write lightning_ssd/offload=ssd"):
+        SSDOffloadStrategy("ssd")  # type: ignore[arg-type]
+
+
+def test_a_directory_whose_parent_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, spill_dir: Path) -> None:
+    """Where a drive is to be mounted, the name alone would be made on the system's drive."""
+    for variable in ("HOME", "TMPDIR"):
+        monkeypatch.setenv(variable, str(spill_dir / "home"))
+    (spill_dir / "home").mkdir()
+    monkeypatch.chdir(spill_dir / "home")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    far = spill_dir / "mnt" / "nvme0" / "spill"
+    with pytest.raises(
+        UnsuitablePathError, match=rf"{far} is missing, and so is {spill_dir / 'mnt'}: is the drive mou"
+    ):
+        Offloader(OFFLOAD_ALL, hardware=HardwareProfile(paths=far)).open()
+    assert not (spill_dir / "mnt").exists()
+    for near in (spill_dir / "mnt", spill_dir / "home" / "a" / "b"):
+        with Offloader(OFFLOAD_ALL, hardware=HardwareProfile(paths=near)):
+            assert near.is_dir()
+
+
+def test_the_switch_that_makes_moving_cheap_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, spill_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = "on this CPU run, start Python with THP_MEM_ALLOC_ENABLE=1"
+    hardware = HardwareProfile(paths=spill_dir)
+    for value, count in (("0", 0), (None, 1), (None, 1)):
+        if count != 1 or not caplog.records:
+            _warn_of_page_faults.cache_clear()
+        if value is None:
+            monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+        with Offloader(OFFLOAD_ALL, hardware=hardware):
+            pass
+        warned = [r for r in caplog.records if told in r.getMessage() and r.levelname == "WARNING"]
+        assert len(warned) == count
 
 
 # -- blocks that belong to the compiler --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lightning_ssd.activations.storage_state import State
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from lightning_ssd.activations.saved_storage import Lease, SavedStorage
 
 __all__ = ["Death", "MemoryAccounting"]
+
+_MAX_PEAKS = 64
 
 
 class MemoryAccounting:
@@ -47,6 +50,8 @@ class MemoryAccounting:
         self.num_live = 0
         self.writes: set[SavedStorage] = set()  # queued or under way
         self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
+        self._peaks: deque[int] = deque(maxlen=_MAX_PEAKS)  # of the latest passes
+        self._num_passes = 0
         self._away_on_host_bytes = 0
         self._worst = SavedBytes()  # since somebody took it
         self.recorder: StepRecorder | None = None  # of the step under way; none: nobody looks
@@ -106,6 +111,20 @@ class MemoryAccounting:
         """Where saved activations were when most were saved since the last call; ``None``: none was."""
         worst, self._worst = self._worst, SavedBytes()
         return worst if worst.saved_bytes else None
+
+    def pass_ended(self, peak_bytes: int) -> None:
+        """Note the peak of a pass whose backward has ended."""
+        self._peaks.append(peak_bytes)
+        self._num_passes += 1
+        latest = islice(reversed(self._peaks), (self._num_passes + 1) // 2)
+        self.counters.settled_peak_bytes = max(latest)
+
+    def reset_peaks(self) -> None:
+        """Start the peaks anew at what is in memory now."""
+        counters = self.counters
+        counters.resident_peak_bytes, counters.saved_peak_bytes = counters.resident_bytes, self.saved_bytes
+        counters.settled_peak_bytes = counters.recomputed_bytes = self._num_passes = 0
+        self._peaks.clear()
 
     def occupy(self, record: SavedStorage | KeptStorage) -> None:
         """Memory was taken for a saved storage."""

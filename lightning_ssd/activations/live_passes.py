@@ -344,7 +344,10 @@ class LivePasses:
             all_freed: only those whose graphs are gone; else a backward has just ended, and those that were in it are.
         """
         for current in [] if all_freed else self._passes:
-            current.is_finished = current.is_finished or (current.is_plain and current.is_over)
+            if current.is_plain and current.is_over and not current.is_finished:
+                current.is_finished = True
+                seen = self._seen.get(current.signature)  # it keeps all that passes like it have saved
+                self._note_peak(self._accounting.counters.saved_peak_bytes if seen is None else seen.nbytes)
         for current in self._passes:
             if not (all_freed or current.records or current.is_plain) and current.is_over and self._has_saved(current):
                 self._see(current)
@@ -354,12 +357,17 @@ class LivePasses:
                 continue
             current.is_finished = True
             self._see(current)
+            self._note_peak(self._accounting.window_peak_bytes if current.sizes else 0)
             if current.begin is None:
                 continue
             cpu_s = self._cpu_s(current.begin)
             self._accounting.counters.cpu_s += cpu_s
             if current.cursor is not None and self._scheduler is not None:
                 self._finished.append(self._sum_up(current, current.cursor, current.begin, cpu_s))
+
+    def _note_peak(self, peak_bytes: int) -> None:
+        if peak_bytes:
+            self._accounting.pass_ended(peak_bytes)
 
     def _cpu_s(self, begin: PassBegin) -> float:
         if self._cpu is None:

@@ -35,6 +35,7 @@ from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
+from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.inplace_edits import (
     Origin,
     VersionProbe,
@@ -373,9 +374,10 @@ class TensorCache:
         failure = self.accounting.write_failure
         if failure is not None and not self._warned_of_writes:
             self._warned_of_writes = True
+            (saved,) = format_sizes(self.accounting.counters.saved_peak_bytes)
             warnings.warn(
                 f"offloading failed ({failure}); the tensors concerned stay in memory, results are not affected. "
-                "Further failures are only counted (stats.failures)",
+                f"A pass saves up to {saved} so far. Further failures are only counted (stats.failures)",
                 stacklevel=3,
             )
 
@@ -472,10 +474,7 @@ class TensorCache:
         with self.accounting.lock:
             self.accounting.settle()
             self.accounting.sweep_all()
-            counters = self.accounting.counters
-            counters.resident_peak_bytes = counters.resident_bytes
-            counters.saved_peak_bytes = self.accounting.saved_bytes
-            counters.recomputed_bytes = 0
+            self.accounting.reset_peaks()
             self._passes.count_again()
 
     def flush(self) -> None:

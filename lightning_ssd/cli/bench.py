@@ -39,7 +39,7 @@ _WORD = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What came out."""
+    """Rates and checks of one run."""
 
     directories: tuple[Path, ...]
     alone: tuple[Rates, ...]

@@ -27,7 +27,7 @@ __all__ = ["Described", "load_hardware", "model_builder"]
 
 _PRIMARY = "train.yaml"
 _PACKAGED = Path(__file__).resolve().parents[1] / "conf"
-"""What is installed with the package: options of hardware (and of offload, for Hydra)."""
+"""Options of hardware (and of offload, for Hydra) that are installed with the package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def _imported(name: str) -> Callable[[], nn.Module]:
 
 
 def _checkout_conf() -> Path | None:
-    """Of the current directory, else of the checkout that this package is in."""
+    """Return that of the current directory, else of the checkout that this package is in."""
     places = (Path.cwd() / "conf", Path(__file__).resolve().parents[2] / "conf")
     return next((place for place in places if (place / _PRIMARY).is_file()), None)
 
@@ -178,7 +178,7 @@ def _refuse_near_misses(content: Any) -> None:
 
 
 def _settings(plain: Any, section: str, kind: type[Any]) -> dict[str, Any]:
-    """What a section of a profile sets of a dataclass.
+    """Read the settings of a dataclass from a section of a profile.
 
     Raises:
         ConfigError: there is no such section, or it sets what the class has not.

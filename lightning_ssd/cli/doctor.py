@@ -17,8 +17,9 @@ from lightning_ssd.cli import machine
 from lightning_ssd.cli.output import FAILED, Problem, console, facts_table, reported_errors, show_problems
 from lightning_ssd.common.formatting import escape_control, format_sizes
 from lightning_ssd.config import HardwareProfile
-from lightning_ssd.errors import BackendUnavailableError, StorageError
+from lightning_ssd.errors import BackendUnavailableError, StorageError, UnsuitablePathError
 from lightning_ssd.memory.malloc import PAGES_VARIABLE
+from lightning_ssd.storage.directories import missing_parts
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.filesystem import inspect_directory
 from lightning_ssd.storage.posix import PosixBackend
@@ -32,7 +33,7 @@ _LOCAL_SSD = "a directory on a local SSD that this user may write to"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectoryReport:
-    """What a directory would be as a tier."""
+    """Facts about a directory as a tier."""
 
     path: str
     looked_at: str
@@ -49,7 +50,7 @@ class DirectoryReport:
     """``None``: not tried, because nothing can be written there."""
     direct_io_detail: str
     drives: list[dict[str, Any]]
-    """What each drive tells of its life."""
+    """Health of each drive, as it reports it."""
     endurance_unknown: str | None
     """Why a drive does not tell."""
 
@@ -156,6 +157,13 @@ def _report_on(path: Path, problems: list[Problem]) -> DirectoryReport | None:
 
 def _unsuitable(path: Path, looked_at: Path, file_system: str, kind: str, *, is_writable: bool) -> Problem | None:
     """Why training would refuse the directory."""
+    try:
+        missing_parts(path)
+    except UnsuitablePathError as error:
+        return Problem(_LOCAL_SSD, str(error), "mount the drive, or name another directory")
+    if os.statvfs(looked_at).f_flag & os.ST_RDONLY:
+        got = f"{escape_control(looked_at)} is on a file system that is mounted read-only"
+        return Problem(_LOCAL_SSD, got, "mount it writable, or name another directory")
     if not is_writable:
         got = f"{escape_control(looked_at)} is not writable for user {os.geteuid()}"
         if looked_at != path:
@@ -207,7 +215,7 @@ def _choose_backend(
 
 
 def _notes(reports: Sequence[DirectoryReport], memory: dict[str, Any]) -> list[str]:
-    """What works, and might work better."""
+    """Return notes on what works and might work better."""
     notes: list[str] = []
     places: dict[int, list[str]] = {}
     for report in reports:
@@ -294,14 +302,15 @@ def _directory_lines(report: DirectoryReport) -> list[str]:
         lines.append(f"is missing; training would make it in {escape_control(report.looked_at)}")
     free, total = format_sizes(report.free_bytes, report.total_bytes)
     lines.append(f"{report.file_system} on {escape_control(report.device)}, {free} of {total} free")
-    if report.is_rotational:
-        lines.append("a rotating disk, as the kernel believes (virtual disks often say so wrongly)")
     direct = {True: "yes", False: "no", None: "unknown"}[report.direct_io]
     lines.append(f"direct I/O: {direct}, {report.direct_io_detail}")
     for drive in report.drives:
         written = drive["written_bytes"]
         text = "" if written is None else f"{format_sizes(written, decimal=True)[0]} written so far, "
         lines.append(f"drive {drive['name']}: {text}{drive['percentage_used']} % of its life used")
-    if report.endurance_unknown:
+    if report.endurance_unknown and not report.drives:
+        kind = "the kernel calls it a rotating disk" if report.is_rotational else "virtual, or no NVMe drive"
+        lines.append(f"kind of drive and its used life unknown ({kind}; {report.endurance_unknown})")
+    elif report.endurance_unknown:
         lines.append(f"used life unknown: {report.endurance_unknown}")
     return lines

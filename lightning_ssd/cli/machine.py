@@ -25,12 +25,12 @@ _NVIDIA_FS_DRIVER = Path("/sys/module/nvidia_fs/version")
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, of this package and of what it stands on; ``None``: not installed as a package."""
+    """Return versions of Python, this package and the libraries below it; ``None``: not installed as a package."""
     return {"python": platform.python_version(), **{package: _version(package) for package in _PACKAGES}}
 
 
 def accelerator() -> dict[str, Any]:
-    """Of this PyTorch; its ``type`` is ``None`` where there is only the CPU."""
+    """Return the accelerator of this PyTorch; its ``type`` is ``None`` where there is only the CPU."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or not torch.accelerator.is_available():
         return {"type": None, "driver": _read(_NVIDIA_DRIVER), "built_for_cuda": torch.version.cuda}
@@ -53,7 +53,7 @@ def kvikio() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Of the host, with what limits this process; ``None``: no limit, or unknown."""
+    """Return the host's memory and the limits of this process; ``None``: no limit, or unknown."""
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
         "host_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

@@ -1,41 +1,63 @@
-"""The command ``lightning-ssd``: one file of this package per subcommand."""
+"""The command ``lightning-ssd``: one file of this package per subcommand, imported when it is called."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import typer
 
-from lightning_ssd.cli.bench import bench
-from lightning_ssd.cli.dashboard import dashboard
-from lightning_ssd.cli.doctor import doctor
-from lightning_ssd.cli.plan import plan
-from lightning_ssd.cli.report import report
-from lightning_ssd.cli.sweep_table import sweep_table
+__all__ = ["COMMANDS", "app"]
 
-__all__ = ["app"]
+COMMANDS = {
+    "doctor": ("Show what this machine has, what training would use of it, and why.", "/mnt/nvme0 /mnt/nvme1 --json"),
+    "bench": (
+        "Measure how fast directories are written and read, each alone and all together.",
+        "/mnt/nvme0 /mnt/nvme1 --size 8GiB --write conf/hardware/mine.yaml",
+    ),
+    "plan": (
+        "Predict memory, step time and drive life of a model before it is trained.",
+        "--model llama_8b --batch 1 --sequence 8192 --hardware dgx_h100 --budget 40%",
+    ),
+    "report": (
+        "Write the page, pictures and traces of a run, and say what to change.",
+        "outputs/report --out /tmp/page",
+    ),
+    "dashboard": (
+        "Write the dashboard for runs with OffloadMonitor, and save it to W&B where a key is found.",
+        "--project gpt --json dashboard.json",
+    ),
+    "sweep-table": ("Compare the jobs of a sweep: memory, time, bytes.", "outputs/sweep/2026-01-01_12-00-00"),
+}
+"""Subcommand -> its line in the list, and the arguments of an example."""
+_SETTINGS: dict[str, Any] = {
+    "add_completion": False,
+    "rich_markup_mode": "markdown",  # reflows the docstrings
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
 
 app = typer.Typer(
     name="lightning-ssd",
     help="Tools around training with tensors on SSDs: what this machine can do, and what it would cost.",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",  # reflows the docstrings
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    **_SETTINGS,
 )
 
 
-@app.callback()
-def _several_commands() -> None:
-    """Without this, typer makes an application of a single command that command itself."""
+def _add(name: str, help_line: str, example: str) -> None:
+    """Register a command that loads its libraries when it is called, so that help and typos answer at once."""
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @app.command(name, help=help_line, context_settings=anything, add_help_option=False)
+    def call(context: typer.Context) -> None:
+        module = name.replace("-", "_")
+        single = typer.Typer(**_SETTINGS)
+        single.command(epilog=f"Example: lightning-ssd {name} {example}")(
+            getattr(import_module(f"lightning_ssd.cli.{module}"), module)
+        )
+        single(context.args, prog_name=f"lightning-ssd {name}")
 
 
-app.command(epilog="Example: lightning-ssd doctor /mnt/nvme0 /mnt/nvme1 --json")(doctor)
-app.command(epilog="Example: lightning-ssd bench /mnt/nvme0 /mnt/nvme1 --size 8GiB --write conf/hardware/mine.yaml")(
-    bench
-)
-app.command(
-    epilog="Example: lightning-ssd plan --model llama_8b --batch 1 --sequence 8192 --hardware dgx_h100 --budget 40%"
-)(plan)
-app.command(epilog="Example: lightning-ssd report outputs/report --out /tmp/page")(report)
-app.command(epilog="Example: lightning-ssd dashboard --project gpt --json dashboard.json")(dashboard)
-app.command(epilog="Example: lightning-ssd sweep-table outputs/sweep/2026-01-01_12-00-00")(sweep_table)
+for _name, _texts in COMMANDS.items():
+    _add(_name, *_texts)

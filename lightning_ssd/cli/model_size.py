@@ -1,4 +1,4 @@
-"""What a model takes besides saved activations: its weights, by the units that wait together, and their states."""
+"""Sizes of a model's weights, by the units that are offloaded together, and of their states."""
 
 from __future__ import annotations
 

@@ -48,11 +48,11 @@ _SPARE = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelTrace:
-    """What one pass of a model is like."""
+    """Trace, work and sizes of one pass of a model."""
 
     trace: Trace
     flops: int
-    """Of forward and backward."""
+    """Floating-point operations of forward and backward."""
     num_trained: int
     """Trained parameters."""
     size: ModelSize
@@ -141,7 +141,7 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _converted(old: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What Python has hung on it stays there."""
+    """Keep the attributes that Python has set on it."""
     new = old.detach().to(dtype)
     if not isinstance(old, nn.Parameter):
         return new
@@ -164,7 +164,7 @@ def build_here(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def example_batch(model: nn.Module, batch: int, sequence: int) -> Any:
-    """What the model's own ``example_batch(batch, sequence)`` gives, else token numbers."""
+    """Return the model's own ``example_batch(batch, sequence)``, else token numbers."""
     own = getattr(model, "example_batch", None)
     return torch.ones(batch, sequence, dtype=torch.int64) if own is None else own(batch, sequence)
 
@@ -234,7 +234,7 @@ class _FlopClock:
 
     @property
     def share(self) -> float:
-        """Of the counted operations in all work; 1 where nothing was counted."""
+        """Share of the counted operations in all work; 1 where nothing was counted."""
         return self.flops / self._work if self.flops else 1.0
 
     @staticmethod
@@ -401,7 +401,7 @@ def _num_holders(cdata: int) -> int:
 
 
 def _touched_bytes(func: Any, given: Any, result: Any) -> int:
-    """Of what an operation reads and writes; a view does neither."""
+    """Return the bytes that an operation reads and writes; a view does neither."""
     read, written = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in (given, result))
     shown = {tensor.untyped_storage()._cdata for tensor in read}
     if not func._schema.is_mutable and all(tensor.untyped_storage()._cdata in shown for tensor in written):
@@ -410,7 +410,7 @@ def _touched_bytes(func: Any, given: Any, result: Any) -> int:
 
 
 def _scaled(trace: Trace, factor: float) -> Trace:
-    """The same pass, in another time."""
+    """Return the pass with its times scaled."""
 
     def scaled(part: Any) -> Any:
         times = [field.name for field in fields(part) if field.name.endswith("_s")]

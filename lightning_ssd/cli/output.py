@@ -1,4 +1,4 @@
-"""What all commands say in the same way: tables of facts, problems in three clauses, and the exit code."""
+"""Output that all commands share: tables of facts, problems in three clauses, and the exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Problem:
     expected: str
     got: str
     advice: str
-    """What to do about it."""
+    """The line to write, or the thing to do."""
 
 
 class CommandError(Exception):

@@ -53,7 +53,8 @@ _GIB, _GB = 1 << 30, 10**9
 _HOST_SHARE = 4
 """One part in so many of the host's memory is for host tiers, as in training."""
 _OPERATIONS_PER_BYTE, _OPERATIONS_PER_BYTE_OF_A_CPU = 80.0, 10.0
-"""What training reaches over the rate of the memory: 118, 80 and 66 for an H100, A100 and RTX 4090 by their data sheets
+"""Operations per byte of the memory's rate that training reaches:
+118, 80 and 66 for an H100, A100 and RTX 4090 by their data sheets
 (0.4 of 989, 312 and 165 teraFLOPS; 3.35, 1.56 and 1.01 TB/s). Predictions for a CPU are the same from 5 to 20."""
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -67,12 +68,12 @@ class Outlook:
     num_recomputed: int
     """Blocks."""
     life_days: float | None
-    """Of the first drive to reach its rating; ``None``: no drive is rated."""
+    """Days until the first drive reaches its rating; ``None``: no drive is rated."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What is to be predicted for."""
+    """The model and machine to predict for."""
 
     model: ModelTrace
     tiers: Machine
@@ -324,7 +325,7 @@ def _fixed_bytes(size: ModelSize) -> int:
 
 
 def _fits(task: _Task) -> Iterator[tuple[str, Fit]]:
-    """What weights, gradients and states take, by what of them waits; of several devices, what may wait there."""
+    """Yield the memory of weights, gradients and states, by the part that is offloaded."""
     size, machine = task.model.size, task.described.machine
 
     def fits(**away: Literal["offload"]) -> Fit:

@@ -79,7 +79,7 @@ def _table(jobs: list[Job]) -> Table:
     table.add_column("job", overflow="fold")
     for name in ("s/step", "peak", "activations", "of", "written/step", "stall s"):
         table.add_column(name, justify="right", no_wrap=True)
-    activations = _in_one_unit([*(job.resident_peak_bytes for job in jobs), *(job.saved_peak_bytes for job in jobs)])
+    activations = _in_one_unit([*(job.settled_peak_bytes for job in jobs), *(job.saved_peak_bytes for job in jobs)])
     columns = [
         [escape("\n".join(job.overrides) or job.name) for job in jobs],
         [_number(job.step_s) for job in jobs],

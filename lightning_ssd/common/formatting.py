@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-__all__ = ["escape_control", "format_size", "format_sizes", "pluralize"]
+__all__ = ["as_setting", "escape_control", "format_sizes", "pluralize"]
 
 _BINARY = (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1))
 _QUARTER = 1 << 28
@@ -31,15 +29,12 @@ def _number(value: float, digits: int) -> str:
     return f"<{least:g}" if 0 < value < least / 2 else f"{value:,.{digits}f}"
 
 
-def format_size(nbytes: int) -> str:
-    """``1572864 bytes (1.5 MiB)``: to the byte for who compares, and in a form that can be given back as a setting.
-
-    What is in parentheses is never less than the bytes, so that a budget that is copied from it is large enough.
-    """
-    unit, unit_bytes = ("MiB", 1 << 20) if nbytes >= 1 << 20 else ("KiB", 1 << 10)
-    if nbytes and nbytes % _QUARTER == 0:  # else two digits of GiB would be too coarse
-        unit, unit_bytes = "GiB", 1 << 30
-    return f"{nbytes} bytes ({math.ceil(100 * nbytes / unit_bytes) / 100:.2f}".rstrip("0").rstrip(".") + f" {unit})"
+def as_setting(nbytes: int) -> str:
+    """Return a size as a setting takes it, such as ``"470MiB"``: never less than the bytes, at most 0.1 % more."""
+    for unit, unit_bytes in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes and (nbytes % unit_bytes == 0 or nbytes >= unit_bytes << 10):
+            return f'"{-(-nbytes // unit_bytes)}{unit}"'
+    return str(nbytes)
 
 
 def pluralize(number: int, one: str, many: str) -> str:

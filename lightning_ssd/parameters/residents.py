@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_ssd.common.dtensor import local_of
-from lightning_ssd.common.formatting import format_size, format_sizes, pluralize
+from lightning_ssd.common.formatting import as_setting, format_sizes, pluralize
 from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.memory.gauge import Gauge, PresentWeights
@@ -203,7 +203,7 @@ class Residents:
         """Let what was decided on one module before be so; see :meth:`choose`."""
         staying = self.reconsider(module, movable, spare_bytes=0)
         waiting = sum(weights.nbytes for weights in movable if weights.waits)
-        self.text = f"as before, {format_size(waiting)} of weights wait on drives"
+        self.text = f"as before, {format_sizes(waiting)[0]} of weights wait on drives"
         return staying
 
     @contextmanager
@@ -319,15 +319,15 @@ class Residents:
         budget, least = self._needs.memory_budget, others_bytes + gradient_bytes + used_bytes
         if budget is None or least <= budget:
             return
-        ways = ["raise the budget", "lower min_tensor_bytes so that smaller weights wait"]
+        ways = ["raise the budget", "lower min_tensor_bytes so that smaller weights leave"]
         if self._needs.keeps_states and staying_bytes:
-            ways.append("let trained weights wait, too (optimizer_states='offload')")
+            ways.append('set optimizer_states="offload", with which trained weights leave')
         others, gradients, used = format_sizes(others_bytes, gradient_bytes, used_bytes)
         raise BudgetError(
-            f"OffloadPolicy.memory_budget={format_size(budget)} cannot be kept, even if all weights wait that can; "
-            f"expected more than {format_size(least)}: {others} that the process holds besides these weights, "
-            f"{gradients} of gradients that stay, and {used} of weights in use; saved activations come on top; "
-            f"{', or '.join(ways)}"
+            f"OffloadPolicy.memory_budget={as_setting(budget)} is too small, even if all weights leave that can: this "
+            f"model needs more than {as_setting(least)} ({others} that the process holds besides these weights, "
+            f"{gradients} of gradients that stay, and {used} of weights in use), and saved activations on top. "
+            f"{', or '.join(ways).capitalize()}"
         )
 
     def _outlook(

@@ -1,1 +1,1 @@
-"""What a person looks at after a run, or during it: pictures, a page, a trace, advice. Nothing here trains."""
+"""Pictures, a page, a trace and advice on a run, for people. Nothing here trains."""

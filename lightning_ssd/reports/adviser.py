@@ -1,4 +1,4 @@
-"""What to change, in plain words. Each rule looks at one report and has one sentence to say, or none."""
+"""Advise what to change, in plain words. Each rule looks at one report and has one sentence to say, or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import intersection, union_s
-from lightning_ssd.telemetry.run_summary import is_much_held_elsewhere
 from lightning_ssd.telemetry.step_record import PhaseName, StepRecord
 
 __all__ = ["advise"]
@@ -20,6 +19,7 @@ _BUSY = 0.7
 """Share of a wait in which the drives read, for them to be what was waited for."""
 _YEAR_DAYS = 365
 _OFF = 0.15
+_MUCH = 0.05
 _HALF = 0.5
 _MIB = 1 << 20
 
@@ -27,7 +27,7 @@ _MIB = 1 << 20
 def advise(report: RunReport) -> list[str]:
     """Return one sentence or two for each thing worth changing, the most urgent first; never nothing."""
     found = [sentence for rule in _RULES if (sentence := rule(report)) is not None]
-    return found or ["Nothing needs to change: no wait, no failure and no wear is worth a setting."]
+    return found or ["Nothing needs to change: keep these settings."]
 
 
 def _failures(report: RunReport) -> str | None:
@@ -51,7 +51,7 @@ def _unusable(report: RunReport) -> str | None:
 
 def _held_elsewhere(report: RunReport) -> str | None:
     held, saved, kept = map(report.stat, ("bytes_held_elsewhere", "bytes_saved", "bytes_kept"))
-    if not is_much_held_elsewhere(held, saved, kept):
+    if held <= _MUCH * (saved - kept):  # a loop's variables hold a little when backward begins
         return None
     held_text, sent_text = format_sizes(held, saved - kept)
     return (
@@ -106,19 +106,23 @@ def _update_waits(report: RunReport) -> str | None:
     )
 
 
-def _states_stay(report: RunReport) -> str | None:
-    record = _last(report)
-    policy = report.policy
-    if record is None or policy is None or policy.get("optimizer_states") != "keep":
+def _next_rung(report: RunReport) -> str | None:
+    """Name the largest part that could still leave memory."""
+    policy, record = report.policy, _last(report)
+    if policy is None:
         return None
-    most = max((point.resident_bytes for point in record.activations), default=0)
-    if record.state_bytes < 64 * _MIB or record.state_bytes <= most:
-        return None
-    states, activations = format_sizes(record.state_bytes, most)
-    return (
-        f"Optimizer states take {states} all the time, more than saved activations at their peak ({activations}): "
-        'optimizer_states="offload" lets them wait on the SSD.'
-    )
+    settled, saved = report.settled_bytes, report.held("saved")
+    states = 0 if record is None else record.state_bytes
+    if policy["optimizer_states"] == "keep" and states > max(settled, _MIB):
+        sizes = format_sizes(states, settled)
+        return 'Optimizer states take {}, saved activations {}: set optimizer_states="offload".'.format(*sizes)
+    if policy["activations"] == "auto" and settled > _HALF * saved >= _MIB:
+        budget = math.ceil(_HALF * settled / _MIB)
+        return (
+            f"To hold less than {format_sizes(settled)[0]} of saved activations whatever it costs: "
+            f'activations="offload", or activation_budget="{budget}MiB".'
+        )
+    return None
 
 
 def _nothing_offloads(report: RunReport) -> str | None:
@@ -129,6 +133,14 @@ def _nothing_offloads(report: RunReport) -> str | None:
     if policy.get("activations") != "keep" or not saved:
         return None
     return f'Saved activations take {format_sizes(saved)[0]} at their peak; activations="auto" moves what pays.'
+
+
+def _too_small(report: RunReport) -> str | None:
+    policy, num = report.policy, int(report.stat("num_kept_small"))
+    if policy is None or policy["activations"] in ("keep", "recompute") or report.stat("bytes_saved") or not num:
+        return None
+    smaller = max(parse_size(policy["min_tensor_bytes"]) >> 4, 4096)
+    return f'To move smaller saved activations: min_tensor_bytes="{smaller >> 10}KiB".'
 
 
 def _costs_more(report: RunReport) -> str | None:
@@ -142,10 +154,10 @@ def _costs_more(report: RunReport) -> str | None:
         return None
     malloc = str(report.machine.get("malloc", ""))
     is_dear = report.machine.get("device") == "cpu" and malloc.startswith("glibc") and "whole pages" not in malloc
-    cheaper = " Moving is cheaper with THP_MEM_ALLOC_ENABLE=1 in the environment of the next run." if is_dear else ""
+    cheaper = " Start Python with THP_MEM_ALLOC_ENABLE=1: moving tensors is cheaper then (fewer page faults)."
     return (
         f"Moving took {100 * plan['measured_overhead']:.1f} % of a pass, more than the {100 * promised:.0f} % that "
-        f"max_slowdown allows.{cheaper}"
+        f"max_slowdown allows.{cheaper if is_dear else ''}"
     )
 
 
@@ -189,15 +201,6 @@ def _slower_than_told(report: RunReport) -> str | None:
     return None
 
 
-def _life_unknown(report: RunReport) -> str | None:
-    if "wear/drive_life_days" in report.metrics or not report.stat("bytes_written"):
-        return None
-    return (
-        "How long the drives live is not known: give the vendor's rating, such as "
-        'HardwareProfile(drive_endurance="600TB") (the "TBW" of the data sheet).'
-    )
-
-
 _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _failures,
     _unusable,
@@ -208,10 +211,10 @@ _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _update_waits,
     _slower_than_told,
     _costs_more,
-    _states_stay,
     _wears,
     _predictions,
-    _life_unknown,
+    _too_small,
+    _next_rung,
 )
 
 

@@ -1,4 +1,4 @@
-"""What each picture shows, as plain numbers. How it is drawn is another matter: ``plotly_charts``, ``png_charts``.
+"""Content of each picture, as plain numbers. How it is drawn is another matter: ``plotly_charts``, ``png_charts``.
 
 The same charts go to the report's page, to its PNG files, and to the loggers.
 """
@@ -29,7 +29,7 @@ __all__ = [
 Role = Literal[
     "weights", "gradients", "states", "activations", "other", "keep", "write", "read", "wait", "away", "measure"
 ]
-"""What is drawn; a renderer gives each its colour."""
+"""Kind of series; a renderer gives each its colour."""
 
 _MAX_POINTS = 1200
 _MAX_BARS = 1500
@@ -48,7 +48,7 @@ class Series:
     kind: Literal["area", "line", "dashed", "points"] = "line"
     """Areas are stacked, in the order of the chart."""
     labels: tuple[str, ...] = ()
-    """Of the points, where they have names."""
+    """Names of the points, where they have some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Chart:
     """One picture."""
 
     key: str
-    """Of its file, and under ``offload/`` in a logger."""
+    """Name of its file, and under ``offload/`` in a logger."""
     title: str
     x_title: str
     y_title: str = ""
@@ -89,7 +89,7 @@ def memory_over_step(record: StepRecord) -> Chart:
     """All memory over one step, stacked by what it is, under the line of what keeping would have held.
 
     What is neither weights, gradients, states nor saved activations is told together, and gradients with it where
-    nobody could look at them in backward. What the process holds at all times besides is left out, and told in the
+    they cannot be read in backward. What the process holds at all times besides is left out, and told in the
     title.
     """
     times = _moments(record)
@@ -137,7 +137,7 @@ def memory_over_step(record: StepRecord) -> Chart:
 
 
 def transfers(record: StepRecord) -> Chart:
-    """What moved when, a lane for each drive and direction, under what the training thread did and waited for."""
+    """Draw what moved when, a lane for each drive and direction, under what the training thread did and waited for."""
     lanes = sorted(
         {(move.lane, move.direction) for move in record.moves}, key=lambda lane: (lane[0], lane[1] == "read")
     )
@@ -207,7 +207,7 @@ def over_run(rows: Sequence[Mapping[str, float]], keys: Iterable[tuple[str, str,
 
 
 def overhead_over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
-    """What moving cost the passes that followed a plan, by cause, under what was predicted.
+    """Draw what moving cost the passes that followed a plan, by cause, under what was predicted.
 
     Args:
         rows: with ``step`` and keys of the metrics' table.

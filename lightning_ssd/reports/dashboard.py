@@ -28,7 +28,7 @@ class Panel:
 
     title: str
     keys: tuple[str, ...]
-    """Of the metrics' table, or of pictures."""
+    """Keys of the metrics' table, or of pictures."""
     kind: Literal["line", "media"] = "line"
 
 

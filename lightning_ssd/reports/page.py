@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from html import escape
 
 from lightning_ssd.common.formatting import format_sizes, pluralize
+from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.reports.adviser import advise
 from lightning_ssd.reports.charts import Chart, over_run, overhead_over_run, step_charts
 from lightning_ssd.reports.plotly_charts import draw_with_plotly
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import NUM_DRIVES
+from lightning_ssd.telemetry.stats import describe_held
 from lightning_ssd.telemetry.step_record import StepRecord
 
 __all__ = ["render_page", "report_charts"]
@@ -31,6 +34,7 @@ p, li { margin: 6px 0; overflow-wrap: anywhere } .faint { color: var(--faint); f
 .cards { display: grid; gap: 10px; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin: 14px 0 }
 .card { background: var(--card); border-radius: 8px; padding: 10px 12px; font-size: .9rem;
         display: flex; flex-direction: column; justify-content: space-between }
+.card:first-child { grid-column: span 2 } .card:first-child b { font-size: 2rem }
 .card b { font-size: 1.3rem; font-variant-numeric: tabular-nums }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0 }
@@ -73,8 +77,9 @@ def render_page(report: RunReport) -> str:
         [
             f"<h1>{escape(report.title)}</h1>",
             f'<p class="faint">{escape(_facts(report))}</p>',
+            *(f"<p>{escape(line)}</p>" for line in report.summary.splitlines()),
             _cards(report),
-            _section("Did it fit?", _fit(report), f"<p>{escape(report.summary)}</p>" if report.summary else ""),
+            _section("Did it fit?", _fit(report)),
             _section("What did it cost?", _cost(report), pictures.get("overhead_over_run")),
             _section("Where is the memory?", "", pictures.get("memory_over_step"), pictures.get("over_run")),
             _section("Did the drives' work hide behind the model's?", _overlap(report), pictures.get("transfers")),
@@ -113,23 +118,22 @@ def _facts(report: RunReport) -> str:
 
 
 def _cards(report: RunReport) -> str:
-    resident, saved = format_sizes(report.held("resident"), report.held("saved"))
+    held = f"saved activations {describe_held(report.settled_bytes, report.held('saved'))}"
     stall_s = report.metrics.get("io/stall_s")
     share = 100 * stall_s / report.step_s if stall_s is not None and report.step_s > 0 else None
     cards = [
-        ("saved activations, at most", resident if report.stats else None),
-        ("with all of them kept", saved if report.stats else None),
+        (held, None if report.saved_pct is None else f"saved {report.saved_pct} %"),
         ("peak of all memory", None if report.peak_bytes is None else format_sizes(report.peak_bytes)[0]),
         ("one step", f"{report.step_s:.3g} s"),
-        ("of it, waiting", None if share is None else f"{share:.1f} %"),
-        ("written to drives", format_sizes(report.metrics.get("wear/written_tb", 0.0) * 1e12, decimal=True)[0]),
+        ("stalled, of the step", None if share is None else f"{share:.1f} %"),
+        ("written to drives", format_sizes(report.metrics.get("wear/written_tb", 0.0) * 1e12)[0]),
     ]
     shown = "".join(f'<div class="card">{escape(name)}<b>{escape(value)}</b></div>' for name, value in cards if value)
     return f'<div class="cards">{shown}</div>'
 
 
 def _fit(report: RunReport) -> str:
-    """Whoever reads this has a run that went on to its end: the question is how near to the limit."""
+    """Say how near the run came to the limit: it went on to its end."""
     peak, room = report.peak_bytes, report.machine.get("memory_bytes")
     if peak is None or not room:
         return ""
@@ -186,16 +190,16 @@ def _wear(report: RunReport) -> str:
     if not written:
         return "<p>Nothing was written to a drive.</p>"
     days = report.metrics.get("wear/drive_life_days")
-    told = (
-        "The drives' ratings are not known" if days is None else f"At this rate a drive's rating lasts {days:,.0f} days"
-    )
+    told = 'The drives\' ratings are not known (HardwareProfile(drive_endurance="600TB") says it)'
+    if days is not None:
+        told = f"At this rate a drive's rating lasts {days:,.0f} days"
     sizes = (written * 1e12, report.metrics.get("io/write_gib", 0.0) * _GIB)
     so_far, per_step = (escape(format_sizes(nbytes, decimal=True)[0]) for nbytes in sizes)
-    return f"<p>{so_far} written so far, {per_step} per step. {told}.</p>{_drives(report)}"
+    return f"<p>{so_far} written so far, {per_step} per step. {escape(told)}.</p>{_drives(report)}"
 
 
 def _drives(report: RunReport) -> str:
-    """What each moved while it was busy; of several together where they have no numbers of their own."""
+    """Tabulate what each drive moved while it was busy; of several together where they have no numbers of their own."""
     names = [(f"drive {n}", f"io/drive{n}_") for n in range(NUM_DRIVES) if f"io/drive{n}_write_gib" in report.metrics]
     rows = [
         (name, *(_rate(report.metrics.get(f"{prefix}{way}_gib_per_s")) for way in ("write", "read")))
@@ -209,10 +213,16 @@ def _rate(gib_per_s: float | None) -> str:
 
 
 def _settings(report: RunReport) -> str:
+    """Return what differs from the defaults, and all settings folded away."""
     given = {**(report.policy or {}), **(report.hardware or {})}
-    return (
-        f'<div class="wide">{_table(("setting", "value"), [(name, str(value)) for name, value in given.items()])}</div>'
-    )
+    if not given:
+        return ""
+    usual = {**asdict(OffloadPolicy()), **asdict(HardwareProfile())}
+    rows = [(name, str(value)) for name, value in given.items()]
+    changed = [(name, value) for name, value in rows if value not in (str(usual.get(name)), "[]")]
+    shown = _table(("setting", "value"), changed) or "<p>All settings have their defaults.</p>"
+    folded = f"<details><summary>All settings</summary>{_table(('setting', 'value'), rows)}</details>"
+    return f'<div class="wide">{shown}{folded}</div>'
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

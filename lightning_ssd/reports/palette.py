@@ -23,7 +23,7 @@ COLORS: dict[Role, str] = {
     "measure": "#0072b2",
 }
 PHASE_COLORS = {"forward": "#0072b2", "backward": "#e69f00", "update": "#009e73"}
-"""Of the bands behind; drawn faintly. What has none is blank."""
+"""Colours of the bands behind; drawn faintly. A phase without one is blank."""
 BAR_NAMES: dict[Role, str] = {
     "activations": "in memory",
     "away": "away",
@@ -31,4 +31,4 @@ BAR_NAMES: dict[Role, str] = {
     "read": "read",
     "wait": "training waits",
 }
-"""Of intervals, in legends."""
+"""Names of intervals, in legends."""

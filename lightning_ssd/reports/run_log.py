@@ -1,4 +1,4 @@
-"""What a run leaves for its report while it goes on: rows of metrics and recorded steps, in bounded memory."""
+"""Keep what a report needs while the run goes on: rows of metrics and recorded steps, in bounded memory."""
 
 from __future__ import annotations
 

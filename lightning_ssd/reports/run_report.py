@@ -1,4 +1,4 @@
-"""All that is told of one run, in one object that is a JSON file between the run and whoever looks at it."""
+"""Everything reported about one run, in one object that is written as JSON and read by every renderer."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class RunReport:
     title: str
     created: str
     """When, for people."""
-    summary: str
-    """The verdict of ``OffloadMonitor``."""
     num_steps: int
     """Optimizer steps that were measured."""
     step_s: float
-    """Of one of them, on average, without data loading and validation."""
+    """Time of one of them, on average, without data loading and validation."""
+    summary: str = ""
+    """The verdict of ``OffloadMonitor``, or how the run ended."""
     num_processes: int = 1
     backend: str = ""
     unusable: str | None = None
     policy: Mapping[str, Any] | None = None
-    """Of ``OffloadPolicy``; ``None``: the strategy does not offload."""
+    """Fields of ``OffloadPolicy``; ``None``: the strategy does not offload."""
     hardware: Mapping[str, Any] | None = None
-    """Of ``HardwareProfile``."""
+    """Fields of ``HardwareProfile``."""
     versions: Mapping[str, str] = field(default_factory=dict)
     stats: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``OffloadStats``."""
+    """Fields of ``OffloadStats``."""
     optimizers: Sequence[Mapping[str, Any]] = ()
-    """Of ``OptimizerStats``, one each."""
+    """Fields of ``OptimizerStats``, one mapping each."""
     plan: Mapping[str, Any] | None = None
-    """Of ``PlanReport``."""
+    """Fields of ``PlanReport``."""
     rates: Mapping[str, float] = field(default_factory=dict)
     """``write_bytes_per_s`` and ``read_bytes_per_s`` of all drives together, as planned with or as seen."""
     machine: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class RunReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All steps merged into one row of the metrics' table."""
     rows: Sequence[Mapping[str, float]] = ()
-    """What was logged, with ``step``."""
+    """Rows that were logged, with ``step``."""
     records: Sequence[StepRecord] = ()
     """Steps that were recorded, in order."""
 
@@ -66,7 +66,7 @@ class RunReport:
 
     @property
     def peak_bytes(self) -> float | None:
-        """Of all memory: of the device, else of the process; ``None``: unknown."""
+        """Peak of all memory: of the device, else of the process; ``None``: unknown."""
         peak = self.metrics.get("memory/device_peak_gib", self.metrics.get("memory/host_peak_gib"))
         return None if peak is None else peak * _GIB
 
@@ -74,13 +74,24 @@ class RunReport:
         """Peak bytes of saved activations, ``resident`` or ``saved``: a reset by the loop does not make it less."""
         return max(self.stat(f"{name}_peak_bytes"), _GIB * self.metrics.get(f"memory/activations_{name}_peak_gib", 0.0))
 
+    @property
+    def settled_bytes(self) -> float:
+        """Peak bytes of saved activations in memory, of the second half of the passes."""
+        return self.stat("settled_peak_bytes") or self.held("resident")
+
+    @property
+    def saved_pct(self) -> int | None:
+        """Per cent by which :attr:`settled_bytes` are less than keeping all; ``None``: there were none."""
+        saved = self.held("saved")
+        return round(100 * (1 - self.settled_bytes / saved)) if saved else None
+
     def stat(self, name: str) -> float:
         """A counter; 0 where nothing offloads."""
         return float(self.stats.get(name, 0))
 
 
 def _finite(value: Any) -> Any:
-    """The same without entries whose numbers JSON does not have."""
+    """Return the value without entries whose numbers JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _finite(part) for key, part in value.items() if _is_finite(part)}
     if isinstance(value, list | tuple):

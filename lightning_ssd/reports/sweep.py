@@ -26,16 +26,16 @@ class Job:
     """One run. ``None``: it does not tell."""
 
     name: str
-    """Of its directory, below that of the sweep."""
+    """Path of its directory below that of the sweep."""
     overrides: tuple[str, ...]
-    """What it was told on the command line, and not all jobs were."""
+    """Overrides on its command line that not all jobs have."""
     step_s: float | None = None
     peak_bytes: int | None = None
-    """Of all memory: of the device, else of the process. Of runs of the recipes: above what was held at rest."""
-    resident_peak_bytes: int | None = None
-    """Of saved activations."""
+    """Peak of all memory above what the run holds at rest."""
+    settled_peak_bytes: int | None = None
+    """Saved activations in memory, as in the verdict."""
     saved_peak_bytes: int | None = None
-    """What keeping all of them would have held."""
+    """Bytes that keeping all of them would have held."""
     written_bytes: int | None = None
     """To drives, per step."""
     stall_s: float | None = None
@@ -93,10 +93,9 @@ def _in_order(folder: Path) -> tuple[tuple[int, str], ...]:
 
 def _read(home: Path, directory: Path) -> Job:
     common: dict[str, Any] = {"name": str(home.relative_to(directory)), "overrides": tuple(_overrides(home))}
-    reports = sorted(home.rglob(JSON_NAME))
-    if reports:
-        return Job(**common, **_of_report(load_report(reports[0])))
     file = home / _SUMMARY
+    if not file.is_file():
+        return Job(**common, **_of_report(load_report(min(home.rglob(JSON_NAME)))))
     try:
         return Job(**common, **_of_summary(json.loads(file.read_text(encoding="utf-8"))))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -106,10 +105,12 @@ def _read(home: Path, directory: Path) -> Job:
 def _of_report(report: RunReport) -> dict[str, Any]:
     metrics = report.metrics
     written = metrics.get("io/write_gib")
+    # Of one recorded step: the peak of the process has that of earlier jobs in it, where a launcher runs all in one.
+    levels = [level.nbytes for level in report.records[-1].levels] if report.records else []
     return {
         "step_s": report.step_s,
-        "peak_bytes": None if report.peak_bytes is None else round(report.peak_bytes),
-        "resident_peak_bytes": report.stats.get("resident_peak_bytes"),
+        "peak_bytes": max(levels) - min(levels) if levels else None,
+        "settled_peak_bytes": round(report.settled_bytes) if report.stats else None,
         "saved_peak_bytes": report.stats.get("saved_peak_bytes"),
         "written_bytes": None if written is None else round(written * _GIB),
         "stall_s": metrics.get("io/stall_s"),
@@ -122,7 +123,7 @@ def _of_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
         return told
     return {
         **told,
-        "resident_peak_bytes": summary["resident_peak_bytes"],
+        "settled_peak_bytes": summary["settled_peak_bytes"],
         "saved_peak_bytes": summary["saved_peak_bytes"],
         "written_bytes": summary["written_bytes_per_step"],
         "stall_s": summary["stall_s_per_step"],

@@ -1,4 +1,4 @@
-"""The one place that talks to W&B's server, and only where somebody asks."""
+"""The one place that talks to W&B's server, and only where the user asks."""
 
 from __future__ import annotations
 

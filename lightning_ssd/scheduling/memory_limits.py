@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lightning_ssd.common.formatting import format_size
+from lightning_ssd.common.formatting import as_setting, format_sizes
 from lightning_ssd.errors import BudgetError
 
 __all__ = ["MIN_RELIEF", "Limits", "MemoryConstraints", "NonActivationMemory"]
@@ -238,23 +238,21 @@ class Limits:
         advice = ""
         if recomputing_bytes is not None:
             less = self._got_and_smallest(recomputing_bytes, others)[1]
-            advice = (
-                f'. With OffloadPolicy(recompute_modules="blocks"), which lets blocks run again in backward: {less}'
-            )
+            advice = f'. With recompute_modules="blocks" (blocks run again in backward) it is {less}'
         is_worn = self._constraints.wear_bytes_per_day is not None
         wear = "raise wear_budget (it limits what may be moved), " if is_worn else ""
-        fact = f"OffloadPolicy.{got} cannot be kept by any plan for this model and batch"
+        fact = f"OffloadPolicy.{got} is too small for this model and batch"
         if unusable is not None:
             return BudgetError(
-                f"{fact}, because no drive could be used: {unusable}. Without one the smallest possible is "
-                f"{smallest}{advice}. Free space there, or name other directories in HardwareProfile(paths=...): with "
-                "a drive it is lower. Or raise the budget, or make the batch smaller"
+                f"{fact}, because no drive can be used: {unusable}. Without one the smallest that works is "
+                f"{smallest}{advice}. Free space there, or name other directories in HardwareProfile(paths=...); or "
+                "raise the budget, or make the batch smaller"
             )
         states = ""
         if self._is_memory_in_the_way(others) and self._constraints.have_states_stay:
-            states = ', or have optimizer states leave memory, too (OffloadPolicy(optimizer_states="offload"))'
+            states = ', or set optimizer_states="offload"'
         return BudgetError(
-            f"{fact}; the smallest possible is {smallest}{advice}. "
+            f"{fact}: the smallest that works is {smallest}{advice}. "
             f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes{states}"
         )
 
@@ -269,19 +267,16 @@ class Limits:
         memory, activations = self._constraints.memory_budget, self._constraints.activation_budget
         if memory is None or not self._is_memory_in_the_way(others):
             # One that another process has agreed on has no number here.
-            return f"activation_budget={format_size(activations) if activations is not None else None}", format_size(
-                smallest_bytes
-            )
+            asked = None if activations is None else as_setting(activations)
+            return f"activation_budget={asked}", as_setting(smallest_bytes)
         # What else is in memory differs from run to run by a few MiB: named to the byte, it could fail again.
         least = smallest_bytes + other
         least += max(int(_MARGIN * least), _MIN_MARGIN_BYTES)
-        least = math.ceil(least / 2**20) << 20
-        smallest = f"about {format_size(least)}, of which {format_size(other)} are not saved activations"
+        smallest = f"{as_setting(math.ceil(least / 2**20) << 20)} ({format_sizes(other)[0]} of it are not activations"
         if others.num_traces < 2:
-            smallest += " (optimizer states that come with the first step are not in it"
-            stays = self._constraints.have_states_stay
-            smallest += "; AdamW's take twice what the trained weights do)" if stays else ")"
-        return f"memory_budget={format_size(memory)}", smallest
+            smallest += "; optimizer states come on top with the first step"
+            smallest += ", AdamW's are twice the trained weights" if self._constraints.have_states_stay else ""
+        return f"memory_budget={as_setting(memory)}", f"{smallest})"
 
 
 def _least(*limits: float | None) -> int | None:

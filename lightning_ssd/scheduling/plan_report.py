@@ -6,7 +6,6 @@ import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.scheduling.drift import Measured
 from lightning_ssd.scheduling.overhead import Overhead
 from lightning_ssd.scheduling.plan_cursor import StoredPlan
@@ -51,47 +50,6 @@ class PlanReport:
     measured_hook_s: float = 0.0
     measured_cpu_s: float = 0.0
 
-    allowed_bytes_per_day: int | None = None
-    """What the wear budget lets this process write."""
-    refused_bytes_per_day: float = 0.0
-    """Where that is not even enough for one storage per pass: what the plan would write if it might. Else 0."""
-
-    def text(self) -> str:
-        """Return one sentence, and one more where the wear budget forbids writing."""
-        predicted, measured = format_sizes(self.predicted_peak_bytes, self.measured_peak_bytes)
-        return (
-            f"Plan: {self._what_moved()}; "
-            f"cost {100 * self.measured_overhead:.1f} % ({self.causes()}), {100 * self.predicted_overhead:.1f} % "
-            f"predicted; peak {measured}, {predicted} predicted; "
-            f"{pluralize(self.num_passes, 'pass', 'passes')}, {pluralize(self.num_plans, 'plan', 'plans')}."
-            f"{self._refused()}"
-        )
-
-    def _what_moved(self) -> str:
-        saved, moved, on_host = format_sizes(self.saved_bytes, self.moved_bytes, self.host_bytes)
-        if not self.moved_bytes:
-            return f"all {saved} of saved activations stayed in memory"
-        to_host = f", {on_host} of it to host memory" if self.host_bytes else ""
-        return f"{moved} of {saved} saved activations moved in each pass{to_host}"
-
-    def causes(self) -> str:
-        """Return the measured overhead by cause, in per cent of the pass without it."""
-        total_s = self.measured_stall_s + self.measured_hook_s + self.measured_cpu_s
-        rest_s = max(self.measured_step_s - total_s, 1e-9)
-        named = ("stalls", self.measured_stall_s), ("hooks", self.measured_hook_s), ("CPU", self.measured_cpu_s)
-        return ", ".join(f"{name} {100 * seconds / rest_s:.1f}" for name, seconds in named)
-
-    def _refused(self) -> str:
-        if self.allowed_bytes_per_day is None or not self.refused_bytes_per_day:
-            return ""
-        # Each in a unit of its own: they may be far apart, and the smaller one is the setting.
-        (allowed,) = format_sizes(self.allowed_bytes_per_day, decimal=True)
-        (needed,) = format_sizes(self.refused_bytes_per_day, decimal=True)
-        return (
-            f" Nothing is written to the drives, because wear_budget allows this process {allowed} per day and the "
-            f"plan would need {needed} per day."
-        )
-
 
 class _Followed(NamedTuple):
     """A plan, and the latest passes that followed it."""
@@ -101,14 +59,9 @@ class _Followed(NamedTuple):
 
 
 class Comparison:
-    """Collects the passes that followed one plan; begins anew with another.
+    """Collects the passes that followed one plan; begins anew with another."""
 
-    Args:
-        wear_bytes_per_day: that this process may write; ``None``: there is no such limit.
-    """
-
-    def __init__(self, *, wear_bytes_per_day: int | None = None) -> None:
-        self._wear_bytes_per_day = wear_bytes_per_day
+    def __init__(self) -> None:
         # Replaced as a whole: other threads than the one that trains may ask for numbers meanwhile.
         self._followed: _Followed | None = None
 
@@ -151,6 +104,4 @@ class Comparison:
             host_bytes=round(statistics.median(one.host_bytes for one in measured)),
             num_passes=len(measured),
             num_plans=num_plans,
-            allowed_bytes_per_day=self._wear_bytes_per_day,
-            refused_bytes_per_day=known.plan.refused_bytes * DAY_S / max(known.trace.end_s, 1e-9),
         )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from lightning_ssd.common.collectives import AllReduceMin
+from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
@@ -63,8 +64,8 @@ class Scheduler:
         self.num_plans = 0
         self.make_room: Callable[[int], bool] = lambda nbytes: False
         """Asked before a budget is refused: whether something else can leave memory before the next pass."""
-        self.unusable: str | None = None  # why the drives were not planned with the last time
-        self.comparison = Comparison(wear_bytes_per_day=constraints.wear_bytes_per_day)
+        self.unusable: str | None = None  # why the latest plan writes nothing to the drives
+        self.comparison = Comparison()
         self._constraints = constraints
         self._measure = machine
         self._agreement = Agreement(agree)
@@ -281,7 +282,7 @@ class Scheduler:
 
     def _submit(self, kind: PassKind, traced: TracedPass) -> None:
         goal, machine = self._goal(traced.trace, kind), self._agreement.machine or self._own_machine(kind)
-        self.unusable = (machine.ssd or _NOTHING).unusable
+        self.unusable = (machine.ssd or _NOTHING).unusable or self.unusable
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         self._planned.append(kind)
         kind.planning = self._maker.begin(traced, goal, machine)
@@ -416,9 +417,19 @@ class Scheduler:
         old = kind.plans.get(sizes)
         chosen = new if old is None else self._better(old, new, machine)
         kind.put_in_force(chosen)
+        self.unusable = (machine.ssd or _NOTHING).unusable or self._refusal(chosen)
         self.num_plans += chosen is new
         if kind.is_new and chosen.plan.moves:
             kind.ask_for_trace()
+
+    def _refusal(self, known: StoredPlan) -> str | None:
+        """Return why the wear budget lets not even one storage per pass be written; ``None``: it does."""
+        if not known.plan.refused_bytes:
+            return None
+        # Each in a unit of its own: they may be far apart, and the smaller one is the setting.
+        (allowed,) = format_sizes(self._constraints.wear_bytes_per_day or 0, decimal=True)
+        (needed,) = format_sizes(known.plan.refused_bytes * DAY_S / max(known.trace.end_s, 1e-9), decimal=True)
+        return f"wear_budget allows this process {allowed} per day and the plan needs {needed} per day"
 
     def _finds_room(self, lacking_bytes: int, smallest_bytes: int) -> bool:
         """Whether something else can leave memory for saved activations that need so much."""

@@ -17,10 +17,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lightning_ssd.common.formatting import escape_control
-from lightning_ssd.errors import ConfigError, StorageError
+from lightning_ssd.errors import ConfigError, StorageError, UnsuitablePathError
 from lightning_ssd.storage.filesystem import cannot_be_made, make_directory, refuse_unsuitable
 
-__all__ = ["MAX_VANISHED", "HeldDirectory", "created_directories", "open_private", "warn_shared_filesystem"]
+__all__ = [
+    "MAX_VANISHED",
+    "HeldDirectory",
+    "created_directories",
+    "missing_parts",
+    "open_private",
+    "warn_shared_filesystem",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +49,7 @@ def created_directories(paths: Sequence[Path], *, allow_unsuitable: bool) -> Ite
     made = []
     with ExitStack() as undo:
         for path in paths:
-            missing = [part for part in (*reversed(path.parents), path) if not os.path.exists(part)]
+            missing = missing_parts(path)
             for part in missing:
                 undo.callback(_remove, part)
             if missing:
@@ -53,6 +60,23 @@ def created_directories(paths: Sequence[Path], *, allow_unsuitable: bool) -> Ite
         yield
         undo.pop_all()
     _warn_unmounted(made)
+
+
+def missing_parts(path: Path) -> list[Path]:
+    """Return the directories that have to be made for ``path``, from the top.
+
+    Raises:
+        UnsuitablePathError: more than the last one is missing, so that a drive may not be mounted. Below the working,
+            the home and the temporary directory that is no sign of it.
+    """
+    missing = [part for part in (*reversed(path.parents), path) if not os.path.exists(part)]
+    if len(missing) > 1 and not any(map(path.is_relative_to, _usual_places())):
+        raise UnsuitablePathError(
+            errno.ENOENT,
+            f"{path} is missing, and so is {missing[0]}: is the drive mounted? Make it (mkdir -p {path}), or name "
+            "another directory in HardwareProfile(paths=...) or $LIGHTNING_SSD_PATHS",
+        )
+    return missing
 
 
 def _warn_unmounted(made: Sequence[Path]) -> None:

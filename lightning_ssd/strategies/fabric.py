@@ -91,8 +91,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     def __init__(
         self,
-        *,
         policy: OffloadPolicy | None = None,
+        *,
         hardware: HardwareProfile | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,

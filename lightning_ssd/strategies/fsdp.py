@@ -77,8 +77,8 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
 
     def __init__(
         self,
-        *,
         policy: OffloadPolicy | None = None,
+        *,
         hardware: HardwareProfile | None = None,
         log_metrics: bool = True,
         data_parallel_size: Size = "auto",

@@ -65,8 +65,8 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
 
     def __init__(
         self,
-        *,
         policy: OffloadPolicy | None = None,
+        *,
         hardware: HardwareProfile | None = None,
         log_metrics: bool = True,
         accelerator: Accelerator | None = None,

@@ -1,1 +1,1 @@
-"""What happened, as numbers: events, counters, metrics, and the summary of a run."""
+"""Events, counters and metrics of a run, as numbers."""

@@ -1,6 +1,6 @@
-"""What happened, one record each, appended from any thread and drained once.
+"""Records of transfers and stalls, appended from any thread and drained once.
 
-Times are seconds of ``time.perf_counter``. The log is bounded: when nobody drains it, the oldest events
+Times are seconds of ``time.perf_counter``. The log is bounded: when no caller drains it, the oldest events
 go, so that a run without a monitor costs a fixed amount of memory.
 """
 

@@ -1,7 +1,7 @@
 """The table of metric keys, and the arithmetic from events and counters to numbers. Pure: no clock, no Trainer.
 
 :data:`METRICS` is the only place where a key is written down. :func:`compute` makes one sample of it, for one step or
-for as long as nobody asked; :class:`MetricWindow` merges samples of several steps, and :func:`merge_ranks` rows of
+since the last sample; :class:`MetricWindow` merges samples of several steps, and :func:`merge_ranks` rows of
 several processes, by the rules that the table gives.
 """
 
@@ -184,7 +184,7 @@ class PlanReadings:
     predicted_overhead: float | None = None
     """Stalls, hooks and CPU, relative to the pass without them."""
     overhead: float | None = None
-    """The same, measured."""
+    """The measured overhead."""
     recomputed_bytes: int | None = None
     """Activations inside of blocks that run again, of one pass, from a trace in which they did not."""
 
@@ -254,11 +254,11 @@ def compute(
         plan: what was predicted and measured; ``None``: there is no plan.
         drive_life_days: at the vendors' ratings; ``None``: no drive is rated. Infinity (nothing is written) is left
             out, because JSON has no such number.
-        step_s: how long the step took; ``None``: nobody has measured it.
+        step_s: how long the step took; ``None``: it was not measured.
         states_bytes: of optimizer states in memory now; ``None``: no optimizer is offloaded.
         host_tier_bytes: memory that the tier of that name has taken; ``None``: there is none.
         num_drives: directories that there are.
-        worst: where saved activations were when most were saved; ``None``: none was, or nobody counted.
+        worst: where saved activations were when most were saved; ``None``: none was, or none was counted.
 
     Returns:
         Keys of :data:`METRICS`. A key is absent where there is no number: no CUDA, nothing moved, no plan.
@@ -342,7 +342,7 @@ class _Busy(NamedTuple):
 
 
 def _of_drives(moved: Sequence[TransferEvent], num_drives: int) -> dict[str, float | None]:
-    """Of each drive by itself. The host tier's moves have none."""
+    """Return the numbers of each drive by itself. The host tier's moves have none."""
     raw: dict[str, float | None] = {}
     by_drive: list[int] = []
     for n in range(num_drives):

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-__all__ = ["Counters", "OffloadStats", "OptimizerStats", "SavedBytes", "WeightStats"]
+from lightning_ssd.common.formatting import format_sizes
+
+__all__ = ["Counters", "OffloadStats", "OptimizerStats", "SavedBytes", "WeightStats", "describe_held"]
+
+
+def describe_held(held_bytes: float, saved_bytes: float) -> str:
+    """Return ``70.0 -> 11.5 MiB (84 % saved)``: what keeping would hold, and what is held."""
+    before, after = format_sizes(saved_bytes, held_bytes)
+    share = f" ({100 * (1 - held_bytes / saved_bytes):.0f} % saved)" if saved_bytes else ""
+    return f"{before.partition(' ')[0]} -> {after}{share}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +24,7 @@ class OffloadStats:
     bytes_saved: int = 0
     """Unique saved storages handed to us that are at least ``min_tensor_bytes`` large (parameters excluded)."""
     bytes_kept: int = 0
-    """Of these, kept in memory by decision or because a write failed."""
+    """The part of these kept in memory by decision or because a write failed."""
     bytes_written: int = 0
     """Bytes that reached a drive."""
     bytes_read: int = 0
@@ -25,16 +34,16 @@ class OffloadStats:
     bytes_forwarded: int = 0
     """Taken back before or during their write, or found still alive in memory, so that no read was needed."""
     writes_cancelled_bytes: int = 0
-    """Of the forwarded bytes, those whose write never began."""
+    """The part of the forwarded bytes whose write never began."""
     bytes_held_elsewhere: int = 0
-    """Of the forwarded bytes, those that were written for nothing: the program holds the tensors itself (a module that
+    """The part of the forwarded bytes that was written for nothing: the program holds the tensors itself (a module that
     keeps its output, a list), so that their memory was still there when backward asked for them."""
     stall_s: float = 0.0
     """Time that training threads waited for transfers."""
     stall_backward_s: float = 0.0
-    """Of it, in backward; what is not in backward or an update is in forward."""
+    """The part in backward; what is not in backward or an update is in forward."""
     stall_update_s: float = 0.0
-    """Of it, in the steps of optimizers: :meth:`with_optimizers` adds it."""
+    """The part in the steps of optimizers: :meth:`with_optimizers` adds it."""
     hook_s: float = 0.0
     """Time of training threads inside the hooks, without stalls. On a device, queued kernels hide forward's."""
     cpu_s: float = 0.0
@@ -47,8 +56,10 @@ class OffloadStats:
     """Saved activations in memory now."""
     resident_peak_bytes: int = 0
     """Saved activations in memory at the worst moment."""
+    settled_peak_bytes: int = 0
+    """Their peak in the second half of the passes (the last 64 at most); 0 before a backward has ended."""
     saved_peak_bytes: int = 0
-    """What keeping all of them would have held at its worst moment."""
+    """Bytes that keeping all of them would have held at its worst moment."""
     recomputed_bytes: int = 0
     """Not among them: the sum of what blocks computed again in one backward, of the pass with most."""
     disk_bytes: int = 0
@@ -73,16 +84,16 @@ class OffloadStats:
     weights_bytes: int = 0
     """Weights that wait on drives between their uses."""
     weights_resident_bytes: int = 0
-    """Of these, brought in and not sent out since."""
+    """The part of these brought in and not sent out since."""
     weights_resident_peak_bytes: int = 0
-    """The same at the worst moment. The system may have more of them in its page cache, which it frees at need."""
+    """Their peak. The system may have more of them in its page cache, which it frees at need."""
     weights_kept_bytes: int = 0
     """Weights that could wait and stay in memory, which has room for them (``parameters="auto"``)."""
     num_late_weights: int = 0
-    """Uses of a block's weights that nobody had foreseen, so that their whole read was waited for."""
+    """Uses of a block's weights that no prefetch had foreseen, so that their whole read was a stall."""
 
     def with_weights(self, weights: WeightStats) -> OffloadStats:
-        """The same, with what became of the weights."""
+        """Return a copy with the numbers of the weights."""
         return replace(
             self,
             bytes_written=self.bytes_written + weights.written_bytes,
@@ -97,7 +108,7 @@ class OffloadStats:
         )
 
     def with_optimizers(self, optimizers: Iterable[OptimizerStats]) -> OffloadStats:
-        """The same, with what optimizers' states moved and waited for."""
+        """Return a copy with the bytes and stalls of optimizer states."""
         total = self
         for states in optimizers:
             total = replace(
@@ -115,7 +126,7 @@ class SavedBytes:
     """Where saved activations are at one moment; what is neither in memory nor on the host is on drives."""
 
     saved_bytes: int = 0
-    """What keeping all of them would hold, without what is recomputed."""
+    """Bytes that keeping all of them would hold, without what is recomputed."""
     resident_bytes: int = 0
     host_bytes: int = 0
     """In host memory, in place of drives."""
@@ -145,7 +156,7 @@ class WeightStats:
 
 @dataclass(kw_only=True, slots=True)
 class Counters:
-    """What the tensor cache counts itself; same names and meanings as in :class:`OffloadStats`. Its lock guards it."""
+    """Counters of the tensor cache itself; same names and meanings as in :class:`OffloadStats`. Its lock guards it."""
 
     bytes_saved: int = 0
     bytes_kept: int = 0
@@ -161,6 +172,7 @@ class Counters:
     cpu_s: float = 0.0
     resident_bytes: int = 0
     resident_peak_bytes: int = 0
+    settled_peak_bytes: int = 0
     saved_peak_bytes: int = 0
     recomputed_bytes: int = 0
     num_saved: int = 0
@@ -195,7 +207,7 @@ class OptimizerStats:
     state_bytes: int = 0
     """All states that move."""
     resident_bytes: int = 0
-    """Of these, in memory now."""
+    """The part of these in memory now."""
     resident_peak_bytes: int = 0
     """In memory at the worst moment."""
     written_bytes: int = 0

@@ -34,7 +34,7 @@ _MAX_EVENTS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What the training thread did."""
+    """One phase of the training thread."""
 
     name: PhaseName
     start_s: float
@@ -43,13 +43,13 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Of saved activations at one moment."""
+    """Saved activations at one moment."""
 
     at_s: float
     resident_bytes: int
     """In memory."""
     saved_bytes: int
-    """What keeping all of them would hold."""
+    """Bytes that keeping all of them would hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,11 @@ class StepRecord:
     activations: tuple[Bytes, ...] = ()
     levels: tuple[Level, ...] = ()
     gradients: tuple[Level, ...] = ()
-    """Bytes of gradients, as looked at while the step ran; empty where nobody may look in backward."""
+    """Bytes of gradients, as looked at while the step ran; empty where they cannot be read in backward."""
     moves: tuple[Move, ...] = ()
     waits: tuple[Wait, ...] = ()
     lives: tuple[Life, ...] = ()
-    """Of the largest saved storages, in the order in which they were saved."""
+    """Lives of the largest saved storages, in the order in which they were saved."""
     weight_bytes: int = 0
     gradient_bytes: int = 0
     """After backward."""
@@ -128,7 +128,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StepRecord:
-        """What :meth:`to_json` gave.
+        """Read what :meth:`to_json` gave.
 
         Raises:
             KeyError, TypeError, ValueError: it is something else.
@@ -172,7 +172,7 @@ class StepRecorder:
         resident_bytes: saved activations in memory now.
         saved_bytes: saved activations now, wherever they are.
         gradient_bytes: of gradients now; asked for in backward, by the thread that asks for a storage. ``None``, or
-            where it gives that: nobody may look.
+            where it gives that: they cannot be read.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class StepRecorder:
             self._levels.append(Level(self._now(), self._level()))
         except OSError:  # out of file descriptors, say: one reading less
             return self._every_s
-        if len(self._levels) >= _MAX_ROWS:  # much longer than expected, or nobody ends it: rarer and rarer
+        if len(self._levels) >= _MAX_ROWS:  # much longer than expected, or no caller ends it: rarer and rarer
             self._levels = _thinned(self._levels, lambda level: level.nbytes, _MAX_ROWS // 2)
             self._every_s *= 2
         return self._every_s

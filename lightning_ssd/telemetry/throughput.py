@@ -14,7 +14,7 @@ _TOKENS = "input_ids"
 
 
 class BatchSize(NamedTuple):
-    """Of one batch; ``None``: it cannot be told."""
+    """Size of one batch; ``None``: unknown."""
 
     num_samples: int | None
     num_tokens: int | None

@@ -1,1 +1,1 @@
-"""What a run costs its drives: what they have been written, what they are rated for, how long they last."""
+"""Wear of the drives: bytes written, ratings, and days that they last."""

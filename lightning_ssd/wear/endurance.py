@@ -76,7 +76,7 @@ def used_bytes(
 
 
 def bytes_per_day(bytes_per_step: float, step_s: float) -> float:
-    """What a run writes in a day.
+    """Return the bytes that a run writes in a day.
 
     Args:
         bytes_per_step: bytes that reach the drives per step, after deduplication, forwarding and cancellation.

@@ -25,12 +25,12 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveHealth:
-    """What one drive tells of its life."""
+    """Health of one drive, as it reports it."""
 
     name: str
-    """Of the block device, such as "nvme0n1"."""
+    """Name of the block device, such as "nvme0n1"."""
     written_bytes: int | None
-    """What hosts have written to it so far, to within 512,000 bytes; ``None``: it does not count them."""
+    """Bytes that hosts have written to it so far, to within 512,000 bytes; ``None``: it does not count them."""
     percentage_used: int
     """Its own estimate of used life, 0 to 255; 100 is the end of the rating, not of the drive."""
     share: float = 1.0

@@ -28,6 +28,7 @@ from tests.support.helpers import (
     outcome,
     within,
 )
+from tests.support.named_budget import named_budget
 from tests.support.patience import PATIENCE_S
 from tests.support.plan_trainings import (
     LARGE,
@@ -133,7 +134,7 @@ def test_a_budget_of_one_tensor(spare_bytes: int, tmp_path: Path) -> None:
         assert offloader.stats.resident_peak_bytes == nbytes
     if spare_bytes < 0:
         assert isinstance(got, Raised)
-        assert f"the smallest possible is {nbytes} bytes" in got.text
+        assert named_budget(got.text) == nbytes
     else:
         assert_identical(got, outcome(one_tensor(40), Session()))
 
@@ -149,8 +150,8 @@ def test_an_impossible_budget_names_the_smallest_one_which_works(tmp_path: Path)
         got = outcome(trains(3), Session.of(offloader, setup))
     assert isinstance(got, Raised)
     assert got.type == BudgetError.__name__
-    assert "OffloadPolicy.activation_budget=100000 bytes" in got.text
-    smallest = int(got.text.split("smallest possible is ")[1].split(" bytes")[0])
+    assert "OffloadPolicy.activation_budget=100000 is too small" in got.text
+    smallest = named_budget(got.text)
     assert 2 * ROWS * WIDTH * 4 <= smallest < 2_000_000
     works = Setup(activations="auto", activation_budget=smallest, drained=False, settled=True)
     with open_offloader(tmp_path, works) as offloader:

@@ -389,3 +389,17 @@ def test_what_an_operation_may_still_fill_does_not_leave() -> None:
 
 def check(is_so: bool) -> None:
     assert is_so
+
+
+def test_the_settled_peak_is_that_of_the_second_half_of_the_passes():
+    accounting = MemoryAccounting()
+    settled = []
+    for peak_bytes in (9, 5, 3, 4, 3, 3):
+        accounting.pass_ended(peak_bytes)
+        settled.append(accounting.counters.settled_peak_bytes)
+    assert settled == [9, 5, 5, 4, 4, 4]
+    for _ in range(200):
+        accounting.pass_ended(2)
+    assert accounting.counters.settled_peak_bytes == 2, "of the last 64 at most"
+    accounting.reset_peaks()
+    assert accounting.counters.settled_peak_bytes == 0

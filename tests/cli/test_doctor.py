@@ -134,6 +134,19 @@ def test_a_directory_that_is_not_writable_is_refused(spill_dir: Path, monkeypatc
     assert "cannot be made there" in done.stderr
 
 
+def test_a_mount_that_is_read_only_is_named(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another owner or mode would not help there."""
+    facts = os.statvfs(spill_dir)
+    read_only = os.statvfs_result((*facts[:8], facts.f_flag | os.ST_RDONLY, *facts[9:]))
+    monkeypatch.setattr(doctor_module.os, "statvfs", lambda *_: read_only)
+    done = run(spill_dir)
+    assert done.exit_code == 1
+    words = " ".join(done.stderr.split())
+    assert "is on a file system that is mounted read-only" in words
+    assert "mount it writable" in words
+    assert "owner" not in words
+
+
 def test_kvikio_that_is_not_here_is_refused_only_if_asked_for(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise BackendUnavailableError("kvikio does not load (test)")

@@ -37,12 +37,12 @@ def on_one_line(text: str) -> str:
 
 def test_report_makes_the_page_and_says_what_to_change(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="needs the extra `report`")
-    (tmp_path / "report.json").write_text(made_report(metrics={"wear/written_tb": 1.0}).to_json())
+    (tmp_path / "report.json").write_text(made_report(unusable="it is full", stats={}).to_json())
     done = run("report", tmp_path, "--out", tmp_path / "page")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "page" / "report.html").is_file()
     assert str(tmp_path / "page" / "report.html") in done.output.replace("\n", "")
-    assert "drive_endurance" in done.output
+    assert "HardwareProfile.paths" in done.output
     assert "200 MiB resident of 300 MiB & more" in on_one_line(done.output)
 
 
@@ -73,7 +73,7 @@ def make_sweep(folder: Path) -> None:
         (job / ".hydra").mkdir(parents=True)
         (job / ".hydra" / "overrides.yaml").write_text(f"- seed=1\n- offload=ssd\n- 'data.batch_size={number}'\n")
         summary = {"step_s": 1.0 + number, "peak_above_rest_bytes": number << 20, "counted": number > 0}
-        counts = ("resident_peak_bytes", "saved_peak_bytes", "written_bytes_per_step", "stall_s_per_step")
+        counts = ("settled_peak_bytes", "saved_peak_bytes", "written_bytes_per_step", "stall_s_per_step")
         (job / "summary.json").write_text(json.dumps({**summary, **dict.fromkeys(counts, number)}))
     (folder / "10" / ".hydra").mkdir(parents=True)
     (folder / "10" / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
@@ -89,10 +89,10 @@ def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path: Path) -> None:
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == [*map(str, range(9)), "10"]
-    assert rows[0]["resident_peak_bytes"] == "", "keep of the recipes counts nothing"
+    assert rows[0]["settled_peak_bytes"] == "", "keep of the recipes counts nothing"
     assert rows[4]["overrides"] == "offload=ssd data.batch_size=4"
     assert float(rows[4]["step_s"]) == 5.0
-    assert int(rows[9]["resident_peak_bytes"]) == 200 << 20
+    assert int(rows[9]["settled_peak_bytes"]) == 200 << 20
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -111,8 +111,16 @@ def test_jobs_are_what_their_files_say(tmp_path: Path) -> None:
     make_sweep(tmp_path)
     job = read_sweep(tmp_path)[9]
     assert (job.name, job.overrides) == ("10", ())
-    assert (job.step_s, job.stall_s, job.written_bytes) == (2.5, 0.1, None)
-    assert job.peak_bytes == round(1.5 * (1 << 30))
+    assert (job.step_s, job.stall_s, job.written_bytes) == (2.5, 0.1, 1 << 28)
+    assert job.peak_bytes == 200 << 20, "above what the run holds at rest, of 700 MiB in all"
+
+
+def test_where_a_recipe_has_summed_up_its_report_is_not_asked(tmp_path: Path) -> None:
+    """The report's peak is that of the process, which has that of earlier jobs in it."""
+    make_sweep(tmp_path)
+    summary = {"step_s": 1.0, "peak_above_rest_bytes": 5 << 20, "counted": False}
+    (tmp_path / "10" / "summary.json").write_text(json.dumps(summary))
+    assert read_sweep(tmp_path)[9].peak_bytes == 5 << 20
 
 
 @pytest.mark.parametrize("content", [None, "{}", "["])

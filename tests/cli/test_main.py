@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -8,13 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 import lightning_ssd
-from lightning_ssd.cli.main import app
+from lightning_ssd.cli.main import COMMANDS, app
+from tests.support.patience import PATIENCE_S
 
-COMMANDS = [command.callback.__name__.replace("_", "-") for command in app.registered_commands if command.callback]
+ROOT = Path(lightning_ssd.__file__).parents[1]
 
 
 def test_the_command_of_the_project_is_this_application() -> None:
-    project = tomllib.loads((Path(lightning_ssd.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     module, _, name = project["project"]["scripts"]["lightning-ssd"].partition(":")
     assert getattr(importlib.import_module(module), name) is app
 
@@ -38,3 +41,58 @@ def test_an_unknown_command_is_refused() -> None:
     done = CliRunner().invoke(app, ["benhc"])
     assert done.exit_code == 2
     assert "benhc" in done.stderr
+    assert "bench" in done.stderr.partition("benhc")[2], "and the nearest one is named"
+
+
+CALL = """
+import sys
+from lightning_ssd_command import app
+
+def call(*arguments):
+    try:
+        app(arguments, prog_name="lightning-ssd")
+    except SystemExit as end:
+        return end.code
+"""
+
+
+def in_a_new_process(source: str) -> str:
+    command = [sys.executable, "-c", CALL + source]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_and_typos_load_no_torch() -> None:
+    told = in_a_new_process(
+        'assert call("--help") == 0 and call("benhc") == 2\n'
+        'assert not {"torch", "lightning", "lightning_ssd.config"} & set(sys.modules)'
+    )
+    assert "sweep-table" in told
+
+
+def test_doctor_loads_no_lightning(tmp_path: Path) -> None:
+    told = in_a_new_process(
+        f'assert call("doctor", {str(tmp_path)!r}) == 0\n'
+        'assert "torch" in sys.modules and "lightning" not in sys.modules'
+    )
+    assert "Versions" in told
+
+
+def test_a_program_that_the_script_imports_gets_the_whole_package() -> None:
+    """Such as a model for ``plan``, whose module uses the library."""
+    source = """
+import lightning_ssd
+assert "lightning" not in sys.modules
+from lightning_ssd import OffloadPolicy, SSDOffloadStrategy
+from lightning.pytorch.strategies import StrategyRegistry
+print("ssd_offload" in StrategyRegistry.available_strategies(), lightning_ssd.OffloadPolicy is OffloadPolicy)
+try:
+    lightning_ssd.Offlaoder
+except AttributeError as error:
+    print(error)
+"""
+    assert in_a_new_process(source).splitlines() == [
+        "True True",
+        "module 'lightning_ssd' has no attribute 'Offlaoder'",
+    ]

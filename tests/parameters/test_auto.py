@@ -351,7 +351,7 @@ def test_states_in_an_update_are_counted_as_the_optimizer_has_them(num_gib: floa
         ),
         (
             {"gradients": "auto", "parameters": "auto"},
-            r"gradients='auto' with optimizer_states='keep' would be ignored: the update would bring all .*; allowed: ",
+            r"gradients='auto' needs optimizer_states='offload'; without it the update brings all gradients back",
         ),
     ],
 )

@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 from lightning_ssd import Offloader, OffloadPolicy
+from lightning_ssd.common.formatting import as_setting
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.page_table import file_page_bytes
 from lightning_ssd.memory.readings import level_bytes
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
+from tests.support.named_budget import named_budget
 from tests.support.offloaders import offloaders
 
 MIB = 1 << 20
@@ -161,15 +163,15 @@ def test_a_budget_without_room_for_what_cannot_wait_is_refused_before_the_first_
     with pytest.raises(BudgetError) as raised:
         offloader.register_module(model)
     text = str(raised.value)
-    assert text.startswith(f"OffloadPolicy.memory_budget={budget} bytes (")
-    assert "cannot be kept, even if all weights wait that can; expected more than " in text
+    assert text.startswith(f"OffloadPolicy.memory_budget={as_setting(budget)} is too small")
+    assert "even if all weights leave that can: this model needs more than " in text
     assert text.endswith(
-        " of weights in use; saved activations come on top; raise the budget, "
-        "or lower min_tensor_bytes so that smaller weights wait, "
-        "or let trained weights wait, too (optimizer_states='offload')"
+        " of weights in use), and saved activations on top. Raise the budget, "
+        "or lower min_tensor_bytes so that smaller weights leave, "
+        'or set optimizer_states="offload", with which trained weights leave'
     )
     assert waiting(model) == 0, "nothing was taken over"
-    least = int(text.split("expected more than ")[1].split(" bytes")[0])
+    least = named_budget(text, "needs more than")
     assert rest + UNIT_BYTES * 3 // 4 < least < rest + 2 * UNIT_BYTES, "one unit has to be in memory"
     other = opened(memory_budget=least + 32 * MIB)
     other.register_module(model)

@@ -221,7 +221,7 @@ def test_a_budget_without_room_for_what_cannot_wait_is_refused(opened: Opened, c
     card.models.append(model)
     offloader = opened(activations="auto", memory_budget=GIB + BLOCK_BYTES)
     with pytest.raises(
-        BudgetError, match=r"even if all weights wait that can; expected more than .* of weights in use"
+        BudgetError, match=r"even if all weights leave that can: this model needs more than .* of weights in use"
     ):
         offloader.register_module(model)
     assert guarded(model) == []

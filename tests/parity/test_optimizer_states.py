@@ -311,7 +311,7 @@ def test_the_monitor_counts_what_optimizers_write(activations: str, spill_dir: P
     assert rows.ours[-1]["wear/drive_life_days"] > 0
     assert any("io/read_gib_per_s" in row for row in rows.ours), "no event of an optimizer's tier"
     assert sum(row["io/stall_s"] for row in rows.ours) >= 0.5 * sum(stats.stall_s for stats in states)
-    assert "Optimizer states: at most " in str(monitor.summary)
+    assert "optimizer states: at most " in str(monitor.summary)
     assert told["write"] <= monitor.state_dict()["written_bytes"] <= written
     offloader = strategy.offloader
     assert offloader is not None

@@ -54,5 +54,5 @@ def test_links_and_named_files_of_the_package_exist() -> None:
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
     assert len((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()) <= 120

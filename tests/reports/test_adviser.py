@@ -20,7 +20,7 @@ def told(report: RunReport, words: str) -> str | None:
 
 
 def test_a_good_run_needs_nothing() -> None:
-    assert advise(made_report()) == ["Nothing needs to change: no wait, no failure and no wear is worth a setting."]
+    assert advise(made_report()) == ["Nothing needs to change: keep these settings."]
 
 
 def test_reads_that_are_waited_for_name_the_rate_and_a_budget() -> None:
@@ -93,7 +93,7 @@ POLICY: Any = made_report().policy
 PLAN: Any = made_report().plan
 METRICS = made_report().metrics
 KEPT_STATES = {
-    "policy": {"activations": "auto", "optimizer_states": "keep"},
+    "policy": {**POLICY, "optimizer_states": "keep"},
     "records": (made_record(waits=(), state_bytes=900 * MIB),),
 }
 
@@ -110,14 +110,24 @@ KEPT_STATES = {
         ({"hardware": {"paths": ["/a", "/b"], "read_rate": "3GB"}}, "promises 6: is another disk"),
         ({"hardware": {"write_rate": "2.1GB"}}, "HardwareProfile.write_rate promises 2.1"),
         ({"policy": None}, 'Trainer(strategy="ssd_offload")'),
-        ({"policy": {"activations": "keep"}}, 'activations="auto" moves what pays'),
+        ({"policy": {**POLICY, "activations": "keep"}}, 'activations="auto" moves what pays'),
         ({"plan": {**PLAN, "measured_overhead": 0.0712}}, "Moving took 7.1 % of a pass, more than the 5 % that max_s"),
         (KEPT_STATES, 'optimizer_states="offload"'),
         ({"metrics": {**METRICS, "wear/drive_life_days": 90.0}}, "in 90 days"),
         ({"plan": {**PLAN, "measured_step_s": 3.0}}, "50 % longer"),
-        ({"metrics": {"wear/written_tb": 1.0}}, "drive_endurance"),
+        ({"stats": {**STATS, "resident_peak_bytes": 2000 * MIB}}, 'or activation_budget="1000MiB"'),
     ],
 )
 def test_rules(changes: dict[str, Any], words: str) -> None:
     assert told(made_report(**changes), words) is not None
     assert told(made_report(), words) is None
+
+
+def test_a_toy_run_is_told_of_its_states_too() -> None:
+    small = {**KEPT_STATES, "records": (made_record(waits=(), state_bytes=37 * MIB),)}
+    assert told(made_report(**small, stats={**STATS, "settled_peak_bytes": 11 * MIB}), "Optimizer states") is not None
+
+
+def test_a_drive_of_which_nothing_is_known_is_no_advice() -> None:
+    """Such as a virtual disk, which no vendor rates."""
+    assert told(made_report(metrics={"wear/written_tb": 1.0}), "Nothing needs to change") is not None

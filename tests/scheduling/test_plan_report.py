@@ -1,4 +1,4 @@
-"""Predicted against measured, in numbers and in one sentence."""
+"""Predicted against measured, in numbers."""
 
 from __future__ import annotations
 
@@ -60,13 +60,6 @@ def test_medians_and_the_largest_peak() -> None:
     assert comparison.latest is not None
     assert comparison.latest[0] is PLAN
     assert comparison.latest[1].step_s == 1.2
-    assert report.text() == (
-        "Plan: <0.1 MiB of <0.1 MiB saved activations moved in each pass; cost 16.5 % (stalls 9.7, hooks 1.9, "
-        "CPU 4.9), 5.3 % predicted; peak 3.00 GiB, 2.00 GiB predicted; 3 passes, 2 plans."
-    )
-    moved = replace(report, saved_bytes=6 * GIB, moved_bytes=5 * GIB)
-    assert "Plan: 5.00 GiB of 6.00 GiB saved activations moved in each pass; cost" in moved.text()
-    assert "each pass, 2.00 GiB of it to host memory; cost" in replace(moved, host_bytes=2 * GIB).text()
 
 
 def test_numbers_may_be_asked_for_at_any_moment() -> None:
@@ -112,54 +105,3 @@ def test_a_long_run_is_judged_by_its_latest_passes() -> None:
     assert report is not None
     assert report.num_passes == 64
     assert report.measured_step_s == 967.5
-
-
-def test_zeros_are_told_as_zeros() -> None:
-    comparison = Comparison()
-    comparison.add(
-        known(Prediction(step_s=0.0, stall_s=0.0, peak_bytes=0, written_bytes=0, read_bytes=0)),
-        Measured(step_s=0.0, peak_bytes=0, written_bytes=0, read_bytes=0),
-    )
-    report = comparison.report(0)
-    assert report is not None
-    assert report.text() == (
-        "Plan: all <0.1 MiB of saved activations stayed in memory; cost 0.0 % (stalls 0.0, hooks 0.0, CPU 0.0), 0.0 % "
-        "predicted; peak 0.0 MiB, 0.0 MiB predicted; 1 pass, 0 plans."
-    )
-
-
-def test_both_peaks_are_told_in_one_unit() -> None:
-    comparison = Comparison()
-    comparison.add(PLAN, replace(ONE, peak_bytes=3 << 20))
-    report = comparison.report(1)
-    assert report is not None
-    assert "; peak <0.01 GiB, 2.00 GiB predicted; 1 pass, 1 plan." in report.text()
-
-
-def test_a_wear_budget_that_lets_nothing_move_is_told_of() -> None:
-    """The trace takes a second, so that a day has 86,400 passes."""
-    comparison = Comparison(wear_bytes_per_day=500_000_000_000)
-    comparison.add(replace(PLAN, plan=replace(PLAN.plan, refused_bytes=100_000_000)), ONE)
-    report = comparison.report(1)
-    assert report is not None
-    assert report.refused_bytes_per_day == 8_640_000_000_000
-    assert report.text().endswith(
-        "1 plan. Nothing is written to the drives, because wear_budget allows this process 0.50 TB per day and the "
-        "plan would need 8.64 TB per day."
-    )
-
-
-def test_a_wear_budget_is_told_even_if_it_is_a_small_part() -> None:
-    comparison = Comparison(wear_bytes_per_day=2_000_000)
-    comparison.add(replace(PLAN, plan=replace(PLAN.plan, refused_bytes=100_000_000)), ONE)
-    report = comparison.report(1)
-    assert report is not None
-    assert "allows this process 2.0 MB per day and the plan would need 8.64 TB per day" in report.text()
-
-
-def test_a_wear_budget_that_is_not_in_the_way_is_not_told_of() -> None:
-    comparison = Comparison(wear_bytes_per_day=1)
-    comparison.add(PLAN, ONE)
-    report = comparison.report(1)
-    assert report is not None
-    assert "wear_budget" not in report.text()

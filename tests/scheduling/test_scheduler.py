@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from dataclasses import replace
 from typing import Any
@@ -304,13 +305,9 @@ def test_a_wear_budget_that_blocks_every_move_is_told_of(wear: int, machine: Mac
         for _ in range(2):
             run_pass(made, make_trace())
             made.wait()
-        report = made.report()
-        assert report is not None
-        assert ("wear_budget allows this process" in report.text()) is is_told
-        assert report.allowed_bytes_per_day == wear
-        if is_told:
-            # Nearly all of twelve storages, in a pass of a second.
-            assert 9 * NBYTES * 86_400 <= report.refused_bytes_per_day <= 12 * NBYTES * 86_400
+        # Nearly all of twelve storages, in a pass of a second.
+        told = r"wear_budget allows this process 5.0 MB per day and the plan needs 1\.\d+ TB per day"
+        assert bool(re.fullmatch(told, str(made.unusable))) is is_told
 
 
 def test_a_pass_without_saved_storages_is_no_trace() -> None:

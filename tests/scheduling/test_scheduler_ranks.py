@@ -87,9 +87,9 @@ def test_ranks_say_whose_drive_cannot_be_used() -> None:
     traces = make_trace(), make_trace()
     mine, others = on_ranks([rank(nothing, traces[0], NBYTES // 2), rank(FAST, traces[1], NBYTES // 2)])[0]
     assert isinstance(mine, BudgetError)
-    assert "because no drive could be used: the directory /x is full. Without one the smallest possible" in str(mine)
+    assert "because no drive can be used: the directory /x is full. Without one the smallest that works" in str(mine)
     assert isinstance(others, BudgetError)
-    assert "no drive could be used: another process of this run has none that could be measured" in str(others)
+    assert "no drive can be used: another process of this run has none that could be measured" in str(others)
 
 
 def test_ranks_agree_on_a_host_tier_that_all_have() -> None:

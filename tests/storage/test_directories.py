@@ -39,6 +39,7 @@ def test_a_directory_that_is_made_on_the_systems_drive_is_told(
     monkeypatch.chdir(tmp_path / working)
     monkeypatch.setenv("HOME", working if working == "/" else "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "usual"))
+    (tmp_path / "mnt").mkdir()
     path = tmp_path / "usual" / "spill" if is_usual else tmp_path / "mnt" / "spill"
     for is_first in (True, False):
         caplog.clear()

@@ -154,7 +154,7 @@ def test_the_monitor_logs_as_ever(tmp_path: Path) -> None:
             TRAINERS.Net, strategy, tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=1
         )
     assert_identical(TRAINERS.result(module), TRAINERS.result(expected))
-    assert "Saved activations: at most" in monitor.summary
+    assert "saved activations" in monitor.summary
     assert "io/write_gib" in (Path(logger.log_dir) / "metrics.csv").read_text()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.step_record import Bytes, Level, Life, Move, Phase, StepRecord, Wait
 
@@ -53,7 +55,7 @@ def made_report(**changes: Any) -> RunReport:
         "num_steps": 8,
         "step_s": 2.5,
         "backend": "posix",
-        "policy": {"activations": "auto", "optimizer_states": "offload", "max_slowdown": 1.05},
+        "policy": asdict(OffloadPolicy(optimizer_states="offload")),
         "hardware": {"paths": ["/mnt/a"]},
         "versions": {"torch": "2.13.0"},
         "stats": {
@@ -71,11 +73,13 @@ def made_report(**changes: Any) -> RunReport:
             "measured_peak_bytes": 200 * MIB,
             "predicted_written_bytes": 200 * MIB,
             "measured_written_bytes": 200 * MIB,
+            "moved_bytes": 200 * MIB,
             "measured_overhead": 0.01,
         },
         "rates": {"write_bytes_per_s": 1e9, "read_bytes_per_s": 1e9},
         "metrics": {
             "io/stall_s": 0.1,
+            "io/write_gib": 0.25,
             "io/overlap_ratio": 0.9,
             "memory/host_peak_gib": 1.5,
             "wear/written_tb": 0.002,
