@@ -22,7 +22,6 @@ from torch import nn
 from lightning_ssd.common.compiler import compiler_is_at_work
 from lightning_ssd.common.dtensor import has_groups_within
 from lightning_ssd.common.method_patch import MethodPatch
-from lightning_ssd.common.restore import put_back_all
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler
 from lightning_ssd.recompute.call_inputs import CallInputs
 from lightning_ssd.recompute.call_state import CallState
@@ -32,6 +31,7 @@ from lightning_ssd.recompute.checkpointed_call import (
     device_of,
     recompute,
     recompute_blocker,
+    state_before,
     watch,
 )
 
@@ -110,13 +110,14 @@ class Blocks:
         self._active = _Active()
         self._wrappers: list[_Wrapper] = []
         self._warned: set[str] = set()
+        self._trials: dict[type, Recomputable] = {}
         self._has_warned = False
         taken: set[nn.Module] = set()
         for name, module in modules.items():
             if module not in taken:
                 taken.add(module)
                 block = Recomputable(name=name, full=full, is_agreed=is_agreed)
-                self._wrappers.append(_stand_in(block, module, self._active, self._warned, may_recompute))
+                self._wrappers.append(_stand_in(block, module, self._active, self._warned, self._trials, may_recompute))
 
     def __enter__(self) -> Blocks:
         return self
@@ -146,9 +147,10 @@ class Blocks:
     @contextmanager
     def observe(self, observer: BlockObserver) -> Iterator[None]:
         """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
-        put_back_all()
         before = self._active.observer
         if before is None and observer.wants_inputs:
+            for kind in [kind for kind, trial in self._trials.items() if not trial.is_tried]:
+                del self._trials[kind]  # no backward has come to it
             for wrapper in self._wrappers:
                 wrapper.begin_measuring()
         looks_for_bypassed = before is None and observer.recomputes_all and not self._has_warned
@@ -185,9 +187,7 @@ class Blocks:
         self._wrappers.clear()
 
 
-def _stand_in(
-    block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
-) -> _Wrapper:
+def _stand_in(block: Recomputable, module: nn.Module, *shared: Any) -> _Wrapper:
     """Return the stand-in that a module had before, anew, or its first one.
 
     Dynamo guards on its identity: another one each time is compiled for again, until it gives up and compiles nothing.
@@ -196,9 +196,9 @@ def _stand_in(
         del _stand_ins[key]  # no callback of a weak reference does so: it would swallow an interrupt
     before = _stand_ins.get(id(module))
     if before is not None and before.is_free:
-        before.__init__(block, module, active, warned, may_recompute)  # type: ignore[misc]
+        before.__init__(block, module, *shared)  # type: ignore[misc]
         return before
-    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, active, warned, may_recompute)
+    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, *shared)
     return stand_in
 
 
@@ -213,6 +213,7 @@ class _Wrapper(MethodPatch):
         "_edits",
         "_is_allowed",
         "_refusal",
+        "_trials",
         "_warned",
         "_watched",
         "is_reached",
@@ -220,13 +221,20 @@ class _Wrapper(MethodPatch):
     )
 
     def __init__(
-        self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
+        self,
+        block: Recomputable,
+        module: nn.Module,
+        active: _Active,
+        warned: set[str],
+        trials: dict[type, Recomputable],
+        may_recompute: bool,
     ) -> None:
         self.name = block.name
         self.is_reached = False
         self._block = block
         self._active = active
         self._warned = warned
+        self._trials = trials
         self._is_allowed = may_recompute
         self._refusal: str | None = None
         self._edits: str | None = None
@@ -289,7 +297,8 @@ class _Wrapper(MethodPatch):
                 if wants_recompute:
                     observer.block_is_kept()
                 if observer.wants_inputs and self._is_allowed and self._refusal is None:
-                    result, watched = watch(module, self.__wrapped__, inputs, args, kwargs, self._block)
+                    block, is_trial = self._begin_trial(module)
+                    result, watched = watch(module, self.__wrapped__, inputs, (args, kwargs), block, is_trial=is_trial)
                     self._watched.append(watched)
                     return result
                 del inputs
@@ -307,10 +316,9 @@ class _Wrapper(MethodPatch):
         if wanted and reason is None and has_groups_within(module):
             reason = refusal = "FSDP2 gathers parts of it on their own; give fully_shard the block as a whole"
         if wanted and reason is None:
-            state = CallState([module, *inputs.modules], inputs.functions)
+            state = state_before(module, inputs)
             if state.is_unmade:
                 return None  # without a word: later ones are
-            reason = refusal = state.opaque
         self._refusal = self._refusal or refusal
         kind = type(self._module()).__name__
         # Whoever checkpoints by himself has what he wants.
@@ -320,6 +328,15 @@ class _Wrapper(MethodPatch):
             warnings.warn(f"block {self.name!r} ({kind}) is not recomputed: {reason}", stacklevel=4)
         return state if reason is None else None
 
+    def _begin_trial(self, module: nn.Module) -> tuple[Recomputable, bool]:
+        """Return the block to judge a watched call, and whether it is the one trial of its class."""
+        kind = type(module)
+        if kind in self._trials or self.why_not() is not None or has_groups_within(module):
+            return self._block, False
+        block = Recomputable(name=self.name, full=self._block.full, is_agreed=self._block.is_agreed)
+        self._trials[kind] = block
+        return block, True
+
     def begin_measuring(self) -> None:
         """What was learnt of arguments is learnt anew."""
         self._edits = self._why_edited()
@@ -328,7 +345,8 @@ class _Wrapper(MethodPatch):
 
     def why_not(self) -> str | None:
         """Why a call cannot be recomputed, as far as is known."""
-        return self._refusal or self._why_edited() or self._block.changed
+        trial = self._trials.get(type(self._module()), self._block)
+        return self._refusal or self._why_edited() or self._block.changed or trial.changed
 
     def _why_edited(self) -> str | None:
         return self._edits or next((watched.reason for watched in self._watched if watched.reason is not None), None)
