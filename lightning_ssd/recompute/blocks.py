@@ -110,14 +110,13 @@ class Blocks:
         self._active = _Active()
         self._wrappers: list[_Wrapper] = []
         self._warned: set[str] = set()
-        self._trials: dict[type, Recomputable] = {}
         self._has_warned = False
         taken: set[nn.Module] = set()
         for name, module in modules.items():
             if module not in taken:
                 taken.add(module)
                 block = Recomputable(name=name, full=full, is_agreed=is_agreed)
-                self._wrappers.append(_stand_in(block, module, self._active, self._warned, self._trials, may_recompute))
+                self._wrappers.append(_stand_in(block, module, self._active, self._warned, may_recompute))
 
     def __enter__(self) -> Blocks:
         return self
@@ -149,8 +148,6 @@ class Blocks:
         """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
         before = self._active.observer
         if before is None and observer.wants_inputs:
-            for kind in [kind for kind, trial in self._trials.items() if not trial.is_tried]:
-                del self._trials[kind]  # no backward has come to it
             for wrapper in self._wrappers:
                 wrapper.begin_measuring()
         looks_for_bypassed = before is None and observer.recomputes_all and not self._has_warned
@@ -213,7 +210,6 @@ class _Wrapper(MethodPatch):
         "_edits",
         "_is_allowed",
         "_refusal",
-        "_trials",
         "_warned",
         "_watched",
         "is_reached",
@@ -226,7 +222,6 @@ class _Wrapper(MethodPatch):
         module: nn.Module,
         active: _Active,
         warned: set[str],
-        trials: dict[type, Recomputable],
         may_recompute: bool,
     ) -> None:
         self.name = block.name
@@ -234,7 +229,6 @@ class _Wrapper(MethodPatch):
         self._block = block
         self._active = active
         self._warned = warned
-        self._trials = trials
         self._is_allowed = may_recompute
         self._refusal: str | None = None
         self._edits: str | None = None
@@ -297,8 +291,7 @@ class _Wrapper(MethodPatch):
                 if wants_recompute:
                     observer.block_is_kept()
                 if observer.wants_inputs and self._is_allowed and self._refusal is None:
-                    block, is_trial = self._begin_trial(module)
-                    result, watched = watch(module, self.__wrapped__, inputs, (args, kwargs), block, is_trial=is_trial)
+                    result, watched = watch(module, self.__wrapped__, inputs, (args, kwargs), self._block)
                     self._watched.append(watched)
                     return result
                 del inputs
@@ -319,6 +312,7 @@ class _Wrapper(MethodPatch):
             state = state_before(module, inputs)
             if state.is_unmade:
                 return None  # without a word: later ones are
+            reason = refusal = state.opaque
         self._refusal = self._refusal or refusal
         kind = type(self._module()).__name__
         # Whoever checkpoints by himself has what he wants.
@@ -328,15 +322,6 @@ class _Wrapper(MethodPatch):
             warnings.warn(f"block {self.name!r} ({kind}) is not recomputed: {reason}", stacklevel=4)
         return state if reason is None else None
 
-    def _begin_trial(self, module: nn.Module) -> tuple[Recomputable, bool]:
-        """Return the block to judge a watched call, and whether it is the one trial of its class."""
-        kind = type(module)
-        if kind in self._trials or self.why_not() is not None or has_groups_within(module):
-            return self._block, False
-        block = Recomputable(name=self.name, full=self._block.full, is_agreed=self._block.is_agreed)
-        self._trials[kind] = block
-        return block, True
-
     def begin_measuring(self) -> None:
         """What was learnt of arguments is learnt anew."""
         self._edits = self._why_edited()
@@ -345,8 +330,7 @@ class _Wrapper(MethodPatch):
 
     def why_not(self) -> str | None:
         """Why a call cannot be recomputed, as far as is known."""
-        trial = self._trials.get(type(self._module()), self._block)
-        return self._refusal or self._why_edited() or self._block.changed or trial.changed
+        return self._refusal or self._why_edited() or self._block.changed
 
     def _why_edited(self) -> str | None:
         return self._edits or next((watched.reason for watched in self._watched if watched.reason is not None), None)

@@ -69,8 +69,6 @@ class Recomputable:
     take what it gets for the answer to something else."""
     changed: str | None = None
     """Why a repetition has shown that the block had better be kept."""
-    is_tried: bool = False
-    """Whether a trial has come to its end."""
     unwritten: set[tuple[int, int]] = field(default_factory=set)
     """Saved integers that differ without meaning, and are no indices: what the call saved, and which of it."""
 
@@ -128,6 +126,7 @@ def recompute(
     with saved_tensors_hooks(pack, checked):
         result = _checkpointed(call, inputs.tensors)
     if call.edits is not None:
+        block.changed = f"{call.edits} is edited in place by it"
         raise ConfigError(
             f"a {type(module).__name__} edits {call.edits} in place, so that it cannot be recomputed; let it edit a "
             "copy (or a buffer), or name classes of other blocks in OffloadPolicy.recompute_modules"
@@ -168,6 +167,8 @@ class Watched:
         """Note what the call, which is over, has done."""
         if call.edits is not None:
             self.reason = f"{call.edits} is edited in place by it"
+        elif state.opaque is not None:
+            self.reason = state.opaque
         elif call.has_met and not call.block.is_agreed:
             self.reason = _MEETS
         self._others = state.probes()
@@ -190,8 +191,6 @@ def watch(
     inputs: CallInputs,
     first: tuple[tuple[Any, ...], dict[str, Any]],
     block: Recomputable,
-    *,
-    is_trial: bool,
 ) -> tuple[Any, Watched]:
     """Call ``run`` with the arguments ``first``, keep what it saves, and note whether it may be recomputed.
 
@@ -200,8 +199,7 @@ def watch(
         run: what to call.
         inputs: made of ``first``; not ``opaque``.
         first: arguments and keyword arguments, as the caller gave them.
-        block: is told if a trial turns out not to be exact.
-        is_trial: repeat the call once, on copies of its inputs, when backward reaches it. A difference is no error.
+        block: that would be recomputed.
     """
     state, watched = state_before(module, inputs), Watched(inputs)
     pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
@@ -211,14 +209,8 @@ def watch(
         return unpack(packed)
 
     call = _Call(module, run, inputs, first, block, state)
-    if is_trial and not state.is_unmade:
-        call.kept_by = pack, look
-        copies = _copies_of(inputs.tensors)
-        with saved_tensors_hooks(_as_it_is, _as_it_is):  # the copies stay where they are
-            result = _checkpointed(call, copies)
-    else:
-        with saved_tensors_hooks(pack, look):
-            result = call.run_first()
+    with saved_tensors_hooks(pack, look):
+        result = call.run_first()
     watched.settle(call, state)
     return result, watched
 
@@ -227,10 +219,6 @@ def device_of(module: nn.Module) -> torch.device:
     """Return where the first parameter of a module is."""
     tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if tensor is None else tensor.device
-
-
-class _TrialOver(Exception):
-    """Ends the repetition of a trial."""
 
 
 class _Call:
@@ -255,8 +243,6 @@ class _Call:
         """After the first run: what it has edited in place that cannot be put back."""
         self.has_met = False
         """After the first run: whether it has waited for other processes."""
-        self.kept_by: tuple[Any, Any] | None = None
-        """Of a trial: the hooks that keep what the first run saves."""
         self._run = run
         self._pattern = inputs.pattern
         self._versions = [(tensor, tensor._version) for tensor in inputs.tensors]
@@ -273,17 +259,14 @@ class _Call:
             self._run_again(tensors)
             return None
         pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
-        saved, kept_by = self._saved, self.kept_by
+        saved = self._saved
 
-        def save(tensor: torch.Tensor) -> Any:
+        def save(tensor: torch.Tensor) -> _Saved:
             saved.add(tensor)
-            return _Saved(tensor, pack(tensor)) if kept_by is None else (pack(tensor), kept_by[0](tensor))
+            return _Saved(tensor, pack(tensor))
 
-        def give(packed: Any) -> Any:
-            if kept_by is None:
-                return packed.unpack(unpack)
-            self._try(unpack, packed[0])
-            return kept_by[1](packed[1])
+        def give(packed: _Saved) -> torch.Tensor:
+            return packed.unpack(unpack)
 
         try:
             with saved_tensors_hooks(save, give):
@@ -308,19 +291,6 @@ class _Call:
             self.edits = "an input"
         return result
 
-    def _try(self, unpack: Callable[[Any], Any], packed: Any) -> None:
-        """Repeat the call of a trial, once: none that edits tensors, meets others, or asks for gradients itself."""
-        block = self.block
-        self._asks_for_gradients = self._asks_for_gradients or not self._saved.is_closed
-        is_off = self.edits is not None or (self.has_met and not block.is_agreed) or self._asks_for_gradients
-        if block.is_tried or is_off:
-            return
-        block.is_tried = True
-        try:
-            unpack(packed)
-        except (_TrialOver, RecomputeError):  # of the latter the block has taken note
-            return
-
     def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
         hooks = [(tensor, hooks_of(tensor)) for tensor in tensors]
         # The first run needs what it has saved so far, and has not ended.
@@ -344,15 +314,12 @@ class _Call:
         sizes: dict[int, int] = {}
         stops: set[int] = set()
         pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
-        is_trial = self.kept_by is not None
 
         def save(tensor: torch.Tensor) -> Any:
             again.add(tensor)
             if is_plain(tensor):
                 storage = tensor.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
-            if is_trial:
-                return None
             try:
                 return pack(tensor)
             except BaseException as error:
@@ -376,8 +343,6 @@ class _Call:
             raise
         self._compare(again, tensors)
         self._tell(sizes, tensors)
-        if is_trial:
-            raise _TrialOver
 
     def _arguments(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Return the arguments of a repetition, as tensors with hooks of their own: others would be there twice.
@@ -462,24 +427,6 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     leaf = tensor.detach().requires_grad_()
     return leaf.view_as(leaf)
-
-
-def _copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors that operations have computed, or that need no gradient; what shares memory goes on sharing it."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    copies: list[torch.Tensor] = []
-    for tensor in tensors:
-        if isinstance(tensor, nn.Parameter) or not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
-            copies.append(tensor)
-            continue
-        storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
-        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        copy.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
-        copy.requires_grad_(tensor.requires_grad)
-        copies.append(copy if tensor.grad_fn is None else copy.view_as(copy))
-    return copies
 
 
 def _fingerprint_of(result: Any) -> Fingerprint:

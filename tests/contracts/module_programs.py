@@ -272,7 +272,7 @@ CHANGES: dict[str, Change] = {
     "attribute for each forward": Change(prepare=lambda net, number: _by_number(net, number, "gain")),
     "hook in forward": Change(around=_hooked),
     "hook in backward": Change(later=_hooked),
-    "hook of all modules in forward": Change(around=_hooked_everywhere, refused=True),
+    "hook of all modules in forward": Change(around=_hooked_everywhere),
     "forward patched on an instance": Change(
         around=_set(lambda block: block.norm, "forward", lambda block: lambda x: x * 2)  # type: ignore[attr-defined]
     ),
@@ -287,7 +287,7 @@ CHANGES: dict[str, Change] = {
     "adapter name in forward": Change(
         around=lambda net: _set(lambda _: net.settings, "adapter", "two")(net), refused=True
     ),
-    "list in backward": Change(later=lambda net: _item(lambda net: net.settings.factors, 0, 3.0, net), refused=True),
+    "list in backward": Change(later=lambda net: _item(lambda net: net.settings.factors, 0, 3.0, net)),
     "closure over a loop variable": Change(around=_gives_functions, refused=True),
     "buffer replaced": Change(later=_set(lambda block: block, "scale", lambda block: block.scale * 3)),
     "parameter replaced": Change(later=_other_parameter),
@@ -309,8 +309,8 @@ CHANGES: dict[str, Change] = {
     "deterministic algorithms in backward": Change(later=lambda net: _deterministic()),
     "out of reach": Change(later=lambda net: _item(lambda net: ELSEWHERE, "factor", 3.0, net), refused=True),
 }
-"""What may change. Random numbers, and buffers and attributes of the block's modules, are put back; the rest is
-``refused``."""
+"""What may change. Random numbers, and buffers and attributes of the block's modules, are put back, blocks with hooks
+inside are kept; the rest is ``refused``."""
 
 
 @contextmanager
