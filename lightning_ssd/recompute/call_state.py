@@ -58,6 +58,8 @@ _OUTSIDE = frozenset(
     | {logging.Logger, type(threading.Lock()), type(threading.RLock()), functools._lru_cache_wrapper}
 )
 """They refer to what no module owns, see ``docs/compatibility.md``."""
+_FOREIGN = ("torch._", "torch.distributed.", "torch.fx.", "triton.", "lightning_ssd.")
+"""Packages whose objects have caches that a forward fills."""
 
 
 class _Tensor(NamedTuple):
@@ -204,9 +206,10 @@ def _is(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and type(one) in (int, str) and one == other)
 
 
-def _is_number(kind: type) -> bool:
+def _is_steady(kind: type) -> bool:
+    """Tell whether NumPy's objects of a class never change."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(kind, numpy.generic | numpy.dtype)
+    return numpy is not None and issubclass(kind, numpy.generic | numpy.dtype | numpy.ufunc)
 
 
 def _is_array(kind: type) -> bool:
@@ -388,10 +391,12 @@ class CallState:
             elif _is_array(kind):
                 self._hold(label, value, is_ours=bool(value.flags.writeable))
                 values += value.ravel().tolist() if value.dtype.hasobject else ()
+            elif kind.__module__.startswith(_FOREIGN) or _is_steady(kind):
+                continue
             elif _is_of_python(kind):
                 values += self._hold(label, value, is_ours=False)
                 self._add_classes(kind)
-            elif not kind.__module__.startswith("torch.") and not _is_number(kind):
+            elif not kind.__module__.startswith("torch."):
                 self.opaque = self.opaque or f"{label} holds a {kind.__name__}, of which a change could not be seen"
 
     def _add_tensor(self, label: str, tensor: torch.Tensor) -> None:
