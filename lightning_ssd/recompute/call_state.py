@@ -10,6 +10,7 @@ has changed cannot be put back, and the call is not repeated. Nor is it where a 
 from __future__ import annotations
 
 import array
+import contextvars
 import enum
 import functools
 import logging
@@ -52,12 +53,13 @@ _STEADY = frozenset(
 )
 """Their values never change."""
 _OUTSIDE = frozenset(
-    {type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, functools.partial}
+    {type, types.BuiltinFunctionType, types.ModuleType, types.MethodWrapperType, contextvars.ContextVar}
     | {weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType, property, staticmethod, classmethod}
     | {types.GetSetDescriptorType, types.MemberDescriptorType, types.MappingProxyType, functools.cached_property}
     | {logging.Logger, type(threading.Lock()), type(threading.RLock()), functools._lru_cache_wrapper}
 )
 """They refer to what no module owns, see ``docs/compatibility.md``."""
+_CODE = frozenset({types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(None)})
 _FOREIGN = ("torch._", "torch.distributed.", "torch.fx.", "triton.", "lightning_ssd.")
 """Packages whose objects have caches that a forward fills."""
 
@@ -174,6 +176,8 @@ def _contents(value: Any) -> Any:
         return value[:]
     if _is_array(kind):
         return value.copy()
+    if kind is types.FunctionType:
+        return tuple(_reached(value))
     if issubclass(kind, type):
         return tuple(item for name, item in vars(value).items() if not name.startswith("__"))
     contents: list[Any] = []
@@ -183,6 +187,22 @@ def _contents(value: Any) -> Any:
             contents += dict.values(value) if issubclass(kind, dict) else ()
             break
     return (*contents, *_attributes(value))
+
+
+def _reached(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what a function gets from elsewhere: variables around it, defaults, globals that are not code."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            yield None
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    names = function.__globals__
+    for name in function.__code__.co_names:
+        value = names.get(name)
+        if type(value) not in _CODE and not isinstance(value, type):
+            yield value
 
 
 def _attributes(value: Any) -> Iterator[Any]:
@@ -313,6 +333,7 @@ class CallState:
         self.opaque: str | None = None
         self._parts: list[_Part] = []
         self._contents: list[_Contents] = []
+        self._context = contextvars.copy_context()
         self._numbers = RandomStates([*shared_sources(), *default_sources(devices)])
         self._tensors: list[_Tensor] = []
         self._unknown: list[tuple[str, torch.Tensor]] = []
@@ -354,6 +375,8 @@ class CallState:
                 continue
             self._hold(f"the class {base.__name__}", base, is_ours=False)
             for name, value in vars(base).items():
+                if type(value) is types.FunctionType:
+                    self._add(f"{base.__name__}.{name}", value)
                 is_known = type(value) in _DICTS or type(value) in _LISTS or _is_array(type(value))
                 if not name.startswith("__") and (is_known or source_of(value) is not None):
                     self._add(f"{base.__name__}.{name}", value)
@@ -388,6 +411,13 @@ class CallState:
                 self._numbers.add(source)
             elif kind in _RAW:
                 self._hold(label, value)
+            elif kind is types.FunctionType:
+                if not str(value.__module__).startswith(("torch.", *_FOREIGN)):
+                    values += self._hold(label, value, is_ours=False)
+            elif kind is types.MethodType:
+                values += (value.__self__, value.__func__)
+            elif kind is functools.partial:
+                values += (value.func, *value.args, *value.keywords.values())
             elif _is_array(kind):
                 self._hold(label, value, is_ours=bool(value.flags.writeable))
                 values += value.ravel().tolist() if value.dtype.hasobject else ()
@@ -477,7 +507,8 @@ class CallState:
                     buffer.data.copy_(copy)
             numbers.restore()
 
-        return run_between(put_in, lambda: function(*args, **kwargs), put_back)
+        context = self._context.copy()
+        return run_between(put_in, lambda: context.run(function, *args, **kwargs), put_back)
 
 
 def hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:

@@ -280,7 +280,7 @@ CHANGES: dict[str, Change] = {
         later=_set(lambda block: Exponential, "forward", lambda block: lambda self, x: x.sin() * 2), refused=True
     ),
     "class attribute in forward": Change(around=_set(type, "number", 3.0), refused=True),
-    "context variable in forward": Change(around=_in_context, refused=True),
+    "context variable in forward": Change(around=_in_context),
     "default dtype in forward": Change(around=_default_dtype, refused=True),
     "default dtype in backward": Change(later=_default_dtype, refused=True),
     "default device in backward": Change(later=lambda net: torch.device("meta")),
@@ -307,7 +307,7 @@ CHANGES: dict[str, Change] = {
     "autocast in forward": Change(around=lambda net: torch.autocast("cpu", dtype=torch.bfloat16)),
     "autocast in backward": Change(later=lambda net: torch.autocast("cpu", dtype=torch.bfloat16)),
     "deterministic algorithms in backward": Change(later=lambda net: _deterministic()),
-    "out of reach": Change(later=lambda net: _item(lambda net: ELSEWHERE, "factor", 3.0, net), refused=True),
+    "dict of the module": Change(later=lambda net: _item(lambda net: ELSEWHERE, "factor", 3.0, net)),
 }
 """What may change. Random numbers, and buffers and attributes of the block's modules, are put back, blocks with hooks
 inside are kept; the rest is ``refused``."""
