@@ -53,13 +53,19 @@ _STEADY = frozenset(
 )
 """Their values never change."""
 _OUTSIDE = frozenset(
-    {type, types.BuiltinFunctionType, types.ModuleType, types.MethodWrapperType, contextvars.ContextVar}
+    {
+        type,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.ModuleType,
+        types.MethodWrapperType,
+        contextvars.ContextVar,
+    }
     | {weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType, property, staticmethod, classmethod}
     | {types.GetSetDescriptorType, types.MemberDescriptorType, types.MappingProxyType, functools.cached_property}
     | {logging.Logger, type(threading.Lock()), type(threading.RLock()), functools._lru_cache_wrapper}
 )
 """They refer to what no module owns, see ``docs/compatibility.md``."""
-_CODE = frozenset({types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(None)})
 _FOREIGN = ("torch._", "torch.distributed.", "torch.fx.", "triton.", "lightning_ssd.")
 """Packages whose objects have caches that a forward fills."""
 
@@ -176,8 +182,6 @@ def _contents(value: Any) -> Any:
         return value[:]
     if _is_array(kind):
         return value.copy()
-    if kind is types.FunctionType:
-        return tuple(_reached(value))
     if issubclass(kind, type):
         return tuple(item for name, item in vars(value).items() if not name.startswith("__"))
     contents: list[Any] = []
@@ -187,22 +191,6 @@ def _contents(value: Any) -> Any:
             contents += dict.values(value) if issubclass(kind, dict) else ()
             break
     return (*contents, *_attributes(value))
-
-
-def _reached(function: types.FunctionType) -> Iterator[Any]:
-    """Yield what a function gets from elsewhere: variables around it, defaults, globals that are not code."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            yield None
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    names = function.__globals__
-    for name in function.__code__.co_names:
-        value = names.get(name)
-        if type(value) not in _CODE and not isinstance(value, type):
-            yield value
 
 
 def _attributes(value: Any) -> Iterator[Any]:
@@ -375,10 +363,10 @@ class CallState:
                 continue
             self._hold(f"the class {base.__name__}", base, is_ours=False)
             for name, value in vars(base).items():
-                if type(value) is types.FunctionType:
-                    self._add(f"{base.__name__}.{name}", value)
-                is_known = type(value) in _DICTS or type(value) in _LISTS or _is_array(type(value))
-                if not name.startswith("__") and (is_known or source_of(value) is not None):
+                of = type(value)
+                if of in _STEADY or of in _OUTSIDE or name.startswith("__"):
+                    continue
+                if of in _DICTS or of in _LISTS or _is_array(of) or source_of(value) is not None:
                     self._add(f"{base.__name__}.{name}", value)
 
     def _hold(self, label: str, value: Any, *, is_ours: bool = True) -> Any:
@@ -411,11 +399,8 @@ class CallState:
                 self._numbers.add(source)
             elif kind in _RAW:
                 self._hold(label, value)
-            elif kind is types.FunctionType:
-                if not str(value.__module__).startswith(("torch.", *_FOREIGN)):
-                    values += self._hold(label, value, is_ours=False)
             elif kind is types.MethodType:
-                values += (value.__self__, value.__func__)
+                values.append(value.__self__)
             elif kind is functools.partial:
                 values += (value.func, *value.args, *value.keywords.values())
             elif _is_array(kind):

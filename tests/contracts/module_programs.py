@@ -307,7 +307,7 @@ CHANGES: dict[str, Change] = {
     "autocast in forward": Change(around=lambda net: torch.autocast("cpu", dtype=torch.bfloat16)),
     "autocast in backward": Change(later=lambda net: torch.autocast("cpu", dtype=torch.bfloat16)),
     "deterministic algorithms in backward": Change(later=lambda net: _deterministic()),
-    "dict of the module": Change(later=lambda net: _item(lambda net: ELSEWHERE, "factor", 3.0, net)),
+    "out of reach": Change(later=lambda net: _item(lambda net: ELSEWHERE, "factor", 3.0, net), refused=True),
 }
 """What may change. Random numbers, and buffers and attributes of the block's modules, are put back, blocks with hooks
 inside are kept; the rest is ``refused``."""

@@ -299,9 +299,6 @@ def counting() -> Callable[[], int]:
     return count
 
 
-COUNTED = counting()
-
-
 def in_place(value: Any) -> Any:
     value[0] += 1
     return value[0]
@@ -338,8 +335,7 @@ MEMORIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "generator": (lambda: (number for number in range(1, 100)), next, CANNOT_BE_SEEN),
     "bound method": (lambda: Counter().add, lambda method: method(), EDITS),
     "functools.partial": (lambda: functools.partial(Counter().add, by=2), lambda function: function(), EDITS),
-    "default argument": (counting, lambda function: function(), ""),
-    "function of a function": (lambda: lambda: COUNTED(), lambda function: function(), OUTSIDE),
+    "default argument": (counting, lambda function: function(), OUTSIDE),
     "generator of a class": (OfClass, lambda value: torch.rand(WIDTH, generator=value.generator), ""),
     "UserDict": (lambda: UserDict({0: 0}), in_place, ""),
     "list in a list": (lambda: [[[0]]], deep, ""),
