@@ -366,7 +366,7 @@ class CallState:
                 of = type(value)
                 if of in _STEADY or of in _OUTSIDE or name.startswith("__"):
                     continue
-                if of in _DICTS or of in _LISTS or _is_array(of) or source_of(value) is not None:
+                if _is_array(of) or _is_of_python(of) or source_of(value) is not None:
                     self._add(f"{base.__name__}.{name}", value)
 
     def _hold(self, label: str, value: Any, *, is_ours: bool = True) -> Any:
