@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,11 +50,15 @@ class Recomputing(Session):
         for name, block in found.items():
             for part in block.modules():
                 if not any(True for _ in part.children()):
-                    part.register_forward_pre_hook(functools.partial(self._runs, name))
+                    part.register_forward_pre_hook(self._counting(name))
 
-    def _runs(self, name: str, module: nn.Module, args: Any) -> None:
-        if not self.forward:
-            self.repeated.append(name)
+    def _counting(self, name: str) -> Callable[..., None]:
+        def runs(module: nn.Module, args: Any) -> None:
+            if not self.forward:
+                self.repeated.append(name)
+
+        runs.__module__ = "torch.tests"  # a block with hooks of users would not be recomputed
+        return runs
 
     @contextmanager
     def saved(self) -> Iterator[None]:  # type: ignore[override]
