@@ -253,7 +253,7 @@ DIFFERENT: dict[str, tuple[type[Momentum], str]] = {
     "not a number": (kind("IfNoNumber", change=_if_any("isnan")), "parameters .* differ"),
     "all gradients zero": (kind("IfZero", change=_if_all_zero), "parameters .* differ"),
     "a small rate": (
-        kind("AtSmallRates", scale=lambda self: _norm(self) if self.param_groups[0]["lr"] < 0.01 else 1.0),
+        kind("AtSmallRates", scale=lambda self: _norm(self) if self.param_groups[0]["lr"] < 1e-4 else 1.0),
         "differ",
     ),
     "positions": (
@@ -487,6 +487,11 @@ NOT_SHOWN: dict[str, tuple[type[Momentum], str]] = {
     "a class attribute": (kind("InClass", begin=_count_in_class, num_steps=0), r"its class.*\['num_steps'\]"),
     "a variable": (kind("Global", begin=_count_for_all), r"its module.*\['num_steps'\]"),
     "a closure": (_counting_in_closure(), r"a closure: \['past'\]"),
+    "a default": (kind("Defaults", begin=lambda self, past=[]: past.append(1)), r"a closure: \['__defaults__'\]"),
+    "ids": (
+        kind("ById", prepare=lambda self: setattr(self, "held", {id(p): n for n, p in enumerate(self.own)})),
+        r"held holds the id\(\) of a parameter",
+    ),
     "scaled gradients": (kind("Unscales", _step_supports_amp_scaling=True), "unscales gradients itself"),
 }
 

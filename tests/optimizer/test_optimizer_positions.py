@@ -126,7 +126,10 @@ def test_places_of_half_precision_parameters(masters: bool, spill_dir: Path) -> 
 def test_a_list_by_parameter_is_refused(spill_dir: Path) -> None:
     """PyTorch's own ``param_names`` alone is known to have an entry for each."""
     pair = Pair(lambda p: ZipsRates(_scaled(p)))
-    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match=r"ZipsRates.*cannot be tried on copies"):
+    with (
+        opened(spill_dir) as offloader,
+        pytest.raises(ConfigError, match=r"ZipsRates does not update each by itself: steps of some raise ValueError"),
+    ):
         offloader.offload_optimizer(pair.inner)
     pair.check()
 

@@ -234,7 +234,7 @@ def test_a_state_that_is_the_parameter_is_refused(spill_dir: Path) -> None:
 @pytest.mark.parametrize("kind", KEPT)
 def test_a_training_with_such_states(kind: str, shapes: Any, spill_dir: Path) -> None:
     pair = Pair(keeps(kind), shapes)
-    with wrapped(pair.inner, spill_dir) as optimizer:
+    with wrapped(pair.inner, spill_dir, declared="Keeps") as optimizer:
         for _ in range(3):
             pair.step(optimizer)
             pair.check()
@@ -247,6 +247,14 @@ def test_a_training_with_such_states(kind: str, shapes: Any, spill_dir: Path) ->
         assert [id(state["value"]) for state in pair.inner.state.values()] == list(map(id, held))
         pair.step(pair.inner)
         pair.check()
+
+
+@pytest.mark.parametrize("kind", ["iterator", "lock", "tensor without clone", "object", "container", "mapping"])
+def test_states_that_cannot_be_compared_are_to_be_declared(kind: str, spill_dir: Path) -> None:
+    pair = Pair(keeps(kind))
+    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match=r"got Keeps, .*optimizers=\['Keeps'\]\)"):
+        offloader.offload_optimizer(pair.inner)
+    pair.check()
 
 
 @pytest.mark.parametrize("kind", VALUES)
@@ -277,7 +285,7 @@ def test_users_add_such_states_to_an_optimizer_whose_parameters_are_cut(kind: st
 )
 def test_a_load_gives_objects_and_copies_tensors(kind: str, spill_dir: Path) -> None:
     pair = Pair(keeps(kind))
-    with wrapped(pair.inner, spill_dir) as optimizer:
+    with wrapped(pair.inner, spill_dir, declared="Keeps") as optimizer:
         for _ in range(2):
             pair.step(optimizer)
         saved, plain = optimizer.state_dict(), pair.twin.state_dict()
@@ -292,7 +300,7 @@ def test_a_load_gives_objects_and_copies_tensors(kind: str, spill_dir: Path) -> 
 @pytest.mark.parametrize("kind", ["tensor of tensors", "marked tensor"])
 def test_tensors_of_a_state_dict_stay_what_they_are(kind: str, spill_dir: Path) -> None:
     pair = Pair(keeps(kind))
-    with wrapped(pair.inner, spill_dir) as optimizer:
+    with wrapped(pair.inner, spill_dir, declared="Keeps") as optimizer:
         pair.step(optimizer)
         saved = optimizer.state_dict()["state"]
         expected = {number: [value.float().clone() for value in state.values()] for number, state in saved.items()}
@@ -372,7 +380,7 @@ def test_a_rehearsal_that_comes_when_such_states_are_there(kind: str, how: str, 
     pair = Pair(keeps(kind), SEVERAL)
     if how == "states were there":
         pair.step(pair.inner)
-    with wrapped(pair.inner, spill_dir) as optimizer:
+    with wrapped(pair.inner, spill_dir, declared="Keeps") as optimizer:
         pair.step(optimizer)
         if how == "a gradient is missing":
             pair.step(optimizer, [0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_ssd.common.dtensor import address_of, local_of
 from lightning_ssd.common.rng import source_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import Span, are_apart, is_held, spans_of
-from lightning_ssd.optimizer.step.rehearsal import Difference, Doubt, Way, rehearse, signature
+from lightning_ssd.optimizer.step.rehearsal import Difference, Doubt, Way, attributes, rehearse, signature
 from lightning_ssd.optimizer.step.stepper import without_hooks
 from lightning_ssd.optimizer.step.surroundings import own_code
 from lightning_ssd.optimizer.step.types import CoupledError, State
@@ -69,7 +69,9 @@ def _runs_code_of(optimizer: Optimizer, kinds: Collection[type[Optimizer]]) -> b
         return False
     own = {name for base in kind.__mro__[: kind.__mro__.index(known)] for name in vars(base)} - {*_HARMLESS}
     called = [name for name in own if hasattr(known, name) and not name.startswith("__")]
-    return all(without_hooks(getattr(kind, name)) is without_hooks(getattr(known, name)) for name in called)
+    return not own & {"param_groups", "state", "__getattribute__", "__setattr__"} and all(
+        without_hooks(getattr(kind, name)) is without_hooks(getattr(known, name)) for name in called
+    )
 
 
 class Contract:
@@ -177,10 +179,21 @@ def _doubt(optimizer: Optimizer) -> None:
     """Raise ``Doubt`` where an optimizer holds what may do otherwise after a trial."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         raise Doubt("it unscales gradients itself (_step_supports_amp_scaling), and none is scaled in a trial")
-    for place, value in vars(optimizer).items():
-        for leaf in tree_leaves(value) if place not in ("state", "param_groups") else ():
-            if source_of(leaf) is not None or isinstance(leaf, nn.Module):
-                raise Doubt(f"{place} holds a {type(leaf).__name__}")
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for place, leaf in _held(optimizer):
+        if source_of(leaf) is not None or isinstance(leaf, nn.Module):
+            raise Doubt(f"{place} holds a {type(leaf).__name__}")
+        if isinstance(leaf, int) and leaf in ids:
+            raise Doubt(f"{place} holds the id() of a parameter, and a copy has another one")
+
+
+def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield names, and what an optimizer holds under them besides its parameters and states."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for place, value in {**attributes(optimizer), "param_groups": groups}.items():
+        numbers = [key for key in value if isinstance(key, int)] if isinstance(value, Mapping | Set) else []
+        for leaf in (*tree_leaves(value), *numbers):
+            yield place, leaf
 
 
 # -- refused by what they are ------------------------------------------------------------------------------------------
@@ -204,13 +217,12 @@ def refuse_by_kind(optimizer: Optimizer) -> None:
             f"{_OFFLOAD} got {name}, whose train() and eval() exchange all weights by its states at once, as "
             f"schedule-free optimizers do. Use {_KEEP}"
         )
-    for place, value in vars(optimizer).items():
-        owned = next((found for found in _within(value) if place != "step" and found is not optimizer), None)
-        if owned is not None and not place.startswith("_optimizer_"):
+    for place, value in _held(optimizer):
+        if owned := [found for found in _within(value) if found is not optimizer]:
             raise ConfigError(
                 f"{_OFFLOAD} expects an optimizer that updates its parameters itself; got {name}, which owns another "
-                f"one, {type(owned).__name__}, in {place}. Offload that one and wrap what offload_optimizer() returns, "
-                f"or use {_KEEP}"
+                f"one, {type(owned[0]).__name__}, in {place}. Offload that one and wrap what offload_optimizer() "
+                f"returns, or use {_KEEP}"
             )
     refuse_own_step(optimizer)
     if "state" in vars(optimizer) and is_held(vars(optimizer), "state"):
@@ -270,10 +282,8 @@ def _refuse_own_parameters(optimizer: Optimizer) -> None:
         ConfigError: it does.
     """
     addresses = {address_of(p) for group in optimizer.param_groups for p in group["params"]} - {0}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
-    for place, value in {**own, "param_groups": groups}.items():
-        if any(isinstance(leaf, torch.Tensor) and address_of(leaf) in addresses for leaf in tree_leaves(value)):
+    for place, leaf in _held(optimizer):
+        if isinstance(leaf, torch.Tensor) and address_of(leaf) in addresses:
             raise ConfigError(
                 f"{_OFFLOAD} expects an optimizer that finds its parameters in param_groups; got "
                 f"{type(optimizer).__name__}, which holds one in {place}, too, and would not see that a call is for "

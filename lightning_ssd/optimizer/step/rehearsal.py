@@ -34,9 +34,9 @@ from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
 from lightning_ssd.optimizer.step.surroundings import kept_surroundings
 from lightning_ssd.optimizer.step.types import CoupledError, State
 
-__all__ = ["Difference", "Doubt", "Way", "rehearse", "signature"]
+__all__ = ["Difference", "Doubt", "Way", "attributes", "rehearse", "signature"]
 
-_STEPS = ((0.1, 1.0), (0.1, 0.01), (0.0, 1.0), (1024.0, 100.0), (math.inf, 1.0), (math.nan, 1.0))
+_STEPS = ((0.1, 1.0), (0.1, 0.01), (0.0, 1e-4), (1024.0, 100.0), (math.inf, 1.0), (math.nan, 1.0))
 """Of each step the size of gradients (0: those of some are zero; not finite: one element) and of rates of learning."""
 _LARGE, _LARGEST = 8 * 32768, 2 << 20
 """Elements of large copies, of which larger parameters give the first ones of each dimension. PyTorch sums from 32768
@@ -44,7 +44,7 @@ on in other ways, and people compare with a million."""
 _SUM_OF_NUMEL, _MIN_NUMEL = 1 << 22, 64
 """All other copies share so many; none of them has fewer because of that."""
 _NUM_CALLS = 61
-"""Calls for some parameters each: more than most optimizers have, and a period of no pattern of layers."""
+"""Calls for some parameters each in the first step; later steps have fewer."""
 _TRIED_RATE = 1e-3
 _OF_TRAINING = ("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr")
 """Options that are no choice: schedulers set them later, or with each step."""
@@ -92,16 +92,17 @@ def rehearse(
         Doubt: the step changes what is not the optimizer's, so that one trial says nothing of the next step.
         Exception: whatever the optimizer raises on copies.
     """
-    known = [p for group in optimizer.param_groups for p in group["params"] if has_shape(p)]
+    known = [parameter for _, parameter in _parameters(optimizer)]
     sizes = _sizes(known, has_large=not any(way))
     themselves = {id(p): p for p in known}
     examples = {id(p): _example(state_of(p), p, sizes[id(p)], themselves) for p in known if not is_shard(p)}
+    examples = {key: state for key, state in examples.items() if state}
 
     def made() -> list[_Copy]:
-        return [_Copy(optimizer, sizes, dtype_of, examples) for _ in range(2)]
+        return [_Copy(optimizer, sizes, examples, dtype_of) for _ in range(2)]
 
     plain, apart = made()
-    seen = {plain.signature}
+    seen = {signature(plain.optimizer)}
     for number, (scale, _) in enumerate(_STEPS):
         is_usual = scale == _STEPS[0][0]
         results = []
@@ -124,7 +125,7 @@ def rehearse(
             continue
         if what := plain.difference(apart) or ("" if same(*results) else "what its step returns differs"):
             raise Difference(f"{what} between a step of all parameters and steps of some, tried on copies{way}")
-        seen.add(plain.signature)
+        seen.add(signature(plain.optimizer))
     return seen
 
 
@@ -137,7 +138,7 @@ def signature(optimizer: Optimizer) -> Any:
         (type(group.get("lr")), _kind_of({k: v for k, v in group.items() if k not in _OF_TRAINING}))
         for group in optimizer.param_groups
     ]
-    return tuple(groups), _kind_of(_attributes(optimizer))
+    return tuple(groups), _kind_of(attributes(optimizer))
 
 
 def _kind_of(value: Any, depth: int = 0) -> Any:
@@ -180,73 +181,46 @@ def _cropped(shape: Iterable[int], numel: int) -> list[int]:
 
 
 class _Copy:
-    """A copy of an optimizer with small copies of its parameters.
-
-    Args:
-        optimizer: the user's.
-        sizes: by the id of a parameter, the shape of its copy.
-        dtype_of: the type of a parameter's copy.
-        examples: by the id of a parameter, what the optimizer remembers of it, for that shape.
-    """
+    """A copy of an optimizer with copies of its parameters that have these sizes and states, by the parameters' ids."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         sizes: Mapping[int, Sequence[int]],
-        dtype_of: Callable[[torch.Tensor], torch.dtype],
         examples: Mapping[int, State],
+        dtype_of: Callable[[torch.Tensor], torch.dtype],
     ) -> None:
-        self._twins: list[torch.Tensor] = []
-        self._groups: list[int] = []
         mine: Any = object.__new__(type(optimizer))
         memo: dict[int, Any] = {id(optimizer): mine}
-        states: defaultdict[Any, Any] = defaultdict(dict)
-        mine.param_groups = []
-        for number, group in enumerate(optimizer.param_groups):
-            twins = []
-            for parameter in filter(has_shape, group["params"]):
-                like = torch.empty(0, dtype=dtype_of(parameter), device=parameter.device)
-                data = _numbers(sizes[id(parameter)], len(self._twins), like)
-                twin = torch.nn.Parameter(data, requires_grad=data.is_floating_point() or data.is_complex())
-                memo[id(parameter)] = twin
-                vars(twin).update(copy.deepcopy(vars(parameter), memo))  # marks by which optimizers go
-                twins.append(twin)
-                self._twins.append(twin)
-                self._groups.append(number)
-                if example := examples.get(id(parameter)):
-                    states[twin] = example
-            mine.param_groups.append({key: twins if key == "params" else value for key, value in group.items()})
-        for group in mine.param_groups:  # when all parameters are known
-            for key, value in group.items():
-                if key != "params":
-                    group[key] = copy.deepcopy(value, memo)
-            rate = group.get("lr")
-            if _is_rate(rate) and not rate:  # a warm-up begins at 0, by which a trial would see no parameter change
-                group["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
-            if "param_names" in group:
-                group["param_names"] = [str(number) for number in range(len(group["params"]))]
+        self._groups: list[int] = []
+        for number, parameter in _parameters(optimizer):
+            like = torch.empty(0, dtype=dtype_of(parameter), device=parameter.device)
+            data = _numbers(sizes[id(parameter)], len(self._groups), like)
+            twin = torch.nn.Parameter(data, requires_grad=data.is_floating_point() or data.is_complex())
+            memo[id(parameter)] = twin
+            vars(twin).update(copy.deepcopy(vars(parameter), memo))  # marks by which optimizers go
+            self._groups.append(number)
+        self._twins: list[torch.Tensor] = [memo[id(parameter)] for _, parameter in _parameters(optimizer)]
+        vars(mine).update((name, OrderedDict()) for name in vars(optimizer) if name.startswith("_optimizer_"))
+        vars(mine).update((name, copy.deepcopy(value, memo)) for name, value in attributes(optimizer).items())
+        mine.state = defaultdict(dict, {memo[key]: copy.deepcopy(state, memo) for key, state in examples.items()})
         keys: list[Any] = list(optimizer.state)
         shared = [key for key in keys if not isinstance(key, torch.Tensor)]
-        states = defaultdict(dict, {twin: copy.deepcopy(example, memo) for twin, example in states.items()})
-        states.update((key, copy.deepcopy(optimizer.state[key], memo)) for key in shared)
-        vars(mine).update((name, OrderedDict()) for name in vars(optimizer) if name.startswith("_optimizer_"))
-        vars(mine).update((name, copy.deepcopy(value, memo)) for name, value in _attributes(optimizer).items())
-        mine.state = states
-        self._optimizer: Optimizer = mine
+        mine.state.update((key, copy.deepcopy(optimizer.state[key], memo)) for key in shared)
+        mine.param_groups = []
+        for group in optimizer.param_groups:
+            own = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
+            if _is_rate(rate := own.get("lr")) and not rate:  # as a warm-up begins: no parameter would change
+                own["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
+            mine.param_groups.append({"params": [memo[id(p)] for p in group["params"] if id(p) in memo], **own})
+        self.optimizer: Optimizer = mine
         self._stepper = SubgroupStepper(mine)
 
-    @property
-    def signature(self) -> Any:
-        """What its options and attributes are like."""
-        return signature(self._optimizer)
-
-    def _begin(self, number: int, way: Way) -> None:
-        """Set the rates of learning, and the gradients that a step finds."""
+    def _set_rates(self, number: int) -> None:
         factor = _STEPS[number][1] / (_STEPS[number - 1][1] if number else 1.0)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             if _is_rate(group.get("lr")):
                 group["lr"] = group["lr"] * factor
-        self._give_gradients(number, way, is_before=way.has_closure)
 
     def _give_gradients(self, number: int, way: Way, *, is_before: bool = False) -> None:
         scale = _STEPS[number][0]
@@ -270,48 +244,51 @@ class _Copy:
             self._give_gradients(number, way)
             return self._loss()
 
-        self._begin(number, way)
+        self._set_rates(number)
+        self._give_gradients(number, way, is_before=way.has_closure)
         return self._stepper.call_plainly(closure if way.has_closure else None)
 
     def step_apart(self, number: int, way: Way) -> Any:
         """Step as with offloaded states: the closure first, then some parameters at a time."""
-        self._begin(number, way)
+        self._set_rates(number)
         loss = self._loss() if way.has_closure else None
         self._give_gradients(number, way)
-        state: dict[Any, Any] = self._optimizer.state
+        state: dict[Any, Any] = self.optimizer.state
         shared = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-        whole = WholeStep(self._optimizer, None if loss is None else lambda: loss, shared)
+        whole = WholeStep(self.optimizer, None if loss is None else lambda: loss, shared)
         active = [index for index, twin in enumerate(self._twins) if twin.grad is not None]
-        for call in reversed(range(_NUM_CALLS)):
-            if mine := [index for index in active if index % _NUM_CALLS == call]:
+        num_calls = _NUM_CALLS - 2 * number  # so that no two parameters are always together
+        for call in reversed(range(num_calls)):
+            if mine := [index for index in active if index % num_calls == call]:
                 twins = [self._twins[index] for index in mine]
                 before = [state.pop(twin, None) for twin in twins]
                 after = self._stepper.run(twins, [self._groups[index] for index in mine], before, whole)
                 del before
                 state.update((twin, one) for twin, one in zip(twins, after, strict=True) if one is not None)
-        idle = set(range(len(self._optimizer.param_groups))) - {self._groups[index] for index in active}
+        idle = set(range(len(self.optimizer.param_groups))) - {self._groups[index] for index in active}
         self._stepper.run_idle(idle, whole)
         whole.apply()
         state.update(whole.shared)
         return whole.result(loss)
 
     def _held(self, names: Mapping[int, int]) -> Iterator[tuple[str, dict[Any, Any]]]:
-        state: dict[Any, Any] = self._optimizer.state
+        state: dict[Any, Any] = self.optimizer.state
         yield "parameters", {number: twin.detach() for number, twin in enumerate(self._twins)}
+        yield "gradients", {number: twin.grad for number, twin in enumerate(self._twins)}
         yield "states", {names.get(id(key), key): value for key, value in state.items()}
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             yield f"param_groups[{number}]", {key: value for key, value in group.items() if key != "params"}
-        yield "attributes", _attributes(self._optimizer)
+        yield "attributes", attributes(self.optimizer)
 
     def difference(self, other: _Copy) -> str:
         """Say in what the other one is not the same; nothing: in nothing."""
         names = {id(twin): number for each in (self, other) for number, twin in enumerate(each._twins)}
-        names.update({id(each._optimizer): -1 for each in (self, other)})
+        names.update({id(each.optimizer): -1 for each in (self, other)})
         for (place, mine), (_, theirs) in zip(self._held(names), other._held(names), strict=True):
             keys = [k for k in {**mine, **theirs} if k not in mine or not same(mine[k], theirs.get(k, names), names)]
             if keys:
                 return f"its {place} {keys[:3]} differ"
-        for state in (*self._optimizer.state.values(), *other._optimizer.state.values()):
+        for state in (*self.optimizer.state.values(), *other.optimizer.state.values()):
             tensors = (
                 [k for k, v in state.items() if torch.is_tensor(v) and v.numel() > 1] if isinstance(state, dict) else []
             )
@@ -327,7 +304,11 @@ def _is_rate(value: object) -> bool:
     return isinstance(value, int | float | torch.Tensor)
 
 
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+def _parameters(optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
+    return [(n, p) for n, group in enumerate(optimizer.param_groups) for p in group["params"] if has_shape(p)]
+
+
+def attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return what an optimizer has besides groups, states, hooks and the step that a scheduler has wrapped."""
     without = ("state", "param_groups", "step")
     return {key: value for key, value in vars(optimizer).items() if key not in without and not key.startswith("_opt")}
@@ -348,7 +329,7 @@ def _example(state: State, parameter: torch.Tensor, sizes: Sequence[int], memo: 
             return {}
         inner.update((id(t), t[tuple(map(slice, sizes))].clone()) for t in tensors)
     try:
-        return copy.deepcopy(state, inner)
+        return {key: copy.deepcopy(value, dict(inner)) for key, value in state.items()}  # users may share tensors
     except Exception:  # whatever an object of the user's raises that refuses to be copied
         return {}
 

@@ -86,6 +86,7 @@ def _values(code: Any) -> list[tuple[Any, str, Any]]:
     return [
         *((cell, name, cell.cell_contents) for name, cell in cells if cell != CellType()),  # but not one without any
         *((vars(code), name, value) for name, value in vars(code).items()),
+        (code, "__defaults__", code.__defaults__),
         *((known, name, known[name]) for name in names),
     ]
 
