@@ -143,10 +143,7 @@ MENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"kind": "OwnList"},
     ),
     "own parameters, later": (
-        {
-            "optimizer.step.contract._refuse_own_parameters": _nothing,
-            "optimizer.paged_states.PagedStates._check_others": lambda self, before, given: before,
-        },
+        {"optimizer.step.contract._refuse_own_parameters": _nothing, _REHEARSE: _rehearsed, **_LATER},
         {"kind": "DecaysAll"},
     ),
     "own step": (
