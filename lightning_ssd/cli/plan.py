@@ -28,7 +28,7 @@ from lightning_ssd.cli.output import (
     reported_errors,
     show_problems,
 )
-from lightning_ssd.common.formatting import escape_control, format_sizes, pluralize
+from lightning_ssd.common.formatting import as_setting, escape_control, format_sizes, pluralize
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
@@ -118,9 +118,9 @@ def plan(
         problems: list[Problem] = []
         found = list(outlooks(task.model.trace, task.tiers, _life(task), limit, problems))
     if as_json:
-        typer.echo(json.dumps(_as_json(task, found, problems), indent=2))
+        typer.echo(json.dumps({**_as_json(task, found, problems), "answer": _answer(task, found, limit)}, indent=2))
     else:
-        _show(task, found, f"{model}, batch {batch} x {sequence}")
+        _show(task, found, f"{model}, batch {batch} x {sequence}", limit)
         show_problems(problems)
     if problems:
         raise typer.Exit(FAILED)
@@ -342,7 +342,55 @@ def _fits(task: _Task) -> Iterator[tuple[str, Fit]]:
         yield "states, weights, gradients", fits(optimizer_states="offload", parameters="offload", gradients="offload")
 
 
-def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
+_AWAY = {
+    "nothing": (),
+    "frozen weights": ("parameters",),
+    "states": ("optimizer_states",),
+    "states, weights": ("parameters", "optimizer_states"),
+    "states, weights, gradients": ("parameters", "gradients", "optimizer_states"),
+}
+"""Row of the second table -> the settings that offload."""
+
+
+def _answer(task: _Task, found: Sequence[Outlook], limit: int | None) -> str:
+    """Return the fastest policy that fits the device, or why none does; empty where its memory is unknown."""
+    room_gb = task.described.machine.device_memory_gb
+    if room_gb is None or not found:
+        return ""
+    options = [
+        (one.prediction.step_s + (_moving_s(task, fits) or 0), one.prediction.peak_bytes + fits.device_bytes, one, name)
+        for one in found
+        for name, fits in _fits(task)
+    ]
+    fitting = [option for option in options if option[1] <= room_gb * _GB]
+    if not fitting:
+        _, held, one, name = min(options, key=lambda option: option[1])
+        return (
+            f"Nothing fits {room_gb * _GB / _GIB:.3g} GiB, because even {_policy(one, name, limit)} takes "
+            f"{held / _GIB:.3g} GiB without temporaries: take a smaller batch or sequence, or more devices."
+        )
+    step_s, held, one, name = min(fitting, key=lambda option: option[0])
+    written = one.prediction.written_bytes + dict(_fits(task))[name].written_bytes
+    days = _life(task)(replace(one.prediction, written_bytes=int(written), step_s=step_s))
+    limited = "the drive" if step_s - one.prediction.step_s + one.prediction.stall_s > step_s / 2 else "compute"
+    return (
+        f"Fits {room_gb * _GB / _GIB:.3g} GiB ({held / _GIB:.3g}, without temporaries), at most {_seconds(step_s)} s a "
+        f"step, limited by {limited}; {written / _GB:.3g} GB written a step, drive life {_life_text(days)}:\n"
+        f"  {_policy(one, name, limit)}"
+    )
+
+
+def _policy(outlook: Outlook, waits: str, limit: int | None) -> str:
+    """Return the line to write."""
+    mode, _, blocks = outlook.mode.partition(", ")
+    settings = [f'activations="{mode}"']
+    settings += [f"activation_budget={as_setting(limit)}"] if mode == "auto" and limit is not None else []
+    settings += ['recompute_modules="blocks"'] if blocks else []
+    settings += [f'{name}="offload"' for name in _AWAY[waits]]
+    return f"OffloadPolicy({', '.join(settings)})"
+
+
+def _show(task: _Task, found: Sequence[Outlook], title: str, limit: int | None) -> None:
     out = console()
     out.print(facts_table(_facts(task, title)))
     out.print()
@@ -353,10 +401,7 @@ def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
     room = task.described.machine.device_memory_gb
     mark = "" if room is None else f"; ! marks more than {room * _GB / _GIB:.3g} GiB"
     notes.append(f"'in all' adds weights, gradients and AdamW's states, not temporaries{mark}.")
-    notes.append(
-        "'here' is what weights, gradients and AdamW's states take of the device, of which saved activations are no "
-        "part; 'moving' is a step's time for the drives alone, with an update, of which nothing is in host memory."
-    )
+    notes.append("'here': weights, gradients and AdamW's states on the device; 'moving': drive time of a step.")
     if task.described.machine.num_devices > 1:
         notes.append(
             "Trained weights and gradients do not wait where several devices have the same model; on CPUs, shards of "
@@ -366,6 +411,11 @@ def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
         notes.append("On a CPU moving also takes time to map memory anew, which is not in these numbers.")
     out.print()
     out.print("\n".join(notes))
+    if answer := _answer(task, found, limit):
+        out.print()
+        told, _, line = answer.partition("\n")
+        out.print(told, markup=False)
+        out.print(line, soft_wrap=True, markup=False)  # to be pasted
 
 
 def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:

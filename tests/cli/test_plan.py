@@ -59,6 +59,32 @@ def predicted(*arguments: object) -> tuple[dict[str, Any], dict[str, dict[str, A
     return facts, {row["mode"]: row for row in facts["modes"]}
 
 
+def test_it_ends_with_the_fastest_policy_that_fits(profile: Path) -> None:
+    facts, rows = predicted("--model", NET, *SIZES, "--hardware", profile, "--devices", "1")
+    keep_bytes = rows["keep"]["peak_bytes"] + facts["model"]["fixed_bytes"]
+    assert facts["answer"].endswith('\n  OffloadPolicy(activations="keep")'), "where all fits, nothing is faster"
+    text = profile.read_text()
+    assert "device_memory_gb: 1" in text
+    options = [
+        (mode["step_s"] + away["moving_s"], mode["peak_bytes"] + away["device_bytes"], mode["mode"], away["waits"])
+        for mode in facts["modes"]
+        for away in facts["waiting"]
+    ]
+    less_gb = 0.6 * keep_bytes / 1e9
+    profile.write_text(text.replace("device_memory_gb: 1", f"device_memory_gb: {less_gb}", 1))
+    answer = predicted("--model", NET, *SIZES, "--hardware", profile, "--devices", "1")[0]["answer"]
+    best = min((option for option in options if option[1] <= less_gb * 1e9), key=lambda option: option[0])
+    assert answer.startswith(
+        f"Fits {less_gb * 1e9 / 2**30:.3g} GiB ({best[1] / 2**30:.3g}, without temporaries), at most "
+    )
+    assert f'  OffloadPolicy(activations="{best[2]}"' in answer
+    assert ('optimizer_states="offload"' in answer) is ("states" in best[3])
+    profile.write_text(text.replace("device_memory_gb: 1", "device_memory_gb: 0.001", 1))
+    shown = run("--model", NET, *SIZES, "--hardware", profile, "--devices", "1").stdout
+    assert "Nothing fits 0.000931 GiB, because even OffloadPolicy(activations=" in shown
+    assert "take a smaller batch or sequence, or more devices." in shown
+
+
 def test_each_way_to_train_is_predicted(profile: Path) -> None:
     facts, rows = predicted("--model", NET, *SIZES, "--hardware", profile)
     assert list(rows) == ["keep", "offload", "recompute", "recompute_offload", "auto"]
