@@ -411,6 +411,7 @@ def test_a_gpt_that_does_not_fit_is_trained_with_a_part_of_its_blocks_in_memory(
     assert ours["kept_bytes"] > two_blocks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_gpt_that_fits_makes_room_when_something_else_takes_memory(spill_dir: Path) -> None:
     """For which plain training is killed."""

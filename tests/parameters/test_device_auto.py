@@ -627,6 +627,7 @@ def test_an_interrupt_at_each_point_costs_no_bit(spill_dir: Path, card: Card, st
     assert guarded(model) == []
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_while_trained_weights_move_costs_no_bit(spill_dir: Path, card: Card, steps: Steps) -> None:
     """After it the last checkpoint is loaded, and the steps repeated."""
     points, num = PointsIn(*(f"parameters/{name}.py" for name in ("paged_parameters", "device_gradients"))), 0

@@ -37,6 +37,7 @@ from tests.support.faults import FaultyBackend, always, eio, enospc
 from tests.support.interrupted_points import PointsIn
 from tests.support.late import late_copies
 from tests.support.late_offloaders import late_offloaders
+from tests.support.pairs import pairwise
 from tests.support.pretended_training import on, pretended_device
 from tests.support.pretended_weights import weights_of
 
@@ -91,9 +92,7 @@ def backward(loop: Loop, *, step: int = 0) -> None:
 # -- the bits of plain training ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parameters", ["keep", "offload"])
-@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pairwise("program, activations, parameters", PROGRAMS, ["keep", "offload", "recompute"], ["keep", "offload"])
 def test_bits(program: str, activations: str, parameters: Any, opened: Opened) -> None:
     options = PROGRAMS[program]
     expected = Loop(**options).run().result()
@@ -770,7 +769,7 @@ def test_a_drive_that_gives_nothing_back_says_what_to_do(window: str, opened: Op
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parameters", ["keep", "offload"])
+@pytest.mark.parametrize("parameters", [pytest.param("keep", marks=pytest.mark.exhaustive), "offload"])
 def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(parameters: Any, spill_dir: Path) -> None:
     """In accumulation, clipping and update. Then the last checkpoint is loaded, and the step repeated."""
 
@@ -828,9 +827,12 @@ def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(para
 # -- on a device whose races are faults --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("host_memory", [0, "1MiB", "1GiB"])
-@pytest.mark.parametrize("program", ["adamw", "accumulated zeros", "clip norm", "edited gradients", "checkpointed"])
+@pairwise(
+    "program, host_memory, seed",
+    ["adamw", "accumulated zeros", "clip norm", "edited gradients", "checkpointed"],
+    [0, "1MiB", "1GiB"],
+    range(2),
+)
 def test_no_race(program: str, host_memory: Any, seed: int, spill_dir: Path) -> None:
     options = PROGRAMS[program]
     expected = Loop(**options).run(3).result()

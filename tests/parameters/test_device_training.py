@@ -557,6 +557,7 @@ def _one_step(loop: Loop, offloader: Offloader, before_step: Any) -> None:
     loop.optimizer.step()
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_at_each_point_costs_no_bit(spill_dir: Path) -> None:
     """Of a whole step: after it the last checkpoint is loaded, and the step repeated."""
     hardware = HardwareProfile(paths=[spill_dir])

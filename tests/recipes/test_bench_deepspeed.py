@@ -33,6 +33,7 @@ PosixBackend.read = flipped
 """
 
 
+@pytest.mark.exhaustive
 def test_ours_and_torch_at_a_toy_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], forked_workers: list[str]
 ) -> None:
@@ -57,6 +58,7 @@ def test_ours_and_torch_at_a_toy_size(
     assert str(tmp_path) not in report.read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_toy_whose_states_come_back_with_other_bits_is_not_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], forked_workers: list[str]
 ) -> None:

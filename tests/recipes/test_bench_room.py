@@ -57,6 +57,7 @@ def hungry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     return {row["mode"]: row for row in step.run(args, Path())["summary"]}
 
 
+@pytest.mark.exhaustive
 def test_who_is_out_of_memory_is_told_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +74,7 @@ def test_who_is_out_of_memory_is_told_and_the_others_go_on(
     assert "round 2 turn 1: recompute" not in err, "it would be so again"
 
 
+@pytest.mark.exhaustive
 def test_a_keep_without_memory_leaves_the_others_without_comparison(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -87,6 +89,7 @@ def test_a_keep_without_memory_leaves_the_others_without_comparison(
     assert "| budget=40% | not run: needs what keep holds |" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_all_without_memory_is_a_table_as_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -399,6 +399,7 @@ ABSENT = (
 IMPORTED = ("benchmarks.workers.step", "benchmarks.step", "gpu.compiled", "gpu.facts", "gpu.weights")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_rehearsal_where_there_is_little(spill_dir: Path) -> None:

@@ -59,6 +59,7 @@ def test_the_kernel_kills_plain_training_and_ours_finishes(spill_dir: Path, caps
     assert [path.name for path in spill_dir.iterdir()] == ["trials.json"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("_control_group")
 def test_a_model_that_does_not_fit_at_all_is_trained(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ from recipes.runner import run
 from recipes.schema import SCHEMA
 from recipes.summary import RunSummary
 from recipes.train import main
+from tests.support.pairs import pairwise
 from tests.support.pretrained import save_tiny
 
 SMALLEST = 4 << 10
@@ -79,10 +80,13 @@ def test_adapters_are_trained_as_by_plain_lightning_while_the_base_waits(tune: T
     assert "frozen weights" not in plain.line()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shard", ["60KB", "10GB"], ids=["sharded", "one_file"])
-@pytest.mark.parametrize("offload", ["weights", "everything"])
+@pairwise(
+    "kind, dtype, shard, offload",
+    ["gpt2", "llama"],
+    [torch.float32, torch.bfloat16],
+    ["60KB", "10GB"],  # many files, and one
+    ["weights", "everything"],
+)
 def test_frozen_weights_wait_in_the_folder_s_own_files(
     kind: str,
     dtype: torch.dtype,

@@ -315,7 +315,7 @@ def test_a_wrong_environment_is_refused(monkeypatch, tmp_path: Path, text: str, 
     [
         ("tests.support.callback_script", "ddp", "ddp-auto", "ddp-accumulate", "ddp-manual"),
         ("tests.support.callback_script", "fsdp2", "tensor-parallel"),
-        ("tests.support.second_package", "ddp", "fsdp2"),
+        pytest.param(("tests.support.second_package", "ddp", "fsdp2"), marks=pytest.mark.exhaustive),
     ],
     ids=" ".join,
 )

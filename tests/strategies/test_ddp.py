@@ -26,7 +26,7 @@ def test_two_processes_train_bitwise_like_lightnings_ddp(run_ddp):
     assert output.count("forgotten ok") == 2
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.exhaustive), "fork"])
 def test_started_processes_hand_the_weights_back(run_ddp, start_method):
     assert "rank 0: plain ok" in run_ddp(start_method, "plain")
 

@@ -32,6 +32,7 @@ def test_forked_processes_train_alike_and_leave_nothing(tmp_path, forks):
     assert "fork ok" in run_fabric(forks, tmp_path, "fork")
 
 
+@pytest.mark.exhaustive
 def test_two_processes_of_lightning_fabric(tmp_path, forks):
     done = run_script("tests.support.second_package", "tests.support.fabric_script", str(tmp_path))
     for rank in (0, 1):

@@ -33,7 +33,9 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenarios", [SCENARIOS[:4], SCENARIOS[4:]], ids=" ".join)
+@pytest.mark.parametrize(
+    "scenarios", [SCENARIOS[:4], pytest.param(SCENARIOS[4:], marks=pytest.mark.exhaustive)], ids=" ".join
+)
 def test_two_processes(tmp_path, scenarios, forks):
     output = run_script("tests.support.fsdp_script", str(tmp_path), *scenarios, begin=forks).stdout
     for scenario in scenarios:

@@ -39,7 +39,11 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenarios", [SCENARIOS[:2], SCENARIOS[2:5], SCENARIOS[5:]], ids=" ".join)
+@pytest.mark.parametrize(
+    "scenarios",
+    [SCENARIOS[:2], *(pytest.param(names, marks=pytest.mark.exhaustive) for names in (SCENARIOS[2:5], SCENARIOS[5:]))],
+    ids=" ".join,
+)
 def test_two_processes(tmp_path: Path, scenarios: tuple[str, ...], forks: list[str]) -> None:
     output = run_script("tests.support.fsdp_away_script", str(tmp_path), *scenarios, begin=forks).stdout
     for scenario in scenarios:
@@ -47,6 +51,7 @@ def test_two_processes(tmp_path: Path, scenarios: tuple[str, ...], forks: list[s
             assert f"rank {rank}: {scenario} ok" in output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "num"), [("hybrid", 4), ("three", 3)])
 def test_more_processes(tmp_path: Path, scenario: str, num: int, forks: list[str]) -> None:

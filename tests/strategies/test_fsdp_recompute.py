@@ -12,6 +12,7 @@ SCENARIOS = ("all_blocks", "own_blocks", "refused")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path, forks: list[str]) -> None:
     output = run_script("tests.support.fsdp_recompute_script", str(tmp_path), *SCENARIOS, begin=forks).stdout
