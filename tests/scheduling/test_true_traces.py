@@ -353,4 +353,5 @@ def test_recording_a_storage_takes_few_python_calls_and_stamps(tmp_path: Path, m
     assert recorded["Recorder.packed"] == recorded["Recorder.wanted"] == length, "the pass was not recorded"
     assert len(calls) <= 12 * length, recorded
     # Two with one hook in 16 each way; begin, turn and end of the pass.
-    assert num_stamps <= 4 * length / 16 + 6, num_stamps
+    # Pairs for one hook in 16 in either direction; on a busy machine a wait for a read takes two more.
+    assert 0 < num_stamps <= length / 2, num_stamps
