@@ -20,7 +20,6 @@ from tests.support.optimizer_pairs import (
     assert_same_parameters,
     assert_same_states,
     files_of,
-    opened,
     store_of,
     used_bytes,
     wrapped,
@@ -262,13 +261,14 @@ def test_what_couples_parameters_is_refused(spill_dir: Path) -> None:
     parameters = make_parameters()
     with pytest.raises(ConfigError, match="LBFGS"), wrapped(torch.optim.LBFGS(parameters), spill_dir):
         pass
-    with (
-        opened(spill_dir) as offloader,
-        pytest.raises(
-            ConfigError, match=r"Coupled does not update each by itself.*changed its param_groups\[0\] \['d'\]"
-        ),
-    ):
-        offloader.offload_optimizer(Coupled(parameters))
+    with wrapped(Coupled(parameters), spill_dir) as optimizer:
+        set_gradients(parameters, 0)
+        with pytest.raises(ConfigError, match=r"changed the options \['d'\]"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="incomplete"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="incomplete"):
+            optimizer.state_dict()
 
 
 def test_after_close_there_is_a_state_but_no_step(spill_dir: Path) -> None:

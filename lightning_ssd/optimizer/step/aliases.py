@@ -19,9 +19,10 @@ from lightning_ssd.common.dtensor import is_shard, local_of
 from lightning_ssd.common.tensors import place_of, storage_of
 
 __all__ = [
+    "Onlookers",
     "Span",
     "are_apart",
-    "has_onlookers",
+    "have_elements_in_common",
     "is_held",
     "is_referred_to",
     "num_looking",
@@ -99,17 +100,46 @@ def num_looking(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {cdata: len(mine) for cdata, mine in several.items() if are_apart(list(map(spans_of, mine)))}
 
 
-def has_onlookers(storage: torch.UntypedStorage, known: Any) -> bool:
-    """Whether other tensors than known ones, in whatever containers, look at a piece of memory."""
-    ours = {id(local) for local in map(local_of, tensors_in(known)) if _storage_in(local) == storage._cdata}
-    accelerator = accelerator_of(storage.device)
-    for look in range(_NUM_LOOKS):
-        if torch._C._storage_Use_Count(storage._cdata) <= _ALONE_STORAGE[0] - 1 + len(ours):
-            return False
-        if look == 0 and accelerator is not None:
+class Onlookers:
+    """Tells whether somebody has come to look at a piece of memory while an optimizer was called.
+
+    Args:
+        storage: the memory, with nobody else's tensors in it yet.
+        known: the tensors in it, in whatever containers.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, known: Any) -> None:
+        self._storage = storage
+        # A worker may not have let go of what it has brought up.
+        self._may_be_moving = self._num_others(known) > 0
+        self._num_references = self._references()
+
+    def _references(self) -> int:
+        return sys.getrefcount(self._storage)
+
+    def _num_others(self, known: Any) -> int:
+        cdata = self._storage._cdata
+        mine = {id(local) for local in map(local_of, tensors_in(known)) if _storage_in(local) == cdata}
+        return torch._C._storage_Use_Count(cdata) - _ALONE_STORAGE[0] + 1 - len(mine)
+
+    def have_come(self, known: Any) -> bool:
+        """Whether there are others now.
+
+        Args:
+            known: the tensors that are ours, in whatever containers.
+        """
+        if self._may_be_moving and self._num_others(known) > 0:
+            self._wait_for_moves(known)
+        return self._num_others(known) > 0 or self._references() > self._num_references
+
+    def _wait_for_moves(self, known: Any) -> None:
+        accelerator = accelerator_of(self._storage.device)
+        if accelerator is not None:
             accelerator.synchronize()  # its stream waits for what is brought up
-        time.sleep(_BETWEEN_LOOKS_S)
-    return True
+        for _ in range(_NUM_LOOKS):
+            if self._num_others(known) <= 0:
+                return
+            time.sleep(_BETWEEN_LOOKS_S)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -161,3 +191,36 @@ def are_apart(owners: Sequence[Sequence[Span]]) -> bool:
         ends[owner] = max(end, ends.get(owner, 0))
         reach = sorted(((e, o) for o, e in ends.items()), reverse=True)[:2]
     return True
+
+
+def have_elements_in_common(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two of the tensors share memory. Columns of one matrix do not, though they lie within each other."""
+    tensors = list(tensors_in(tensors))
+    spans = [spans_of(tensor) for tensor in tensors]
+    if are_apart(spans):
+        return False
+    # Mark the bytes that each one takes, over each stretch of memory that several lie in.
+    inside = sorted((*span, number) for number, mine in enumerate(spans) for span in mine)
+    stretch: list[tuple[int, int, int]] = []
+    reach = 0
+    for first, end, number in [*inside, (sys.maxsize, sys.maxsize, 0)]:
+        if first >= reach:
+            if len(stretch) > 1 and _meet([(at, local_of(tensors[n])) for at, _, n in stretch], stretch[0][0], reach):
+                return True
+            stretch = []
+        stretch.append((first, end, number))
+        reach = max(reach, end)
+    return False
+
+
+def _meet(tensors: Sequence[tuple[int, torch.Tensor]], begin: int, end: int) -> bool:
+    taken = torch.zeros(end - begin, dtype=torch.bool, device="cpu")
+    for first, tensor in tensors:
+        nbytes = tensor.element_size()
+        shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        strides = [stride * nbytes for stride in tensor.stride()]
+        mine = taken.as_strided([*shape, nbytes], [*strides, 1], first - begin)
+        if bool(mine.any()):
+            return True
+        mine.fill_(True)
+    return False

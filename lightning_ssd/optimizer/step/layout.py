@@ -22,10 +22,10 @@ __all__ = [
     "Field",
     "Layout",
     "is_bare",
-    "is_shared",
     "is_unchanged",
     "moved_out",
     "moves",
+    "must_stay",
     "owned",
 ]
 
@@ -128,14 +128,16 @@ class Layout:
             field.view(storage).copy_(value)
 
 
-def is_shared(state: State, storage: torch.UntypedStorage | None, device: torch.device) -> bool:
-    """Whether no layout would give a state back as it is: its tensors share memory, or something else holds them.
+def must_stay(state: State, storage: torch.UntypedStorage | None, device: torch.device) -> bool:
+    """Whether no layout would give a state back as it is: its tensors share memory, or somebody else holds them.
 
     Args:
         state: after a call.
         storage: the memory that its tensors were in before.
         device: where tensors have to be to move.
     """
+    if not state:
+        return True  # there is one, and it is empty
     ours = [key for key in state if _is_inside(state[key], storage) and moves(state[key], device)]
     inside = [spans_of(tensor) for tensor in tensors_in(state) if _is_inside(tensor, storage)]
     if len(ours) < len(inside) or not are_apart(inside):
