@@ -35,7 +35,6 @@ from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
-from lightning_ssd.activations.training_threads import TrainingThreads
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.inplace_edits import (
     Origin,
@@ -55,6 +54,7 @@ from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.recompute.blocks import Blocks
+from lightning_ssd.recompute.global_modes import forget_threads, note_thread, training_threads
 from lightning_ssd.scheduling.clock import clock_of
 from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
@@ -151,7 +151,6 @@ class TensorCache:
         self._warned_of_writes = self._warned_of_graphs = False
         self._num_plain = 0
         self._pid = os.getpid()
-        self._threads = TrainingThreads()
         # All of the following are guarded by the accounting lock.
         self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
         self._deferred = DeferredWrites()
@@ -229,7 +228,7 @@ class TensorCache:
 
     def enter(self, current: SavedPass) -> None:
         self.check_process()
-        self._threads.note()
+        note_thread(self)
         if self.fetcher.is_closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
         self._passes.warn_of_forgotten_ends()
@@ -447,7 +446,7 @@ class TensorCache:
         """Of gradients now, for a thread of backward; ``None``: looking might bring in a weight, or meet another thread
         that computes some.
         """
-        if self._has_weights() or self._passes.num_open > 1 or len(self._threads.alive) > 1:
+        if self._has_weights() or self._passes.num_open > 1 or len(training_threads(self)) > 1:
             return None
         return self.parameters.gradient_bytes_on(self._device)
 
@@ -457,7 +456,7 @@ class TensorCache:
         GIL: who looked meanwhile would hold what it has freed.
         """
         here = threading.current_thread()
-        are_others = any(thread is not here for thread in self._threads.alive)
+        are_others = any(thread is not here for thread in training_threads(self))
         return None if are_others else self.parameters.gradient_bytes
 
     def end_record(self) -> None:
@@ -502,6 +501,7 @@ class TensorCache:
         if recorder is not None:
             recorder.stop()
         failure = self.fetcher.close()
+        forget_threads(self)
         self.cancel_writes()
         self._warn_of_writes()
         return failure

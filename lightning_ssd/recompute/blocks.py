@@ -22,6 +22,7 @@ from torch import nn
 from lightning_ssd.common.compiler import compiler_is_at_work
 from lightning_ssd.common.dtensor import has_groups_within
 from lightning_ssd.common.method_patch import MethodPatch
+from lightning_ssd.common.restore import put_back_all
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler
 from lightning_ssd.recompute.call_inputs import CallInputs
 from lightning_ssd.recompute.call_state import CallState
@@ -31,7 +32,6 @@ from lightning_ssd.recompute.checkpointed_call import (
     device_of,
     recompute,
     recompute_blocker,
-    state_before,
     watch,
 )
 
@@ -146,6 +146,7 @@ class Blocks:
     @contextmanager
     def observe(self, observer: BlockObserver) -> Iterator[None]:
         """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
+        put_back_all()
         before = self._active.observer
         if before is None and observer.wants_inputs:
             for wrapper in self._wrappers:
@@ -184,7 +185,9 @@ class Blocks:
         self._wrappers.clear()
 
 
-def _stand_in(block: Recomputable, module: nn.Module, *shared: Any) -> _Wrapper:
+def _stand_in(
+    block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
+) -> _Wrapper:
     """Return the stand-in that a module had before, anew, or its first one.
 
     Dynamo guards on its identity: another one each time is compiled for again, until it gives up and compiles nothing.
@@ -193,9 +196,9 @@ def _stand_in(block: Recomputable, module: nn.Module, *shared: Any) -> _Wrapper:
         del _stand_ins[key]  # no callback of a weak reference does so: it would swallow an interrupt
     before = _stand_ins.get(id(module))
     if before is not None and before.is_free:
-        before.__init__(block, module, *shared)  # type: ignore[misc]
+        before.__init__(block, module, active, warned, may_recompute)  # type: ignore[misc]
         return before
-    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, *shared)
+    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, active, warned, may_recompute)
     return stand_in
 
 
@@ -217,12 +220,7 @@ class _Wrapper(MethodPatch):
     )
 
     def __init__(
-        self,
-        block: Recomputable,
-        module: nn.Module,
-        active: _Active,
-        warned: set[str],
-        may_recompute: bool,
+        self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
     ) -> None:
         self.name = block.name
         self.is_reached = False
@@ -291,7 +289,7 @@ class _Wrapper(MethodPatch):
                 if wants_recompute:
                     observer.block_is_kept()
                 if observer.wants_inputs and self._is_allowed and self._refusal is None:
-                    result, watched = watch(module, self.__wrapped__, inputs, (args, kwargs), self._block)
+                    result, watched = watch(module, self.__wrapped__, inputs, args, kwargs, self._block)
                     self._watched.append(watched)
                     return result
                 del inputs
@@ -309,7 +307,7 @@ class _Wrapper(MethodPatch):
         if wanted and reason is None and has_groups_within(module):
             reason = refusal = "FSDP2 gathers parts of it on their own; give fully_shard the block as a whole"
         if wanted and reason is None:
-            state = state_before(module, inputs)
+            state = CallState([module, *inputs.modules], inputs.functions)
             if state.is_unmade:
                 return None  # without a word: later ones are
             reason = refusal = state.opaque

@@ -1,22 +1,24 @@
 """One call of a module that keeps its inputs, and runs again in backward instead of keeping what it computed.
 
-The mechanism is PyTorch's own non-reentrant checkpoint (``torch.utils.checkpoint``), which sees to autocast, the
-default device and the mode of gradients. What it leaves to its caller is done here:
+The mechanism is PyTorch's own non-reentrant checkpoint (``torch.utils.checkpoint``), which sees to random numbers and
+autocast. What it leaves to its caller is done here, so that the results are those of the same call kept:
 
-* Random numbers, and the buffers and attributes of the block's own modules, are put back (``call_state.py``).
+* What the call depends on and can be seen (``call_state.py``) is put back while it runs again: attributes, parameters,
+  buffers, parts and hooks, whatever lies within reach, modes of the process, context variables.
 * What was edited in place since, or got other data, cannot be put back, and is an error.
-* Everything else is caught by its effect: what the repetition saves is compared with what the call has saved
-  (``fingerprint.py``).
+* What cannot be seen (globals, files, objects that cannot be looked into) is caught by its effect: what the repetition
+  saves is compared with what the call has saved (``fingerprint.py``).
 
 Each error comes before any gradient of the call is used. A tensor given twice stays one; lists that the forward fills
-are filled once. What the forward changes outside of its modules is changed once more by each repetition.
+are filled once. What lies out of reach is changed once more by each repetition.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,21 +31,24 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from lightning_ssd.common.accelerators import is_capturing
 from lightning_ssd.common.collectives import MeetingCount
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
+from lightning_ssd.common.restore import num_noted, put_back_the_rest
+from lightning_ssd.common.rng import RandomStates, default_sources
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.recompute.call_inputs import CallInputs, fill, is_plain
-from lightning_ssd.recompute.call_state import CallState, hooks_of, restore_hooks
+from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.fingerprint import Fingerprint
+from lightning_ssd.recompute.side_effects import hooks_of, restore_hooks
 
-__all__ = ["Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "state_before", "watch"]
+__all__ = ["Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "watch"]
 
 _MEETS = "its forward waits for other processes, which may not run it again"
-# The saved-tensor hooks that are used now, and the innermost transform of torch.func. Neither has a public name.
+# Whoever installed saved-tensor hooks last, and the innermost transform of torch.func. Neither has a public name.
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 _innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
 
 
 def recompute_blocker() -> str | None:
-    """Return why nothing may be recomputed just here, whatever the call.
+    """Why nothing may be recomputed just here, whatever the call.
 
     A checkpoint of the model's own runs its part again without us: that has to save what it saved the first time.
     """
@@ -68,12 +73,12 @@ class Recomputable:
     """Whether all processes recompute the same blocks: else no repetition may wait for another process, which would
     take what it gets for the answer to something else."""
     changed: str | None = None
-    """Why a repetition has shown that the block had better be kept."""
+    """Why it was found out in a repetition that the block had better be kept."""
     unwritten: set[tuple[int, int]] = field(default_factory=set)
     """Saved integers that differ without meaning, and are no indices: what the call saved, and which of it."""
 
     def refuse(self, module: nn.Module, reason: str) -> RecomputeError:
-        """Keep the block from now on. Returns the error to raise."""
+        """From now on it is kept. Returns the error to raise."""
         self.changed = reason
         return RecomputeError(
             f"block {self.name!r} ({type(module).__name__}) was to run again in backward as it ran in forward, and "
@@ -81,12 +86,6 @@ class Recomputable:
             "the step. To keep such blocks from the start, name the classes of others in "
             "OffloadPolicy.recompute_modules, or leave it empty with activations='auto'"
         )
-
-
-def state_before(module: nn.Module, inputs: CallInputs) -> CallState:
-    """Return the state of a module, and of modules among its inputs, before a call."""
-    devices = {device_of(module), *(tensor.device for tensor in inputs.tensors)}
-    return CallState([module, *inputs.modules], devices)
 
 
 def recompute(
@@ -108,25 +107,21 @@ def recompute(
         inputs: made of ``first``; not ``opaque``.
         first: arguments and keyword arguments, as the caller gave them.
         block: is told if a repetition turns out not to be exact.
-        state: as :func:`state_before` gives it.
+        state: of the module and of modules and functions among the arguments; not ``opaque``.
         told: gets the sizes of the storages that the first repetition has saved: not those of weights and inputs.
 
     Raises:
         ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor.
     """
+    tensors = list(inputs.tensors)
+    device = device_of(module)
+    if device.type != "cpu" and all(tensor.device != device for tensor in tensors):
+        # checkpoint looks after the random numbers of the devices of its inputs, and of no others.
+        tensors.append(torch.empty(0, device=device))
     call = _Call(module, run, inputs, first, block, state, told)
-    probes = [VersionProbe(tensor) for tensor in inputs.tensors if is_plain(tensor)]
-    pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
-
-    def checked(packed: Any) -> Any:
-        if any(probe.version != probe.saved for probe in probes):
-            raise block.refuse(module, "an input of it was modified by an inplace operation")
-        return unpack(packed)
-
-    with saved_tensors_hooks(pack, checked):
-        result = _checkpointed(call, inputs.tensors)
+    with call.inputs_watched(inputs):
+        result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
     if call.edits is not None:
-        block.changed = f"{call.edits} is edited in place by it"
         raise ConfigError(
             f"a {type(module).__name__} edits {call.edits} in place, so that it cannot be recomputed; let it edit a "
             "copy (or a buffer), or name classes of other blocks in OffloadPolicy.recompute_modules"
@@ -140,22 +135,12 @@ def recompute(
     return result
 
 
-def _checkpointed(call: _Call, tensors: Sequence[torch.Tensor]) -> Any:
-    device, given = device_of(call.module), list(tensors)
-    if device.type != "cpu" and all(tensor.device != device for tensor in given):
-        given.append(torch.empty(0, device=device))  # checkpoint looks for the kind of device among its inputs
-    return checkpoint(call, *given, use_reentrant=False, preserve_rng_state=False)
-
-
 class Watched:
     """What a call that was kept has shown of whether it may be recomputed.
 
-    Args:
-        inputs: of the call.
-
     Attributes:
-        reason: why it had better not be; ``None``: nothing is known against it. Edits by others show when backward
-            reaches the call, where a repetition would have met them.
+        reason: why it had better not be; ``None``: nothing speaks against it, as far as is known. What others have
+            edited is known once backward has reached the call, as a repetition would have met it.
     """
 
     def __init__(self, inputs: CallInputs) -> None:
@@ -163,18 +148,18 @@ class Watched:
         self._inputs = [VersionProbe(tensor) for tensor in inputs.tensors if is_plain(tensor)]
         self._others: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
 
-    def settle(self, call: _Call, state: CallState) -> None:
-        """Note what the call, which is over, has done."""
-        if call.edits is not None:
-            self.reason = f"{call.edits} is edited in place by it"
-        elif state.opaque is not None:
-            self.reason = state.opaque
-        elif call.has_met and not call.block.is_agreed:
-            self.reason = _MEETS
+    def settle(self, state: CallState, *, has_met: bool) -> None:
+        """The call is over. ``has_met``: other processes."""
+        edits = state.settle()
+        if any(probe.version != probe.saved for probe in self._inputs):
+            edits = "an input"
+        self.reason = state.opaque if edits is None else f"{edits} is edited in place by it"
+        if has_met:
+            self.reason = self.reason or _MEETS
         self._others = state.probes()
 
     def look(self) -> None:
-        """Note edits until now. The first time counts."""
+        """Has anything been edited by now? The first time counts."""
         if any(probe.version != probe.saved for probe in self._inputs):
             self.reason = self.reason or "an input of it is edited in place"
         for label, reference, version in self._others:
@@ -189,34 +174,28 @@ def watch(
     module: nn.Module,
     run: Callable[..., Any],
     inputs: CallInputs,
-    first: tuple[tuple[Any, ...], dict[str, Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     block: Recomputable,
 ) -> tuple[Any, Watched]:
-    """Call ``run`` with the arguments ``first``, keep what it saves, and note whether it may be recomputed.
-
-    Args:
-        module: whose forward ``run`` is.
-        run: what to call.
-        inputs: made of ``first``; not ``opaque``.
-        first: arguments and keyword arguments, as the caller gave them.
-        block: that would be recomputed.
-    """
-    state, watched = state_before(module, inputs), Watched(inputs)
+    """``run(*args, **kwargs)``, kept, and what it shows of whether it may be recomputed."""
+    state = CallState([module, *inputs.modules], inputs.functions)
+    watched = Watched(inputs)
     pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
 
     def look(packed: Any) -> Any:
         watched.look()
         return unpack(packed)
 
-    call = _Call(module, run, inputs, first, block, state)
-    with saved_tensors_hooks(pack, look):
-        result = call.run_first()
-    watched.settle(call, state)
+    meetings = MeetingCount()
+    with saved_tensors_hooks(pack, look) if pack is not _as_it_is else nullcontext():
+        result = run(*args, **kwargs)
+    watched.settle(state, has_met=not block.is_agreed and meetings.has_grown)
     return result, watched
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return where the first parameter of a module is."""
+    """Where its first parameter is."""
     tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if tensor is None else tensor.device
 
@@ -235,101 +214,96 @@ class _Call:
         first: tuple[Any, Any],
         block: Recomputable,
         state: CallState,
-        told: Callable[[Iterable[int]], None] | None = None,
+        told: Callable[[Iterable[int]], None],
     ) -> None:
-        self.module = module
-        self.block = block
         self.edits: str | None = None
         """After the first run: what it has edited in place that cannot be put back."""
         self.has_met = False
         """After the first run: whether it has waited for other processes."""
+        self._module = module
         self._run = run
         self._pattern = inputs.pattern
+        self._devices = {device_of(module), *(tensor.device for tensor in inputs.tensors)}
         self._versions = [(tensor, tensor._version) for tensor in inputs.tensors]
         self._inner = [weakref.ref(tensor) for tensor in inputs.tensors if tensor.grad_fn is not None]
         self._first: tuple[Any, Any] | None = first
+        self._block = block
         self._state = state
-        self._saved = Fingerprint(full=block.full, weights=state.addresses)
+        self._saved = Fingerprint(full=block.full, weights=self._state.addresses)
         self._output: Fingerprint | None = None
-        self._told = told
+        self._told: Callable[[Iterable[int]], None] | None = told
         self._asks_for_gradients = False
+
+    @contextmanager
+    def inputs_watched(self, inputs: CallInputs) -> Iterator[None]:
+        """Around the checkpoint: its inputs are what is saved of it."""
+        probes = [VersionProbe(tensor) for tensor in inputs.tensors if is_plain(tensor)]
+        pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
+
+        def checked(packed: Any) -> Any:
+            if any(probe.version != probe.saved for probe in probes):
+                raise self._block.refuse(self._module, "an input of it was modified by an inplace operation")
+            return unpack(packed)
+
+        with saved_tensors_hooks(pack, checked):
+            yield
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._first is None:
             self._run_again(tensors)
             return None
-        pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
-        saved = self._saved
-
-        def save(tensor: torch.Tensor) -> _Saved:
-            saved.add(tensor)
-            return _Saved(tensor, pack(tensor))
-
-        def give(packed: _Saved) -> torch.Tensor:
-            return packed.unpack(unpack)
-
-        try:
-            with saved_tensors_hooks(save, give):
-                result = self.run_first()
-        except BaseException:
-            saved.drop()
-            raise
-        saved.close()
-        if saved.has_integers:
-            self._output = _fingerprint_of(result)
-        return result
-
-    def run_first(self) -> Any:
-        """Run as the caller has called."""
-        (args, kwargs), self._first = self._first or ((), {}), None
-        versions, self._versions = self._versions, []
+        (args, kwargs), self._first = self._first, None
+        seen = _seen_by(self._saved, set(), wrap=_Saved)
         meetings = MeetingCount()
-        result = self._run(*args, **kwargs)
+        try:
+            with seen:
+                result = self._run(*args, **kwargs)
+        except BaseException:
+            self._saved.drop()
+            self._versions.clear()
+            raise
+        finally:
+            seen.gen.close()  # an interrupt inside of contextlib would leave the hooks to whoever drops the frame
+        self._saved.close()
+        if self._saved.has_integers:
+            self._output = _fingerprint_of(result)
         self.has_met = meetings.has_grown
         self.edits = self._state.settle()
-        if any(tensor._version != version for tensor, version in versions):
+        if any(tensor._version != version for tensor, version in self._versions):
             self.edits = "an input"
+        self._versions.clear()
         return result
 
     def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        hooks = [(tensor, hooks_of(tensor)) for tensor in tensors]
+        number, hooks = num_noted(), [(tensor, hooks_of(tensor)) for tensor in tensors]
         # The first run needs what it has saved so far, and has not ended.
         self._asks_for_gradients = self._asks_for_gradients or not self._saved.is_closed
         # Where it asks for gradients, a repetition does so again, and they would be added once more.
-        inner = [tensor for reference in self._inner if (tensor := reference()) is not None]
-        retained = [(tensor, tensor.grad) for tensor in inner if tensor.retains_grad]
+        found = [tensor for reference in self._inner if (tensor := reference()) is not None]
+        retained = [(tensor, tensor.grad) for tensor in found if tensor.retains_grad]
         try:
-            reason = self._state.change()
-            if reason is not None:
-                raise self.block.refuse(self.module, reason)
-            self._repeat(tensors)
+            with self._state.claim():
+                reason = self._state.why_not()
+                if reason is not None:
+                    raise self._block.refuse(self._module, reason)
+                self._repeat(tensors)
         finally:
+            put_back_the_rest(number)
             for tensor, before in hooks:  # inputs that were not apart; a frozen one is the user's own
                 restore_hooks(tensor, before)
             for tensor, gradient in retained:
                 tensor.grad = gradient
 
     def _repeat(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        again = Fingerprint(full=self.block.full, frontier=self._saved.frontier)
-        sizes: dict[int, int] = {}
-        stops: set[int] = set()
-        pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
-
-        def save(tensor: torch.Tensor) -> Any:
-            again.add(tensor)
-            if is_plain(tensor):
-                storage = tensor.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()
-            try:
-                return pack(tensor)
-            except BaseException as error:
-                stops.add(id(error))  # not itself: nodes hold this hook, and no garbage collector sees what they hold
-                raise
-
         args, kwargs = self._arguments(tensors)
+        numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
+        again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
+        stops: set[int] = set()
+        sizes: dict[int, int] = {}
+        seen = _seen_by(again, stops, sizes=sizes)
         try:
-            with saved_tensors_hooks(save, unpack):
-                self._state.run(self._run, *args, **kwargs)
+            with self._state.as_before() as run_in_context, seen:
+                run_in_context(self._run, *args, **kwargs)
         except BaseException as error:
             # Most often that of the checkpoint, which needs no more.
             if id(error) not in stops or not isinstance(error, Exception):
@@ -337,56 +311,59 @@ class _Call:
                 if not isinstance(error, Exception) or _is_ours(error):
                     raise
                 reason = f"its forward raised {type(error).__name__}: {error}"
-                raise self.block.refuse(self.module, reason) from error
-            self._compare(again, tensors)
+                raise self._block.refuse(self._module, reason) from error
+            again.close()
+            self._compare(again, tensors, numbers)
             self._tell(sizes, tensors)
             raise
-        self._compare(again, tensors)
+        finally:
+            seen.gen.close()  # here, and not by whoever drops the frame of an interrupt inside of contextlib
+        again.close()
+        self._compare(again, tensors, numbers)
         self._tell(sizes, tensors)
 
     def _arguments(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Return the arguments of a repetition, as tensors with hooks of their own: others would be there twice.
+        """Of a repetition, as tensors with hooks of their own: one that it registers would be there a second time.
 
         Not where forward asks for gradients: maybe of what its inputs were computed from.
         """
         return fill(self._pattern, tensors if self._asks_for_gradients else [_apart(tensor) for tensor in tensors])
 
     def _tell(self, sizes: dict[int, int], inputs: tuple[torch.Tensor, ...]) -> None:
-        """Say once how much was saved again. Inputs were never gone, and weights are no activations."""
+        """Say once how much was saved again: inputs were never gone, and weights are nobody's activations."""
         told, self._told = self._told, None
         if told is not None:
             given = {tensor.untyped_storage()._cdata for tensor in inputs if is_plain(tensor)}
             told([n for key, n in sizes.items() if key not in given and key not in self._state.addresses])
 
-    def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...]) -> None:
-        again.close()
+    def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> None:
         if any(tensor.retains_grad for tensor in tensors):  # which took it from the one that the model holds
-            raise self.block.refuse(
-                self.module, "it calls retain_grad() of an input, and asks for gradients in its forward"
+            raise self._block.refuse(
+                self._module, "it calls retain_grad() of an input, and asks for gradients in its forward"
             )
         reason = self._saved.difference(again)
         if reason is None:
             integers = self._saved.differing_integers(again)
             written = [index for index in integers if not self._saved.may_be_unwritten(index)]
             kinds = self._saved.kinds
-            unknown = [index for index in integers if (kinds, index) not in self.block.unwritten]
-            if written or (unknown and not self._has_same_output(tensors)):
+            unknown = [index for index in integers if (kinds, index) not in self._block.unwritten]
+            if written or (unknown and not self._has_same_output(tensors, numbers)):
                 reason = f"the values of saved tensor {(written or unknown)[0]}, integers, differ"
             else:  # what might be an index after all is looked at in each call
                 known = [(kinds, index) for index in unknown if self._saved.cannot_be_index(index)]
-                self.block.unwritten.update(known)
+                self._block.unwritten.update(known)
         if reason is not None:
-            raise self.block.refuse(
-                self.module,
-                f"{reason}: it depends on something that has changed since and is not put back (random numbers are, "
-                "and buffers and attributes of its own modules), or does not repeat its bits",
+            raise self._block.refuse(
+                self._module,
+                f"{reason}: it depends on something that has changed and cannot be seen, or does not repeat its bits",
             )
 
-    def _has_same_output(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+    def _has_same_output(self, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> bool:
         """Run once more, to the end."""
+        numbers.restore()
         args, kwargs = self._arguments(tensors)
-        with saved_tensors_hooks(_nothing, _nothing):
-            output = _fingerprint_of(self._state.run(self._run, *args, **kwargs))
+        with self._state.as_before() as run_in_context, saved_tensors_hooks(_nothing, _nothing):
+            output = _fingerprint_of(run_in_context(self._run, *args, **kwargs))
         return self._output is not None and self._output.difference(output) is None
 
 
@@ -419,6 +396,38 @@ class _Saved:
         # Operations of PyTorch ask once; what Python's have been given lives as long as their node.
         self._given = tensor.detach() if isinstance(torch._C._current_autograd_node(), BackwardCFunction) else None
         return tensor
+
+
+@contextmanager
+def _seen_by(
+    fingerprint: Fingerprint,
+    stops: set[int],
+    *,
+    wrap: Callable[[torch.Tensor, Any], Any] | None = None,
+    sizes: dict[int, int] | None = None,
+) -> Iterator[None]:
+    """What is saved meanwhile is told, and then goes where it would have gone. What that raises is noted; the bytes of
+    each storage are in ``sizes``.
+    """
+    hooks = _top_hooks(True)
+    if hooks is None:
+        raise AssertionError("nobody saves what a recomputed call computes")
+    pack, unpack = hooks
+
+    def tell(tensor: torch.Tensor) -> Any:
+        fingerprint.add(tensor)
+        if sizes is not None and is_plain(tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+        try:
+            packed = pack(tensor)
+        except BaseException as error:
+            stops.add(id(error))  # not itself: nodes hold this hook, and no garbage collector sees what they hold
+            raise
+        return packed if wrap is None else wrap(tensor, packed)
+
+    with saved_tensors_hooks(tell, unpack if wrap is None else lambda saved: saved.unpack(unpack)):
+        yield
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from lightning_ssd.common.dtensor import is_shard, local_of
 from lightning_ssd.common.tensors import storage_of
 
-__all__ = ["Fingerprint", "differs"]
+__all__ = ["Fingerprint"]
 
 _SMALL_BYTES = 64 << 10
 _STRIDE = 251
@@ -184,19 +184,6 @@ class Fingerprint:
     def kinds(self) -> int:
         """A number that calls have in common which have saved tensors of the same types, shapes and devices."""
         return hash(tuple(self._kinds))
-
-
-def differs(one: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
-    """Compare the bytes of two tensors. Returns one element where only a device knows, which is then not waited for."""
-    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
-        return True
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        pairs = zip(_parts(one), _parts(other), strict=True)
-        found = [part.shape != again.shape or (_raw(part) != _raw(again)).any() for part, again in pairs]
-    result: bool | torch.Tensor = False
-    for item in found:
-        result = result | item
-    return result
 
 
 def _described(kind: tuple[Any, ...]) -> str:

@@ -56,11 +56,13 @@ def _compare(saved: Sequence[Tensor], state: CallState, *, full: bool) -> None:
 
 
 def _look(block: nn.Module) -> None:
-    state = CallState([block], [torch.device("cpu")])
+    state = CallState([block])
     state.settle()
-    if state.change() is not None:
-        raise RuntimeError("a block that nothing touched was found to have changed")
-    state.run(int)
+    with state.claim():
+        if state.why_not() is not None:
+            raise RuntimeError("a block that nobody touched was found to have changed")
+        with state.as_before():
+            pass
 
 
 def shares(*, batch: int, length: int, width: int, rounds: int) -> dict[str, float]:

@@ -277,18 +277,16 @@ CHANGES: dict[str, Change] = {
         around=_set(lambda block: block.norm, "forward", lambda block: lambda x: x * 2)  # type: ignore[attr-defined]
     ),
     "forward of a class patched in backward": Change(
-        later=_set(lambda block: Exponential, "forward", lambda block: lambda self, x: x.sin() * 2), refused=True
+        later=_set(lambda block: Exponential, "forward", lambda block: lambda self, x: x.sin() * 2)
     ),
-    "class attribute in forward": Change(around=_set(type, "number", 3.0), refused=True),
+    "class attribute in forward": Change(around=_set(type, "number", 3.0)),
     "context variable in forward": Change(around=_in_context),
-    "default dtype in forward": Change(around=_default_dtype, refused=True),
-    "default dtype in backward": Change(later=_default_dtype, refused=True),
+    "default dtype in forward": Change(around=_default_dtype),
+    "default dtype in backward": Change(later=_default_dtype),
     "default device in backward": Change(later=lambda net: torch.device("meta")),
-    "adapter name in forward": Change(
-        around=lambda net: _set(lambda _: net.settings, "adapter", "two")(net), refused=True
-    ),
+    "adapter name in forward": Change(around=lambda net: _set(lambda _: net.settings, "adapter", "two")(net)),
     "list in backward": Change(later=lambda net: _item(lambda net: net.settings.factors, 0, 3.0, net)),
-    "closure over a loop variable": Change(around=_gives_functions, refused=True),
+    "closure over a loop variable": Change(around=_gives_functions),
     "buffer replaced": Change(later=_set(lambda block: block, "scale", lambda block: block.scale * 3)),
     "parameter replaced": Change(later=_other_parameter),
     "data of a buffer swapped": Change(later=_other_data(lambda block: block.scale, swap=True), refused=True),
@@ -298,19 +296,19 @@ CHANGES: dict[str, Change] = {
     "data of a buffer edited": Change(later=_other_data(lambda block: block.scale, swap=False), refused=True),
     "buffer edited": Change(later=_edited(lambda block: block.shift), refused=True),
     "bias edited": Change(later=_edited(lambda block: block.adapters["one"].bias), refused=True),
-    "sdpa_kernel in forward": Change(around=lambda net: sdpa_kernel(SDPBackend.MATH), refused=True),
-    "sdpa_kernel in backward": Change(later=lambda net: sdpa_kernel(SDPBackend.MATH), refused=True),
-    "unfrozen before backward": Change(around=_frozen, refused=True),
+    "sdpa_kernel in forward": Change(around=lambda net: sdpa_kernel(SDPBackend.MATH)),
+    "sdpa_kernel in backward": Change(later=lambda net: sdpa_kernel(SDPBackend.MATH)),
+    "unfrozen before backward": Change(around=_frozen),
     "attribute reset to None": Change(around=_set(lambda block: block, "mask", lambda block: torch.ones(WIDTH))),
-    "parametrize.cached": Change(around=lambda net: parametrize.cached(), refused=True),
+    "parametrize.cached": Change(around=lambda net: parametrize.cached()),
     "training mode": Change(around=_evaluating),
     "autocast in forward": Change(around=lambda net: torch.autocast("cpu", dtype=torch.bfloat16)),
     "autocast in backward": Change(later=lambda net: torch.autocast("cpu", dtype=torch.bfloat16)),
     "deterministic algorithms in backward": Change(later=lambda net: _deterministic()),
     "out of reach": Change(later=lambda net: _item(lambda net: ELSEWHERE, "factor", 3.0, net), refused=True),
 }
-"""What may change. Random numbers, and buffers and attributes of the block's modules, are put back, blocks with hooks
-inside are kept; the rest is ``refused``."""
+"""What may change; the names of those that have no guard but the fingerprint, and others that cannot be put back, are
+``refused``."""
 
 
 @contextmanager

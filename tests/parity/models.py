@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import Batch, Training
 
@@ -205,12 +205,6 @@ def lstm_training() -> Training:
     return Training(Recurrent, lambda step: {"x": floats(step, 5, 19, 23)}, mean_square)
 
 
-def linear_results_kept() -> Any:
-    """Contexts of a selective checkpoint, which keeps what matrix products gave and computes the rest again."""
-    products = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
-    return create_selective_checkpoint_contexts(products)
-
-
 class Perceptrons(nn.Module):
     """Residual blocks, each checkpointed or not; ``depth(step)`` of them run."""
 
@@ -233,8 +227,7 @@ class Perceptrons(nn.Module):
             if self.mode == "none" or (self.mode == "alternate" and number % 2):
                 x = x + block(x)
             else:
-                kept = {"context_fn": linear_results_kept} if self.mode == "selective" else {}
-                x = x + checkpoint(block, x, use_reentrant=self.mode == "reentrant", **kept)
+                x = x + checkpoint(block, x, use_reentrant=self.mode == "reentrant")
         return x
 
 

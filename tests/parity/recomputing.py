@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,15 +51,11 @@ class Recomputing(Session):
         for name, block in found.items():
             for part in block.modules():
                 if not any(True for _ in part.children()):
-                    part.register_forward_pre_hook(self._counting(name))
+                    part.register_forward_pre_hook(functools.partial(self._runs, name))
 
-    def _counting(self, name: str) -> Callable[..., None]:
-        def runs(module: nn.Module, args: Any) -> None:
-            if not self.forward:
-                self.repeated.append(name)
-
-        runs.__module__ = "torch.tests"  # a block with hooks of users would not be recomputed
-        return runs
+    def _runs(self, name: str, module: nn.Module, args: Any) -> None:
+        if not self.forward:
+            self.repeated.append(name)
 
     @contextmanager
     def saved(self) -> Iterator[None]:  # type: ignore[override]

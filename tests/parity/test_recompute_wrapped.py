@@ -36,7 +36,7 @@ from tests.support.helpers import (
 # -- together with what others do to blocks --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "selective", "alternate"])
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "alternate"])
 def test_checkpoints_of_the_model(mode: str) -> None:
     def with_gradient(step: int) -> Batch:
         return {"x": floats(step, 6, 17, 40).requires_grad_()}
@@ -47,7 +47,7 @@ def test_checkpoints_of_the_model(mode: str) -> None:
         session = Recomputing(EVERY, wants_inputs=wants_inputs)
         assert_identical(outcome(training, session), expected)
         refused = session.blocks[0].refused
-        assert len(refused) == {"reentrant": 0, "non-reentrant": 4, "selective": 4, "alternate": 2}[mode]
+        assert len(refused) == {"reentrant": 0, "non-reentrant": 4, "alternate": 2}[mode]
         assert all("checkpoints it by itself" in reason for reason in refused.values())
 
 

@@ -1,17 +1,13 @@
-"""Blocks that remember: recomputed exactly where what they change is put back, and refused where it is not."""
+"""Blocks that remember: recomputed exactly where what they change can be put back, and refused where it cannot."""
 
 from __future__ import annotations
 
-import array
-import collections
-import functools
-import itertools
 import random
 import types
-import warnings
 import weakref
-from collections import OrderedDict, UserDict, deque
+from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +21,9 @@ import lightning_ssd.scheduling.plan_maker
 from lightning_ssd.errors import ConfigError, RecomputeError
 from lightning_ssd.planning.planner import make_plan
 from lightning_ssd.planning.recompute_trace import recomputable
-from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.fingerprint import Fingerprint
+from lightning_ssd.recompute.side_effects import SideEffectSnapshot
 from tests.parity.models import floats
-from tests.parity.recomputing import EVERY, Recomputing
 from tests.support.helpers import Raised, Session, Setup, assert_identical, open_offloader, outcome
 
 RECOMPUTE = Setup(activations="recompute", drained=False)
@@ -83,25 +78,62 @@ class ReplacedList(Block):
         return len(self.losses)
 
 
-class OwnContainers(Block):
-    """One of them is shared with a part."""
-
+class Containers(Block):
     def prepare(self) -> None:
-        self.seen: Any = {"count": 0}
-        self.numbers, self.queue = {0}, deque([0], maxlen=5)
-        self.order: Any = OrderedDict()
-        self.linear.seen = self.seen
+        self.seen: dict[str, Any] = {"set": set(), "inner": [deque([0], maxlen=5)], "count": 0}
 
     def factor(self, x: torch.Tensor) -> Any:
-        self.queue.append(self.queue[-1] + 1)
-        self.numbers.add(self.queue[-1])
-        self.linear.seen["count"] += 1
-        self.seen.setdefault(f"key {self.queue[-1]}", 1)
-        self.order[self.queue[-1]] = 1
-        return self.queue[0] + sum(self.numbers) + self.seen["count"] + len(self.seen) + len(self.order)
+        queue = self.seen["inner"][0]
+        queue.append(queue[-1] + 1)
+        self.seen["set"].add(queue[-1])
+        self.seen["count"] += 1
+        self.seen.setdefault(f"key {queue[-1]}", 1)
+        return queue[0] + sum(self.seen["set"]) + self.seen["count"] + len(self.seen)
 
     def state(self) -> Any:
-        return list(self.seen), sorted(self.numbers), list(self.queue), self.seen["count"], list(self.order)
+        return list(self.seen), sorted(self.seen["set"]), list(self.seen["inner"][0]), self.seen["count"]
+
+
+class Counter:
+    """An object that somebody has written."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+class Objects(Block):
+    def prepare(self) -> None:
+        self.counter = Counter()
+        self.names = types.SimpleNamespace(value=0)
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.counter.value += 1
+        self.names.value += 2
+        return self.counter.value * self.names.value
+
+    def state(self) -> Any:
+        return self.counter.value, self.names.value
+
+
+class ClassAttribute(Block):
+    step = 0
+    items: list[int] = []  # noqa: RUF012
+
+    def prepare(self) -> None:
+        type(self).step = 0
+        type(self).items.clear()
+        type(self).__dict__.get("made") and delattr(type(self), "made")
+
+    def factor(self, x: torch.Tensor) -> Any:
+        kind = type(self)
+        kind.step += 1
+        kind.items.append(1)
+        if "made" not in vars(kind):
+            kind.made = 7 + kind.step
+        return kind.step + len(kind.items) + kind.made
+
+    def state(self) -> Any:
+        return type(self).step, len(type(self).items)
 
 
 class OwnGenerator(Block):
@@ -117,10 +149,17 @@ class OwnGenerator(Block):
 
 class GeneratorInList(OwnGenerator):
     def prepare(self) -> None:
-        self.generators = [torch.Generator().manual_seed(3)]
+        self.generators = {"all": [(torch.Generator().manual_seed(3),)]}
 
     def factor(self, x: torch.Tensor) -> Any:
-        return torch.rand(WIDTH, generator=self.generators[0])
+        return torch.rand(WIDTH, generator=self.generators["all"][0][0])
+
+
+class GeneratorOfClass(OwnGenerator):
+    generator = torch.Generator()
+
+    def prepare(self) -> None:
+        self.generator.manual_seed(3)
 
 
 class Elsewhere(Block):
@@ -177,10 +216,13 @@ def training(*kinds: type[Block], steps: int = 3) -> Callable[[Session], Any]:
     return program
 
 
-PUT_BACK = [OwnList, ReplacedList, OwnContainers, OwnGenerator, GeneratorInList, Elsewhere]
+REMEMBERING = [
+    *(OwnList, ReplacedList, Containers, Objects, ClassAttribute),
+    *(OwnGenerator, GeneratorInList, GeneratorOfClass, Elsewhere),
+]
 
 
-@pytest.mark.parametrize("kind", PUT_BACK)
+@pytest.mark.parametrize("kind", REMEMBERING)
 def test_what_a_block_remembers_is_changed_once(
     kind: type[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +232,7 @@ def test_what_a_block_remembers_is_changed_once(
         assert_identical(outcome(program, Session(offloader)), expected)
 
     # Without putting back, the gradients would be wrong, and only what is saved would tell.
-    monkeypatch.setattr(CallState, "run", lambda state, function, *args, **kwargs: function(*args, **kwargs))
+    monkeypatch.setattr(SideEffectSnapshot, "as_before", lambda reach: nullcontext())
     with open_offloader(tmp_path, RECOMPUTE) as offloader:
         got = outcome(program, Session(offloader))
     assert isinstance(got, Raised)
@@ -228,7 +270,6 @@ def test_what_cannot_be_looked_into_is_left_alone(tmp_path: Path) -> None:
         assert_identical(outcome(program, Session(offloader)), expected)
 
 
-@pytest.mark.filterwarnings("ignore:block .* hook .* of a Linear in it would run again; register it with the block")
 @pytest.mark.parametrize("activations", ["recompute", "auto"])
 def test_a_hook_that_collects_sees_each_forward_once_before_the_loss(tmp_path: Path, activations: str) -> None:
     """Hugging Face collects attentions and router logits so; a block that ran twice would count double in the loss."""
@@ -259,222 +300,7 @@ def test_a_hook_that_collects_sees_each_forward_once_before_the_loss(tmp_path: P
             assert_identical(outcome(program, Session.of(offloader, setup)), expected)
 
 
-# -- what is not put back --------------------------------------------------------------------------------------------
-
-
-class Counter:
-    """An object that the user has written."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def add(self, by: int = 1) -> int:
-        self.value += by
-        return self.value
-
-
-class Slotted:
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-
-class Named(dict[str, int]):
-    value = 0
-
-
-class OfClass:
-    """Attributes of a class, and a generator that all instances share."""
-
-    step = 0
-    counter = Counter()
-    generator = torch.Generator().manual_seed(3)
-
-
-def counting() -> Callable[[], int]:
-    def count(box: list[int] = [0]) -> int:  # noqa: B006 (which is the point)
-        box[0] += 1
-        return box[0]
-
-    return count
-
-
-def in_place(value: Any) -> Any:
-    value[0] += 1
-    return value[0]
-
-
-def deep(value: Any) -> Any:
-    while isinstance(value[-1], list):
-        value = value[-1]
-    return in_place(value)
-
-
-def named(value: Any) -> Any:
-    value.value += 1
-    return value.value
-
-
-def of_class(value: Any) -> Any:
-    type(value).step += 1
-    return type(value).step
-
-
-OUTSIDE = "RecomputeError"
-CANNOT_BE_SEEN = "of which a change could not be seen"
-EDITS = "a Remembering edits Remembering.memory in place"
-
-MEMORIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
-    "object": (Counter, named, EDITS),
-    "namespace": (lambda: types.SimpleNamespace(value=0), named, EDITS),
-    "slots": (Slotted, named, EDITS),
-    "attribute of a dict": (Named, named, EDITS),
-    "item of a dict of its own class": (lambda: Named({0: 0}), in_place, EDITS),
-    "attribute of a class": (OfClass, of_class, "a Remembering edits the class OfClass in place"),
-    "object of a class": (OfClass, lambda value: value.counter.add(), "a Remembering edits OfClass.counter in place"),
-    "itertools.count": (lambda: itertools.count(1), next, CANNOT_BE_SEEN),
-    "generator": (lambda: (number for number in range(1, 100)), next, CANNOT_BE_SEEN),
-    "bound method": (lambda: Counter().add, lambda method: method(), EDITS),
-    "functools.partial": (lambda: functools.partial(Counter().add, by=2), lambda function: function(), EDITS),
-    "default argument": (counting, lambda function: function(), OUTSIDE),
-    "generator of a class": (OfClass, lambda value: torch.rand(WIDTH, generator=value.generator), ""),
-    "UserDict": (lambda: UserDict({0: 0}), in_place, ""),
-    "list in a list": (lambda: [[[0]]], deep, ""),
-    "dict in a namespace": (lambda: types.SimpleNamespace(d={0: 0}), lambda value: in_place(value.d), ""),
-    "collections.Counter": (lambda: collections.Counter([0]), in_place, ""),
-    "NumPy array": (lambda: np.zeros(2), in_place, ""),
-    "array of objects": (lambda: np.array([[0], None], dtype=object), lambda value: in_place(value[0]), ""),
-    "array.array": (lambda: array.array("l", [0]), in_place, ""),
-    "bytearray": (lambda: bytearray(2), in_place, ""),
-    "tensor by its alias of NumPy": (
-        lambda: torch.zeros(2).numpy(),
-        lambda value: torch.from_numpy(value).add_(1)[0].clone(),
-        "",
-    ),
-    "module in a list": (lambda: [nn.BatchNorm1d(WIDTH)], lambda value: value[0](torch.ones(2, WIDTH))[0] + 1, ""),
-}
-"""How to make it, how to use it, and what comes of it: put back, kept with a warning, or refused with an error."""
-
-
-def block_of(name: str, *, uses_now: bool = True) -> type[Block]:
-    make, use, _ = MEMORIES[name]
-
-    class Remembering(Block):
-        def prepare(self) -> None:
-            self.memory = make()
-
-        def factor(self, x: torch.Tensor) -> Any:
-            used = use(self.memory)
-            return used if uses_now else 1.0
-
-        def state(self) -> Any:
-            return use(self.memory)
-
-    return Remembering
-
-
-@pytest.mark.parametrize("uses_now", [True, False])
-@pytest.mark.parametrize("activations", ["recompute", "auto"])
-@pytest.mark.parametrize("name", MEMORIES)
-def test_what_a_block_remembers(
-    name: str, activations: str, uses_now: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is equal, or an error tells, also where this step does not depend on it, so that no comparison can."""
-    verdict = MEMORIES[name][2]
-    if verdict == OUTSIDE and not uses_now:
-        pytest.skip("what a forward changes outside of its modules is the user's promise")
-    monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan", recomputes_all)
-    monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan_apart", recomputes_all)
-    OfClass.step, OfClass.counter = 0, Counter()
-    OfClass.generator.manual_seed(3)
-    program = training(*[block_of(name, uses_now=uses_now)] * 2, steps=4)
-    expected = outcome(program, Session())
-    assert not isinstance(expected, Raised)
-    OfClass.step, OfClass.counter = 0, Counter()
-    OfClass.generator.manual_seed(3)
-    setup = RECOMPUTE
-    if activations == "auto":
-        setup = Setup(activations="auto", activation_budget=1 << 26, settled=True, recompute_modules="Block")
-    with open_offloader(tmp_path, setup) as offloader, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        got = outcome(program, Session.of(offloader, setup))
-    said = [str(warning.message) for warning in warned]
-    if verdict == OUTSIDE:
-        assert isinstance(got, Raised)
-        assert got.type == RecomputeError.__name__
-        assert "call zero_grad() and repeat the step" in got.text
-    elif "edits" in verdict:
-        if activations == "recompute":
-            assert isinstance(got, Raised)
-            assert got.type == ConfigError.__name__
-            assert verdict in got.text
-        else:
-            assert_identical(got, expected)
-    else:
-        assert_identical(got, expected)
-        if activations == "recompute":
-            assert len(said) == bool(verdict), said
-            assert all("Remembering.memory holds a" in text and verdict in text for text in said)
-
-
-@pytest.mark.parametrize("name", [name for name, (_, _, verdict) in MEMORIES.items() if verdict == OUTSIDE])
-def test_what_is_not_put_back_is_refused(name: str, tmp_path: Path) -> None:
-    """Before any gradient of the block is used; from then on the block is kept."""
-    torch.manual_seed(3)
-    net = Net([block_of(name)] * 2)
-    with open_offloader(tmp_path, RECOMPUTE) as offloader:
-        offloader.register_module(net)
-        for refused in ("blocks.1", "blocks.0"):
-            with offloader.saved_tensors():
-                loss = net(floats(1, 6, WIDTH))
-            with pytest.raises(RecomputeError) as raised:
-                loss.backward()
-            for said in (f"block '{refused}' (Remembering)", "is not put back", "call zero_grad() and repeat the step"):
-                assert said in str(raised.value)
-            assert net.get_submodule(refused).linear.weight.grad is None
-        with offloader.saved_tensors():
-            loss = net(floats(1, 6, WIDTH))
-        loss.backward()
-        assert all(parameter.grad is not None for parameter in net.parameters())
-
-
-class Viewing(nn.Module):
-    """Saves nothing of its weight but a small part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.weight = nn.Parameter(floats(1, 8, WIDTH)[:4])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.linear(x) * self.weight.sum()).tanh()
-
-
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "offset": lambda data: data.as_strided(data.shape, data.stride(), 4 * WIDTH),
-    "strides": lambda data: data.as_strided(data.shape, (1, 4)),
-    "shape": lambda data: data[:2],
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_another_view_of_the_same_data_is_refused(name: str) -> None:
-    """Strides alone give the same sum here, and are found before anything is compared."""
-
-    def program(session: Session) -> Any:
-        net = nn.ModuleList([Viewing(), Viewing()])
-        session.register(net)
-        with session.saved():
-            loss = net[1](net[0](floats(2, 5, WIDTH))).sum()
-        for block in net:
-            block.weight.data = VIEWS[name](block.weight.data)
-        loss.backward()
-
-    refused = outcome(program, Recomputing(EVERY))
-    assert isinstance(refused, Raised)
-    assert refused.type == RecomputeError.__name__
-    assert "Viewing.weight was given other data" in refused.text
+# -- what cannot be put back -----------------------------------------------------------------------------------------
 
 
 class EditsTensor(Block):
@@ -566,13 +392,13 @@ def recomputes_all(trace: Any, machine: Any, goal: Any) -> Any:
 def test_a_plan_recomputes_only_what_edits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan", recomputes_all)
     monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan_apart", recomputes_all)
-    kinds = (OwnGenerator, OwnList, EditsTensor, GoesBack, Elsewhere)
+    kinds = (OwnGenerator, OwnList, ClassAttribute, EditsTensor, GoesBack, Elsewhere)
     program = training(*kinds, steps=6)
     expected = outcome(program, Session())
     setup = Setup(activations="auto", activation_budget=1 << 26, settled=True, recompute_modules="Block")
     with open_offloader(tmp_path, setup) as offloader:
         assert_identical(outcome(program, Session.of(offloader, setup)), expected)
         assert offloader.trace is not None
-        assert "blocks.2" in {block.name for block in offloader.trace.blocks}
+        assert "blocks.3" in {block.name for block in offloader.trace.blocks}
         report = offloader.plan_report
         assert report is not None, "no pass has followed its plan"

@@ -29,7 +29,7 @@ def perceptrons(**settings: Any) -> Training:
     return Training(lambda: Perceptrons(**settings), inputs, mean_square)
 
 
-@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "selective", "alternate"])
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "alternate"])
 def test_checkpointed_blocks(mode: str, tmp_path: Path) -> None:
     def with_gradient(step: int) -> Batch:
         # Re-entrant checkpointing trains nothing unless an input of the block requires gradients.
