@@ -13,10 +13,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_ssd.recompute.fingerprint import differs
 from lightning_ssd.recompute.global_modes import GlobalModes
 from lightning_ssd.recompute.side_effects import SideEffectSnapshot
 
 __all__ = ["CallState"]
+
+_SMALL_BYTES = 64 << 10
 
 _Buffers = dict[str, torch.Tensor | None]
 
@@ -38,7 +41,8 @@ class CallState:
             (part, name, buffer, buffer._version, buffer.detach().clone())
             for part in self._parts
             for name, buffer in part._buffers.items()
-            if buffer is not None and not isinstance(buffer, nn.UninitializedBuffer)
+            # What inference mode has made, nothing edits outside of it.
+            if buffer is not None and not isinstance(buffer, nn.UninitializedBuffer) and not buffer.is_inference()
         ]
         self._copies: list[tuple[_Buffers, str, torch.Tensor]] = []
         self.addresses = self._reach.addresses
@@ -51,7 +55,7 @@ class CallState:
         """After the call: keep what is needed to repeat it. Returns what was edited in place and cannot be put back."""
         edited = self._reach.settle()
         for part, name, buffer, version, copy in self._buffers:
-            if _is_edited(part, buffer, version):
+            if _is_edited(part, buffer, version, copy):
                 self._copies.append((part._buffers, name, copy))
             else:
                 self._reach.watch_over(f"{type(part).__name__}.{name}", buffer)
@@ -83,14 +87,22 @@ class CallState:
         edited = [
             (part._buffers, name, copy)
             for part, name, buffer, version, copy in self._buffers
-            if _is_edited(part, buffer, version)
+            if _is_edited(part, buffer, version, copy)
         ]
         return _Before(self._modes, self._reach, self._copies + edited, self._context)
 
 
-def _is_edited(part: nn.Module, buffer: torch.Tensor, version: int) -> bool:
-    # Batch norms update their statistics without raising a version.
-    return isinstance(part, _NormBase) or buffer._version != version
+def _is_edited(part: nn.Module, buffer: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
+    """Tell whether a call may have edited a buffer.
+
+    Batch norms, ``data`` and NumPy edit without raising a version. On a CPU the bytes tell. A device is not waited for:
+    small buffers count as edited there, large ones go by their version.
+    """
+    if isinstance(part, _NormBase) or buffer._version != version:
+        return True
+    if buffer.device.type == "cpu":
+        return differs(buffer, copy)
+    return copy.nbytes <= _SMALL_BYTES
 
 
 class _Before(AbstractContextManager[Callable[..., Any]]):

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from lightning_ssd.common.dtensor import is_shard, local_of
 from lightning_ssd.common.tensors import storage_of
 
-__all__ = ["Fingerprint"]
+__all__ = ["Fingerprint", "differs"]
 
 _SMALL_BYTES = 64 << 10
 _STRIDE = 251
@@ -184,6 +184,15 @@ class Fingerprint:
     def kinds(self) -> int:
         """A number that calls have in common which have saved tensors of the same types, shapes and devices."""
         return hash(tuple(self._kinds))
+
+
+def differs(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare the bytes of two tensors. Waits for their device."""
+    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+        return True
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        pairs = zip(_parts(one), _parts(other), strict=True)
+        return not all(torch.equal(_raw(part), _raw(again)) for part, again in pairs)
 
 
 def _described(kind: tuple[Any, ...]) -> str:

@@ -180,6 +180,26 @@ class Elsewhere(Block):
         return self.factor(torch.zeros(1))
 
 
+class UnseenBuffers(Block):
+    """Edits its buffers past autograd, and one that inference mode has made stays as it is."""
+
+    def prepare(self) -> None:
+        for name in ("by_data", "by_numpy", "by_norm"):
+            self.register_buffer(name, torch.ones(WIDTH))
+        with torch.inference_mode():
+            self.register_buffer("evaluated", torch.ones(WIDTH))
+
+    def factor(self, x: torch.Tensor) -> Any:
+        mean = x.detach().mean(0)
+        self.by_data.data.mul_(0.9).add_(mean)
+        self.by_numpy.numpy()[:] += mean.numpy()
+        nn.functional.batch_norm(x.detach(), self.by_norm, torch.ones(WIDTH), training=True)
+        return sum(float(buffer.sum()) for buffer in self.buffers())
+
+    def state(self) -> Any:
+        return [buffer.clone() for buffer in self.buffers()]
+
+
 class Net(nn.Module):
     def __init__(self, kinds: list[type[Block]]) -> None:
         super().__init__()
@@ -241,6 +261,12 @@ def test_what_a_block_remembers_is_changed_once(
     wrong = "the bits differ|second time"
     with open_offloader(tmp_path, RECOMPUTE) as offloader, pytest.raises(AssertionError, match=wrong):
         assert_identical(outcome(program, Session(offloader)), expected)
+
+
+def test_buffers_that_are_edited_past_autograd_are_edited_once(tmp_path: Path) -> None:
+    program = training(UnseenBuffers, UnseenBuffers)
+    with open_offloader(tmp_path, RECOMPUTE) as offloader:
+        assert_identical(outcome(program, Session(offloader)), outcome(program, Session()))
 
 
 class Difficult(Block):
