@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.attribute_snapshot import AttributeSnapshot
-from lightning_ssd.optimizer.step.coupling import refuse_own_parameters
+from lightning_ssd.optimizer.step.coupling import refuse_coupling, refuse_own_parameters
 from lightning_ssd.optimizer.step.dry_run import DryRun
 from lightning_ssd.optimizer.step.step_effects import random_states
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper
@@ -396,3 +396,25 @@ def test_a_parameter_of_a_subclass_is_found_in_another_place() -> None:
     optimizer.mine = [parameter]  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="holds one in mine"):
         refuse_own_parameters(optimizer)
+
+
+def test_a_method_set_on_the_instance_is_refused() -> None:
+    def once_per_call(self: Any, *args: Any) -> Any:
+        raise AssertionError("not to be called")
+
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(9))])
+    optimizer._init_group = once_per_call  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"expects the _init_group of the class Adam; got another one, .* on the"):
+        refuse_coupling(optimizer)
+    harmless = torch.optim.Adam([torch.nn.Parameter(torch.ones(9))])
+    harmless.zero_grad = once_per_call  # type: ignore[method-assign]
+    refuse_coupling(harmless)
+
+
+def test_a_step_that_takes_a_scaler_is_refused() -> None:
+    class Scaled(torch.optim.SGD):
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+            return super().step(closure)
+
+    with pytest.raises(ConfigError, match=r"Scaled, whose step takes a grad_scaler.*Take that argument out"):
+        refuse_coupling(Scaled([torch.nn.Parameter(torch.ones(9))]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ __all__ = [
 
 _COUPLING = ("LBFGS", "Prodigy", "DAdapt", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad", "SAM", "KFAC")
 """Optimizers whose update of one parameter depends on others, or that evaluate the model themselves."""
+_UNCALLED = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
+"""Methods that no step calls."""
 _MAX_DEPTH = 4
 _MAX_ITEMS = 100_000
 _KEEP = "OffloadPolicy.optimizer_states='keep'"
@@ -35,7 +39,7 @@ def refuse_coupling(optimizer: Optimizer) -> None:
     """Refuse what cannot be exact subgroup by subgroup, as far as its name and what it owns tell.
 
     Raises:
-        ConfigError: the optimizer couples its parameters, or owns another optimizer.
+        ConfigError: the optimizer couples its parameters, owns another optimizer, or unscales gradients itself.
     """
     name = type(optimizer).__name__
     for kind in type(optimizer).__mro__:
@@ -47,6 +51,12 @@ def refuse_coupling(optimizer: Optimizer) -> None:
             )
     refuse_owned(optimizer)
     refuse_own_step(optimizer)
+    if "grad_scaler" in inspect.signature(type(optimizer).step).parameters:
+        raise ConfigError(
+            f"OffloadPolicy.optimizer_states='offload' got {name}, whose step takes a grad_scaler, and would "
+            "get none here, so that gradients stayed scaled. Take that argument out: the scaler unscales them then. Or "
+            f"use {_KEEP}"
+        )
     if "state" in vars(optimizer) and _is_held(vars(optimizer), "state"):
         raise ConfigError(
             f"OffloadPolicy.optimizer_states='offload' expects nobody else to hold the `state` of {name}; got one that "
@@ -102,23 +112,25 @@ def leads_to_optimizer(value: Any) -> bool:
 
 
 def refuse_own_step(optimizer: Optimizer) -> None:
-    """Refuse a ``step`` that somebody has set on this one instance. That of a scheduler, which counts, is not meant.
+    """Refuse ``step``, or a method that it calls, set on this one instance.
+
+    The ``step`` of a scheduler, which counts, is not meant.
 
     Raises:
         ConfigError: there is one.
     """
-    step = vars(optimizer).get("step")
-    if step is None:
-        return
-    while getattr(step, "_wrapped_by_lr_sched", False) and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    function = getattr(step, "__func__", step)
-    if function is not type(optimizer).step:
-        raise ConfigError(
-            f"OffloadPolicy.optimizer_states='offload' expects the step of the class {type(optimizer).__name__}; got "
-            f"another one, {step!r}, set on the instance, which would be called once per subgroup of parameters. Set "
-            f"it on what offload_optimizer() returns, put it into a subclass or a step hook, or use {_KEEP}"
-        )
+    kind = type(optimizer)
+    for name, method in vars(optimizer).items():
+        if name in _UNCALLED or not isinstance(getattr(kind, name, None), FunctionType):
+            continue
+        while getattr(method, "_wrapped_by_lr_sched", False) and hasattr(method, "__wrapped__"):
+            method = method.__wrapped__
+        if getattr(method, "__func__", method) is not getattr(kind, name):
+            raise ConfigError(
+                f"OffloadPolicy.optimizer_states='offload' expects the {name} of the class {kind.__name__}; got "
+                f"another one, {method!r}, set on the instance, which would be called once per subgroup of parameters. "
+                f"Set it on what offload_optimizer() returns, put it into a subclass or a step hook, or use {_KEEP}"
+            )
 
 
 def refuse_own_parameters(optimizer: Optimizer) -> None:
