@@ -38,7 +38,7 @@ class OffloadTrainerMixin:
     """
 
     policy: OffloadPolicy = OffloadPolicy()
-    """What moves; set it in the class or on the Trainer before ``train()``."""
+    """Settings of what moves; set it in the class or on the Trainer before ``train()``."""
     hardware: HardwareProfile = HardwareProfile()
     """Where to; without ``paths``: ``$LIGHTNING_SSD_PATHS``, else ``args.output_dir``."""
     offloader: Offloader | None = None

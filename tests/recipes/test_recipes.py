@@ -411,7 +411,7 @@ def test_the_demo_from_the_command_line(spill_dir: Path, forks: list[str]) -> No
     tiny = (*TINY, "logger=none")
     done = run_module("recipes.demo", "--output-dir", str(spill_dir), *tiny, cwd=spill_dir, begin=forks)
     assert done.returncode == 0, done.stderr
-    assert "Verdict: Losses and weights are bit for bit those of plain Lightning." in done.stdout
+    assert "lightning_ssd: Losses and weights are bit for bit those of plain Lightning." in done.stdout
     assert json.loads((spill_dir / "ssd" / "summary.json").read_text())["written_bytes_per_step"] > 0
     assert (spill_dir / "auto" / "summary.json").is_file()
 

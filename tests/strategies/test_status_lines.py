@@ -31,7 +31,7 @@ trainer.fit(Net())
 """
 IN_SETUP = ("Opening spill files ...", "Opening and trying the files of optimizer states ...", "Reserving ")
 IN_TRAINING = ("Profiling a first pass ...", "Laying out optimizer states, in the first step: ", "Saving kept.ckpt: ")
-NUMBERS = ("resident_gib", "ssd_gib", "stall_pct")
+NUMBERS = ("act", "ssd", "wait%")
 
 
 @pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
