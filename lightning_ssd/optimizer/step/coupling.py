@@ -112,7 +112,7 @@ def leads_to_optimizer(value: Any) -> bool:
 
 
 def refuse_own_step(optimizer: Optimizer) -> None:
-    """Refuse ``step``, or a method that it calls, set on this one instance.
+    """Refuse ``step``, or a method of PyTorch's that it calls, set on this one instance.
 
     The ``step`` of a scheduler, which counts, is not meant.
 
@@ -120,9 +120,10 @@ def refuse_own_step(optimizer: Optimizer) -> None:
         ConfigError: there is one.
     """
     kind = type(optimizer)
+    pytorchs = next(base for base in kind.__mro__ if base.__module__.startswith("torch.optim"))
     for name, method in vars(optimizer).items():
-        if name in _UNCALLED or not isinstance(getattr(kind, name, None), FunctionType):
-            continue
+        if name in _UNCALLED or not isinstance(getattr(pytorchs, name, None), FunctionType):
+            continue  # methods of the user's own classes are called on copies, too, where a difference shows
         while getattr(method, "_wrapped_by_lr_sched", False) and hasattr(method, "__wrapped__"):
             method = method.__wrapped__
         if getattr(method, "__func__", method) is not getattr(kind, name):
