@@ -18,7 +18,7 @@ __all__ = ["OffloadTrainerMixin"]
 
 
 class OffloadTrainerMixin:
-    """Makes a ``transformers.Trainer`` (of TRL, too) move what training does not need now: bit for bit the same.
+    """Makes a ``transformers.Trainer`` move what training does not need now: bit for bit the same.
 
     Saved activations leave in the forward of ``training_step`` and return for its backward, also with
     ``gradient_checkpointing=True`` (the inputs of blocks move) and with accumulation. Optimizer states wait between
@@ -43,8 +43,8 @@ class OffloadTrainerMixin:
     """Where to; without ``paths``: ``$LIGHTNING_SSD_PATHS``, else ``args.output_dir``."""
     offloader: Offloader | None = None
     """``None`` before ``train()``, open while it runs, closed afterwards."""
-    _is_forward: bool = False
     _signature: Any = None
+    """The kind of the step under way, until its backward has ended."""
     _plain_optimizer: Any = None
 
     # Attributes of transformers.Trainer, which comes later in the method resolution order.
@@ -120,18 +120,18 @@ class OffloadTrainerMixin:
         if offloader is None or not offloader.is_open:
             return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         model.train()  # as the Trainer is about to do: the signature of a step contains it
-        self._signature, self._is_forward = signature_of(inputs, model), True
+        self._signature = signature_of(inputs, model)
         try:
             loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
-            self._is_forward = False
+            self._signature = None
         offloader.end_backward()
         return loss
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Return what the forward of a step runs within."""
         stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
-        if self._is_forward and self.offloader is not None:
+        if self._signature is not None and self.offloader is not None:  # else an evaluation
             stack.enter_context(self.offloader.saved_tensors(signature=self._signature))
         return stack
 

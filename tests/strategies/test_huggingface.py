@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,6 +154,5 @@ def test_without_paths_files_lie_in_the_output_directory(spill_dir: Path, monkey
             seen.append(self.offloader.description)
             return super().training_step(*args, **kwargs)
 
-    with warnings.catch_warnings():
-        make(Watching, spill_dir / "out").train()
+    make(Watching, spill_dir / "out").train()
     assert str(spill_dir / "out") in seen[0]
