@@ -32,10 +32,13 @@ class MemoryAccounting:
 
     Args:
         look: called often, wherever saved storages come or go.
-        returned: called by workers when a transfer has ended, and memory that it gives back has gone.
+        returned: called by workers when a transfer has ended, and memory that it gives back has gone; with the bytes
+            that were saved in the whole run.
     """
 
-    def __init__(self, look: Callable[[], None] = lambda: None, returned: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, look: Callable[[], None] = lambda: None, returned: Callable[[int], None] = lambda saved_bytes: None
+    ) -> None:
         self._look = look
         self.returned = returned
         self.counters = Counters()
@@ -47,6 +50,7 @@ class MemoryAccounting:
         self.ahead_bytes = 0
         self.has_no_memory = False  # a worker has found none for what is brought up ahead
         self.saved_bytes = 0
+        self.most_saved_bytes = 0  # of these, in the whole run: peaks that begin anew leave it
         self.num_live = 0
         self.writes: set[SavedStorage] = set()  # queued or under way
         self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
@@ -95,6 +99,7 @@ class MemoryAccounting:
         self.num_live += 1
         self.saved_bytes += record.nbytes
         counters.saved_peak_bytes = max(counters.saved_peak_bytes, self.saved_bytes)
+        self.most_saved_bytes = max(self.most_saved_bytes, self.saved_bytes)
         if self.recorder is not None:
             self.recorder.saved(id(record), record.nbytes)
         self.occupy(record)

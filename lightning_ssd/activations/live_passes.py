@@ -236,7 +236,7 @@ class LivePasses:
 
     def _count_free_heap(self) -> None:
         """What malloc holds back is available to us and to nobody else. Asked for where the rest may not be enough."""
-        saved_bytes = self._accounting.counters.saved_peak_bytes
+        saved_bytes = self._accounting.most_saved_bytes
         if self._last_available is not None and self._last_available < _AMPLE * saved_bytes:
             free_bytes = self._heap_policy.free_bytes()
             self._last_available += free_bytes
@@ -297,7 +297,7 @@ class LivePasses:
             and cursor.limits_total_memory
         ):
             room_bytes = limit_bytes  # what else needs memory is known
-        self._heap_policy.expect(peak_bytes, self._accounting.counters.saved_peak_bytes, room_bytes)
+        self._heap_policy.expect(peak_bytes, room_bytes)
 
     def stalled(self, begin: Stamp, end: Stamp) -> None:
         """Somebody has waited for a transfer, and with him every pass that is under way."""

@@ -311,7 +311,7 @@ class SavedStorage:
         finally:  # last, and always: a budget waits for this, and then finds the memory gone
             with self.accounting.lock:
                 self._write_gone()
-        self.accounting.returned()
+        self.accounting.returned(self.accounting.counters.bytes_saved)
 
     def _settle_write(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         storage = None
@@ -379,7 +379,7 @@ class SavedStorage:
                 self.storage, copy.mark = storage, mark
                 self.key = StorageKey(storage)
                 self.state = State.RELOADED
-        self.accounting.returned()
+        self.accounting.returned(self.accounting.counters.bytes_saved)
 
     def take_error(self) -> BaseException | None:
         """Why the last read has failed, for whoever raises it."""

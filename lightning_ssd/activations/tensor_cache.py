@@ -329,7 +329,7 @@ class TensorCache:
             else:
                 self._budget.pass_ended(
                     self._passes.end_backward(rates.write_bytes_per_s, rates.read_bytes_per_s),
-                    self.accounting.counters.saved_peak_bytes,
+                    self.accounting.most_saved_bytes,
                 )
         self._passes.learn()
         with self.accounting.lock:
@@ -374,7 +374,7 @@ class TensorCache:
         failure = self.accounting.write_failure
         if failure is not None and not self._warned_of_writes:
             self._warned_of_writes = True
-            (saved,) = format_sizes(self.accounting.counters.saved_peak_bytes)
+            (saved,) = format_sizes(self.accounting.most_saved_bytes)
             warnings.warn(
                 f"offloading failed ({failure}); the tensors concerned stay in memory, results are not affected. "
                 f"A pass saves up to {saved} so far. Further failures are only counted (stats.failures)",
@@ -577,7 +577,7 @@ class TensorCache:
                 self._deferred.look()
             if share is not None:
                 packed = keep_large(tensor, tensor._is_view(), share)
-                self._heap_policy.look()
+                self._heap_policy.look(self.accounting.counters.bytes_saved)
                 if self._device.type == "cpu":  # the work that a device has queued hides so short a time
                     self._count_hook(begin_s, waited_s, None)
                 return packed
@@ -596,7 +596,7 @@ class TensorCache:
                     break
             if not self.fetcher.wait_for_room(current, nbytes, room):
                 return keep(tensor, tensor._is_view())
-        self._heap_policy.look()
+        self._heap_policy.look(self.accounting.counters.bytes_saved)
         self._run_ahead.wait()
         self._copies.protect(tensor)
         self._count_hook(begin_s, waited_s, lease.record.produced)
@@ -680,7 +680,7 @@ class TensorCache:
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
         if placement is not Placement.KEEP:
-            self._run_ahead.add(record.produced, nbytes, self.accounting.counters.saved_peak_bytes)
+            self._run_ahead.add(record.produced, nbytes, self.accounting.most_saved_bytes)
         if placement is Placement.KEEP or (parts.is_whole and record.operation is None):
             self._send(record, placement)
         else:
@@ -698,7 +698,7 @@ class TensorCache:
         ):
             placement = Placement.SSD
         if placement is Placement.SSD and self._tiers.ssd is not None:
-            self._budget.observe(nbytes, self.accounting.counters.saved_peak_bytes)
+            self._budget.observe(nbytes, self.accounting.most_saved_bytes)
             record.queue_write(self._tiers.ssd, after)
         elif placement is Placement.KEEP:
             self.accounting.counters.bytes_kept += nbytes
