@@ -27,7 +27,7 @@ _LOOK_BYTES = 16 << 20
 
 
 class HeapMode(enum.Enum):
-    """What becomes of freed memory while one pass runs."""
+    """The way of freed memory while one pass runs."""
 
     RELAXED = enum.auto()
     """It stays or goes as malloc sees fit: the pass keeps everything."""
@@ -51,7 +51,7 @@ class HeapPolicy:
     Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
     move and between them, and large tensors lie in the heap, too.
 
-    A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
+    Another malloc (tcmalloc, jemalloc) decides by itself.
 
     Args:
         is_ours: whether activations live in memory of malloc; False does nothing.
@@ -73,7 +73,7 @@ class HeapPolicy:
         self._needed_bytes = 0
         """Resident at the worst moment of such passes, without what was free; as far as it is known."""
         self._unheaped_bytes: int | None = None
-        """Of :func:`besides_blocks_bytes`, what was there when nothing was free; ``None``: nobody knows."""
+        """Result of :func:`besides_blocks_bytes` when nothing was free; ``None``: unknown."""
         self._peak_bytes = 0
         """Saved tensors at the worst moment of the next pass."""
 

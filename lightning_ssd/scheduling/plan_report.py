@@ -32,13 +32,13 @@ class PlanReport:
     predicted_written_bytes: int
     measured_written_bytes: int
     keep_step_s: float
-    """The same pass with everything kept, as far as the profile tells."""
+    """Length of this pass with everything kept, as far as the profile tells."""
     saved_bytes: int
-    """What one pass saves."""
+    """Bytes that one pass saves."""
     moved_bytes: int
-    """Of this, what went to a drive or to host memory."""
+    """Bytes of these that went to a drive or to host memory."""
     host_bytes: int
-    """Of this, what went to host memory."""
+    """Bytes of these that went to host memory."""
     num_passes: int
     """How many passes were measured."""
     num_plans: int
@@ -46,7 +46,7 @@ class PlanReport:
     predicted_overhead: float = 0.0
     """Relative to the same pass with everything kept."""
     measured_overhead: float = 0.0
-    """The same, measured where it arises: see :class:`~lightning_ssd.scheduling.overhead.Overhead`."""
+    """Overhead measured where it arises: see :class:`~lightning_ssd.scheduling.overhead.Overhead`."""
     measured_hook_s: float = 0.0
     measured_cpu_s: float = 0.0
 
