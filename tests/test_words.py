@@ -22,7 +22,6 @@ OPENINGS = ("Of ", "What ", "The same")
 
 MOST = {
     "_assembly": 3,
-    "activations": 83,
     "callback": 8,
     "cli": 1,
     "common": 61,
@@ -31,7 +30,7 @@ MOST = {
     "optimizer": 128,
     "parameters": 182,
     "recompute": 40,
-    "strategies": 45,
+    "strategies": 12,
     "wear": 6,
     "docs/design": 46,
 }

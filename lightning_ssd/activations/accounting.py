@@ -1,4 +1,4 @@
-"""What all saved storages of one cache share: one lock, the counters, and the sums of bytes in memory.
+"""The state that all saved storages of one cache share: one lock, the counters, and the sums of bytes in memory.
 
 Dying leases leave notes here, which the next regular operation works off; a budget's wait for room is here too.
 """
@@ -28,7 +28,7 @@ _MAX_PEAKS = 64
 
 
 class MemoryAccounting:
-    """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory.
+    """Holds what all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory.
 
     Args:
         look: called often, wherever saved storages come or go.
@@ -53,12 +53,12 @@ class MemoryAccounting:
         self.most_saved_bytes = 0  # of these, in the whole run: peaks that begin anew leave it
         self.num_live = 0
         self.writes: set[SavedStorage] = set()  # queued or under way
-        self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
+        self.window_peak_bytes = 0  # of resident bytes, since it was set back
         self._peaks: deque[int] = deque(maxlen=_MAX_PEAKS)  # of the latest passes
         self._num_passes = 0
         self._away_on_host_bytes = 0
-        self._worst = SavedBytes()  # since somebody took it
-        self.recorder: StepRecorder | None = None  # of the step under way; none: nobody looks
+        self._worst = SavedBytes()  # since it was taken
+        self.recorder: StepRecorder | None = None  # of the step under way; none: no one is recorded
         self._leaving: deque[SavedStorage] = deque()
         self.watched: dict[int, Death] = {}
         self.notes: deque[Death | KeptStorage] = deque()
@@ -153,7 +153,7 @@ class MemoryAccounting:
             self.recorder.left(id(record), record.nbytes)
 
     def note_leaving(self, record: SavedStorage) -> None:
-        """We are about to let go of the memory. It counts until nobody else holds it either."""
+        """Note that we let go of the memory. It counts until the program holds it no more, either."""
         self._leaving.append(record)
 
     def sweep(self, num_records: int = 4) -> None:
@@ -204,7 +204,7 @@ class MemoryAccounting:
 
 
 class Death(weakref.ref[Any]):
-    """Of a lease. Held by us: one that dies together with its lease tells nobody."""
+    """The death of a lease. Held by us: one that dies together with its lease is never noted."""
 
     __slots__ = ("record",)
 

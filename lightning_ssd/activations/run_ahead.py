@@ -1,4 +1,4 @@
-"""Keeps Python from running so far ahead of a device that memory fills with tensors that nobody has computed yet.
+"""Keeps Python from running so far ahead of a device that memory fills with tensors that are not computed yet.
 
 A CUDA device works through its queue long after Python has. Memory is taken when an operation is queued, and a saved
 tensor can leave only when it has been computed: without a bound, the memory of a whole forward may be taken before
