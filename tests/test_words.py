@@ -28,7 +28,6 @@ MOST = {
     "config": 14,
     "offloader": 3,
     "optimizer": 128,
-    "parameters": 182,
     "recompute": 40,
     "strategies": 12,
     "wear": 6,
