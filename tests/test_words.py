@@ -28,7 +28,6 @@ MOST = {
     "config": 14,
     "offloader": 3,
     "optimizer": 128,
-    "recompute": 40,
     "strategies": 12,
     "wear": 6,
     "docs/design": 46,
