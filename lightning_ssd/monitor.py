@@ -67,7 +67,7 @@ class OffloadMonitor(Callback):
             default, because PyTorch's and the system's peaks belong to every reader in the process.
         report_dir: a directory for ``report.html``, ``report.json``, still pictures and traces, written at the end of
             ``fit``, also of one that an error or Ctrl-C ends; made if it is missing. ``None``: none are. The page and
-            the pictures need Plotly and Matplotlib (``pip install '.[report]'`` in the checkout).
+            the pictures need Matplotlib (``pip install '.[report]'`` in the checkout).
     """
 
     def __init__(

@@ -78,7 +78,7 @@ def log_sweep(
 
     Raises:
         ConfigError: W&B does not take it.
-        ImportError: Plotly or Matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     import wandb
 

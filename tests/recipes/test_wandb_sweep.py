@@ -90,14 +90,14 @@ def test_the_other_logger_has_the_same_numbers(sweep: Path) -> None:
 
 
 def test_the_picture_of_all_jobs_is_in_the_group_of_the_jobs(sweep: Path, tmp_path: Path) -> None:
-    pytest.importorskip("plotly", reason="needs the extra `report`")
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
     said = call("lightning_ssd", "sweep-table", sweep, "--out", tmp_path, "--wandb-project", "mine")
     found = records(tmp_path)
     assert begin_of(found) == ("mine-sweep", "mine", "sweep")
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     assert str(run) in said.replace("\n", "")
-    (picture,) = (run / "files" / "media").rglob("*.plotly.json")
-    assert len(json.loads(picture.read_text())["data"]) == 2
+    (picture,) = (run / "files" / "media").rglob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     (table,) = (run / "files" / "media").rglob("*.table.json")
     content = json.loads(table.read_text())
     assert [row[content["columns"].index("overrides")] for row in content["data"]] == ["seed=0", "seed=1"]

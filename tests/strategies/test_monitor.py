@@ -365,7 +365,7 @@ def test_peaks_begin_anew_only_on_request(tmp_path):
 
 
 def test_a_report_is_written_and_told_of(tmp_path, caplog):
-    pytest.importorskip("plotly", reason="needs the extra `report`")
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
     _, monitor = fit_monitored(tmp_path, OffloadMonitor(report_dir=tmp_path / "report"), log_every_n_steps=1)
     report = load_report(tmp_path / "report")
     assert report.summary == monitor.summary
@@ -381,7 +381,7 @@ def test_a_report_is_written_and_told_of(tmp_path, caplog):
         assert {phase.name for phase in record.phases} >= {"forward", "backward", "update"}
         assert record.moves
         assert record.weight_bytes > 0
-    assert (tmp_path / "report" / "report.html").stat().st_size > 1 << 20
+    assert (tmp_path / "report" / "report.html").read_text().count("<svg") >= 4
 
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), KeyboardInterrupt()], ids=["error", "interrupt"])
