@@ -397,8 +397,8 @@ def _share_of_samples(trainer: pl.Trainer) -> float:
 def _define_peaks(logger: Logger) -> None:
     """Let W&B's summary tell the peak instead of the last value. Any logger whose experiment has the method gets it.
 
-    Exact names, because W&B takes the first definition that matches and Lightning's logger has one for "*" already;
-    with its x axis, which an own definition would lose.
+    Exact names, because W&B takes the first definition that matches. Lightning's logger has one for "*" already, which
+    gives all metrics the x axis; an own definition would lose it.
     """
     define = getattr(getattr(logger, "experiment", None), "define_metric", None)
     if not callable(define):

@@ -6,6 +6,7 @@ Loggers are known by what they log to, so that neither library is loaded unless 
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,10 @@ def publish_facts(experiment: Any, *, config: Mapping[str, Any], summary: Mappin
         experiment.config.update({"lightning_ssd": dict(config)}, allow_val_change=True)
     for key, value in summary.items():
         experiment.summary[key] = value
+    if summary:  # where the run's workspace is, is known to the command alone
+        entity = ["--entity", experiment.entity] if experiment.entity else []
+        command = ["lightning-ssd", "dashboard", "--project", experiment.project, *entity]
+        experiment.summary["offload/dashboard"] = shlex.join(command)
 
 
 def wandb_media(charts: Sequence[Chart]) -> dict[str, Any]:
