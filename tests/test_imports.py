@@ -83,7 +83,7 @@ RESERVED: dict[str, set[str]] = {
     "wandb_workspaces": {"reports.dashboard"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "transformers": set(),
+    "transformers": {"cli.conf_files"},
     "matplotlib": {"reports.drawing"},
 }
 
