@@ -92,7 +92,7 @@ def model_builder(
     if name.endswith(".json"):
         return _of_hugging_face(Path(name))
     if ":" in name:
-        return _module_of(_imported(name), name)
+        return _module_maker(name)
     path = _option("model", name)
     data: Any = OmegaConf.load(_conf() / "data" / "text.yaml")
     data.sequence_length = sequence
@@ -168,26 +168,22 @@ def batch_maker(name: str) -> Callable[[int, int], Any]:
         got = f"{name}: {type(error).__name__}: {error}"
         raise CommandError("a DataModule whose first batch can be loaded", got, "try it with Trainer.fit") from error
     first = dict(first) if isinstance(first, Mapping) else first
-    shapes = [leaf.shape for leaf in tree_leaves(first) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    if not shapes:
+    tensors = [leaf for leaf in tree_leaves(first) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not tensors:
         got = f"a {type(first).__name__} without one from {name}"
         raise CommandError("a batch of tensors", got, "return tuples, lists or dictionaries of tensors")
-    tokens = [t.shape[1] for t in tree_leaves(first) if isinstance(t, torch.Tensor) and _has_tokens(t)]
+    tokens = [t.shape[1] for t in tensors if t.dim() > 1 and not t.is_floating_point()]
 
     def make(batch: int, sequence: int) -> Any:
         def resized(tensor: torch.Tensor) -> torch.Tensor:
             shape = list(tensor.shape)
-            shape[:1] = [batch if size == shapes[0][0] else size for size in shape[:1]]
+            shape[:1] = [batch if size == len(tensors[0]) else size for size in shape[:1]]
             shape[1:2] = [sequence if size in tokens else size for size in shape[1:2]]
             return torch.ones(shape, dtype=tensor.dtype)
 
         return tree_map_only(torch.Tensor, resized, first)
 
     return make
-
-
-def _has_tokens(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 1 and not tensor.is_floating_point()
 
 
 def _imported(name: str) -> Any:
@@ -202,7 +198,8 @@ def _imported(name: str) -> Any:
         sys.path.remove(str(Path.cwd()))
 
 
-def _module_of(found: Any, name: str) -> Callable[[], nn.Module]:
+def _module_maker(name: str) -> Callable[[], nn.Module]:
+    found = _imported(name)
     if not callable(found):
         raise CommandError("a class or function", f"{name} is a {type(found).__name__}", "name what returns the model")
 

@@ -93,11 +93,11 @@ def trace_model(
         with warnings.catch_warnings(), _no_log_of_fakes(), uncompiled(), fakes:
             warnings.simplefilter("ignore")
             model = build_here(build)
-            if precision.endswith("-true") and precision != "32-true":  # of which Lightning converts nothing
+            if is_converted := precision.endswith("-true") and precision != "32-true":
                 _in_dtype(model, _dtype(precision))
             errors: list[Exception] = []
             for form, inputs in enumerate(example_batches(model, batch, sequence)):
-                if precision.endswith("-true") and precision != "32-true":
+                if is_converted:
                     inputs = tree_map_only(torch.Tensor, lambda t: _cast(t, _dtype(precision)), inputs)
                 run = _Pass(model, _FlopClock(flops_per_s, operations_per_byte), min_tensor_nbytes)
                 without_dropout = _WithoutAttentionDropout() if fused_attention else nullcontext()

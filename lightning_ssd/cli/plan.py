@@ -6,12 +6,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -49,7 +49,7 @@ from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.wear.endurance import Drive, life_days
 
-__all__ = ["Outlook", "outlooks", "plan"]
+__all__ = ["plan"]
 
 _GIB, _GB = 1 << 30, 10**9
 _HOST_SHARE = 4
@@ -63,24 +63,13 @@ _NUM_FIXED = 4
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outlook:
-    """One way to train, as the simulator predicts it for one device."""
-
-    mode: str
-    prediction: Prediction
-    num_recomputed: int
-    """Blocks."""
-    life_days: float | None
-    """Days until the first drive reaches its rating; ``None``: no drive is rated."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Task:
     """The model and machine to predict for."""
 
     model: ModelTrace
     tiers: Machine
+    drives: TierRates
     described: Described
     basis: str
     """Where the compute time comes from."""
@@ -142,11 +131,12 @@ def plan(
         keep_bytes = task.model.trace.saved_peak_bytes
         limit = None if budget is None else _budget_bytes(budget, keep_bytes)
         problems: list[Problem] = []
-        found = list(outlooks(task.model.trace, task.tiers, _life(task), limit, problems))
+        rows = list(_modes(task, limit, problems))
+        found = {mode: prediction for mode, prediction, _ in rows}
         sizes = _largest(task, batch, sequence) if find_largest else {}
     answer = _answer(task, found, limit)
     if as_json:
-        typer.echo(json.dumps({**_as_json(task, found, problems), "answer": answer, "largest": sizes}, indent=2))
+        typer.echo(json.dumps({**_as_json(task, rows, problems), "answer": answer, "largest": sizes}, indent=2))
     else:
         _show(task, found, f"{model}, batch {batch} x {sequence}")
         others = {"batch": f"of {sequence} tokens each", "sequence": f"in a batch of {batch}"}
@@ -164,42 +154,29 @@ def plan(
 # -- the ways to train -------------------------------------------------------------------------------------------------
 
 
-def outlooks(
-    trace: Trace,
-    tiers: Machine,
-    life: Callable[[Prediction], float | None],
-    budget_bytes: int | None,
-    problems: list[Problem],
-) -> Iterator[Outlook]:
-    """Predict each mode.
+def _modes(task: _Task, budget_bytes: int | None, problems: list[Problem]) -> Iterator[tuple[str, Prediction, int]]:
+    """Yield each way to treat activations, as the simulator predicts it for one device, and its recomputed blocks.
 
     Args:
-        trace: of a pass that keeps everything.
-        tiers: what one process has.
-        life: days that the drives last.
+        task: the model and the machine.
         budget_bytes: for the planned ones; ``None``: the lowest peak within the default slowdown.
         problems: gets what no plan can do.
     """
-
-    def outlook(mode: str, prediction: Prediction, num_recomputed: int = 0) -> Outlook:
-        return Outlook(mode=mode, prediction=prediction, num_recomputed=num_recomputed, life_days=life(prediction))
-
+    trace, tiers = task.model.trace, task.tiers
     blocks = frozenset(recomputable(trace))
-    yield outlook("keep", _kept(trace, tiers))
-    yield outlook("offload", _moved(trace, tiers))
+    yield "keep", _kept(trace, tiers), 0
+    yield "offload", _moved(trace, tiers), 0
     if blocks:
         again, _ = recomputed(trace, blocks)
-        yield outlook("recompute", _kept(again, tiers), len(blocks))
-        yield outlook("recompute_offload", _moved(again, tiers), len(blocks))
+        yield "recompute", _kept(again, tiers), len(blocks)
+        yield "recompute_offload", _moved(again, tiers), len(blocks)
     # Without a budget training recomputes nothing with "auto", whatever it may.
-    for mode, may_recompute in (("auto", False), ("auto, blocks", True)):
-        if may_recompute and (budget_bytes is None or not blocks):
-            continue
+    for mode in ("auto", "auto, blocks") if blocks and budget_bytes is not None else ("auto",):
         goal = PlanObjective(
             max_slowdown=OffloadPolicy().max_slowdown,
             min_relief=MIN_RELIEF,
             budget_bytes=budget_bytes,
-            recompute=may_recompute,
+            recompute=mode != "auto",
         )
         try:
             made = make_plan(trace, tiers, goal)
@@ -207,7 +184,7 @@ def outlooks(
             least, asked = (f"{nbytes / _GIB:.3f} GiB" for nbytes in (error.smallest_bytes, budget_bytes or 0))
             problems.append(Problem(f"a budget of at least {least} for {mode}", asked, "raise --budget"))
         else:
-            yield outlook(mode, made.prediction, len(made.recompute))
+            yield mode, made.prediction, len(made.recompute)
 
 
 def _kept(trace: Trace, tiers: Machine) -> Prediction:
@@ -234,7 +211,7 @@ def _make_task(
     """Trace the model for a machine that need not be here, or for this one, whose CPU is timed with it."""
     machine, name = described.machine, escape_control(described.name)
     tiers, is_accelerator = machine.tiers(machine.num_devices), machine.is_accelerator
-    if tiers is None:
+    if tiers is None or tiers.ssd is None:
         raise CommandError(
             "drive_write_gb_per_s and drive_read_gb_per_s",
             f"hardware {name} leaves them open",
@@ -271,7 +248,8 @@ def _make_task(
             f"{machine.device_peak_tflops:g}"
         )
     retrace = partial(trace, flops_per_s)
-    return _Task(retrace(batch, sequence), replace(tiers, host=_host_tier(machine)), described, basis, retrace)
+    drives, tiers = tiers.ssd, replace(tiers, host=_host_tier(machine))
+    return _Task(retrace(batch, sequence), tiers, drives, described, basis, retrace)
 
 
 def _this_machine() -> Described:
@@ -321,14 +299,11 @@ def _budget_bytes(budget: str, keep_bytes: int) -> int:
     return nbytes
 
 
-def _life(task: _Task) -> Callable[[Prediction], float | None]:
+def _life(task: _Task, written_bytes: float, step_s: float) -> float | None:
+    """Return days until the first drive reaches its rating; ``None``: no drive is rated."""
     machine = task.described.machine
     drive = Drive(task.described.hardware.drive_endurance_nbytes, share=1 / machine.num_drives)
-
-    def life(prediction: Prediction) -> float | None:
-        return life_days([drive], prediction.written_bytes * machine.num_devices, prediction.step_s)
-
-    return life
+    return life_days([drive], int(written_bytes * machine.num_devices), step_s)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -338,44 +313,39 @@ def _fixed_bytes(size: ModelSize) -> int:
     return round(size.weight_bytes + size.trained_bytes + size.state_bytes)
 
 
-def _fits(task: _Task) -> Iterator[tuple[str, Fit]]:
-    """Yield the memory of weights, gradients and states, by the part that is offloaded."""
-    size, machine = task.model.size, task.described.machine
-
-    def fits(**away: Literal["offload"]) -> Fit:
-        kept: dict[str, Any] = {"parameters": "keep", "gradients": "keep", "optimizer_states": "keep"}
-        return fit(size, num_directories=machine.num_drives, **kept | away)
-
-    yield "nothing", fits()
-    frozen = fits(parameters="offload")
-    if frozen.waiting_bytes and (machine.num_devices == 1 or not machine.is_accelerator):
-        yield "frozen weights", frozen
-    yield "states", fits(optimizer_states="offload")
-    if machine.num_devices == 1:
-        yield "states, weights", fits(optimizer_states="offload", parameters="offload")
-        yield "states, weights, gradients", fits(optimizer_states="offload", parameters="offload", gradients="offload")
-
-
+_ALL = "states, weights, gradients"
 _AWAY = {
     "nothing": (),
     "frozen weights": ("parameters",),
     "states": ("optimizer_states",),
     "states, weights": ("parameters", "optimizer_states"),
-    "states, weights, gradients": ("parameters", "gradients", "optimizer_states"),
+    _ALL: ("parameters", "gradients", "optimizer_states"),
 }
 """Row of the second table -> the settings that offload."""
 
 
-def _choose(task: _Task, found: Iterable[Outlook]) -> Choice | None:
+def _fits(task: _Task) -> Iterator[tuple[str, Fit]]:
+    """Yield the memory of weights, gradients and states, by the part that is offloaded."""
+    machine = task.described.machine
+    is_alone = machine.num_devices == 1
+    for part, names in _AWAY.items():
+        away: dict[str, Any] = {name: "offload" if name in names else "keep" for name in _AWAY[_ALL]}
+        found = fit(task.model.size, num_directories=machine.num_drives, **away)
+        if part == "frozen weights":
+            is_there = found.waiting_bytes > 0 and (is_alone or not machine.is_accelerator)
+        else:
+            is_there = is_alone or part in ("nothing", "states")
+        if is_there:
+            yield part, found
+
+
+def _choose(task: _Task, modes: Mapping[str, Prediction]) -> Choice | None:
     """Return the fastest way to train that fits, else the smallest; ``None``: the device's memory is unknown."""
-    room_gb, drives = task.described.machine.device_memory_gb, task.tiers.ssd
-    if room_gb is None or drives is None:
-        return None
-    modes = {one.mode: one.prediction for one in found}
-    return choose(modes, dict(_fits(task)), room_bytes=room_gb * _GB, drives=drives)
+    room_gb = task.described.machine.device_memory_gb
+    return None if room_gb is None else choose(modes, dict(_fits(task)), room_bytes=room_gb * _GB, drives=task.drives)
 
 
-def _answer(task: _Task, found: Sequence[Outlook], limit: int | None) -> str:
+def _answer(task: _Task, found: Mapping[str, Prediction], limit: int | None) -> str:
     """Return the fastest policy that fits the device, or why none does; empty where its memory is unknown."""
     room_gb, best = task.described.machine.device_memory_gb, _choose(task, found)
     if room_gb is None or best is None:
@@ -386,8 +356,7 @@ def _answer(task: _Task, found: Sequence[Outlook], limit: int | None) -> str:
             f"Nothing fits {room_gb * _GB / _GIB:.3g} GiB, because even {_policy(best, limit)} takes {held} GiB "
             "without temporaries: take a smaller batch or sequence, or more devices."
         )
-    prediction = next(one.prediction for one in found if one.mode == best.mode)
-    days = _life(task)(replace(prediction, written_bytes=int(best.written_bytes), step_s=best.step_s))
+    days = _life(task, best.written_bytes, best.step_s)
     return (
         f"Fits {room_gb * _GB / _GIB:.3g} GiB ({held}, without temporaries), at most {_seconds(best.step_s)} s a step, "
         f"limited by {best.limit}; {best.written_bytes / _GB:.3g} GB written a step, drive life {_life_text(days)}:\n"
@@ -401,7 +370,7 @@ def _try_size(task: _Task, batch: int, sequence: int) -> tuple[bool, str]:
         tried = replace(task, model=task.retrace(batch, sequence))
     except CommandError as error:
         return False, f"fails: {error.problem.got}"
-    best = _choose(tried, islice(outlooks(tried.model.trace, tried.tiers, _life(tried), None, []), _NUM_FIXED))
+    best = _choose(tried, {mode: prediction for mode, prediction, _ in islice(_modes(tried, None, []), _NUM_FIXED)})
     if best is None:
         raise CommandError(
             "machine.device_memory_gb, for --largest",
@@ -438,7 +407,7 @@ def _policy(choice: Choice, limit: int | None) -> str:
     return f"OffloadPolicy({', '.join(settings)})"
 
 
-def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
+def _show(task: _Task, found: Mapping[str, Prediction], title: str) -> None:
     out = console()
     out.print(facts_table(_facts(task, title)))
     out.print()
@@ -462,13 +431,8 @@ def _show(task: _Task, found: Sequence[Outlook], title: str) -> None:
 
 
 def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
-    model, size, ssd = task.model, task.model.size, task.tiers.ssd
-    machine = task.described.machine
-    trace = model.trace
-    yield (
-        "Model",
-        [f"{escape_control(title)}, {machine.precision}: {model.num_trained:,} trained parameters"],
-    )
+    model, size, trace, machine = task.model, task.model.size, task.model.trace, task.described.machine
+    yield "Model", [f"{escape_control(title)}, {machine.precision}: {model.num_trained:,} trained parameters"]
     (saved,) = format_sizes(trace.saved_peak_bytes)
     storages = pluralize(len(trace.storages), "storage", "storages")
     blocks = pluralize(len(trace.blocks), "block", "blocks")
@@ -476,29 +440,27 @@ def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
     yield "Pass", [f"{model.flops / 1e12:.3g} TFLOP; {saved} saved in {storages} of {least} or more; {blocks}"]
     weights, gradients, states = format_sizes(*map(round, (size.weight_bytes, size.trained_bytes, size.state_bytes)))
     yield "Besides", [f"weights {weights}, gradients {gradients}, AdamW's states {states} per device"]
-    lines = [f"{escape_control(task.described.name)}: {task.basis}"]
-    if ssd is not None:
-        write, read = ssd.write_bytes_per_s / _GB, ssd.read_bytes_per_s / _GB
-        drives = pluralize(machine.num_drives, "drive", "drives")
-        shared = f" shared by {machine.num_devices} devices, for each of them" if machine.num_devices > 1 else ""
-        lines.append(f"{drives}{shared}: {write:.3g} GB/s written, {read:.3g} GB/s read")
-    yield "Machine", lines
+    write, read = task.drives.write_bytes_per_s / _GB, task.drives.read_bytes_per_s / _GB
+    drives = pluralize(machine.num_drives, "drive", "drives")
+    shared = f" shared by {machine.num_devices} devices, for each of them" if machine.num_devices > 1 else ""
+    rates = f"{drives}{shared}: {write:.3g} GB/s written, {read:.3g} GB/s read"
+    yield "Machine", [f"{escape_control(task.described.name)}: {task.basis}", rates]
 
 
-def _table(task: _Task, found: Sequence[Outlook]) -> Table:
+def _table(task: _Task, found: Mapping[str, Prediction]) -> Table:
     room = task.described.machine.device_memory_gb
-    predictions = [outlook.prediction for outlook in found]
+    predictions = list(found.values())
     totals = [prediction.peak_bytes + _fixed_bytes(task.model.size) for prediction in predictions]
     marks = ["!" if room is not None and total > room * _GB else "" for total in totals]
     columns = {
-        "activations=": [outlook.mode for outlook in found],
+        "activations=": list(found),
         "peak\nGiB": _column([prediction.peak_bytes for prediction in predictions], _GIB, 2),
         "in all\nGiB": [mark + total for mark, total in zip(marks, _column(totals, _GIB, 1), strict=True)],
         "step\ns": [_seconds(prediction.step_s) for prediction in predictions],
         "stalls\ns": [_seconds(prediction.stall_s) for prediction in predictions],
         "to SSD\nGB": _column([prediction.written_bytes for prediction in predictions], _GB, 1),
         "to host\nGB": _column([prediction.host_bytes for prediction in predictions], _GB, 1),
-        "drive\nlife": [_life_text(outlook.life_days) for outlook in found],
+        "drive\nlife": [_life_text(_life(task, one.written_bytes, one.step_s)) for one in predictions],
     }
     return _table_of(columns)
 
@@ -508,14 +470,13 @@ def _fits_table(task: _Task) -> Table:
     for name, found in _fits(task):
         rows.setdefault(found, name)  # of a small model nothing more may wait: a row is not repeated
     names, fits = list(rows.values()), list(rows)
-    moving = [_moving_s(task, fit) for fit in fits]
     columns = {
         "of the model waits": names,
         "here\nGiB": _column([fit.device_bytes for fit in fits], _GIB, 2),
         "waits\nGiB": _column([fit.waiting_bytes for fit in fits], _GIB, 2),
         "read\nGB": _column([fit.read_bytes for fit in fits], _GB, 1),
         "written\nGB": _column([fit.written_bytes for fit in fits], _GB, 1),
-        "moving\ns": ["unknown" if seconds is None else _seconds(seconds) for seconds in moving],
+        "moving\ns": [_seconds(_moving_s(task, fit)) for fit in fits],
     }
     return _table_of(columns)
 
@@ -530,11 +491,9 @@ def _table_of(columns: Mapping[str, Sequence[str]]) -> Table:
     return table
 
 
-def _moving_s(task: _Task, found: Fit) -> float | None:
-    ssd = task.tiers.ssd
-    if ssd is None:
-        return None
-    return found.io_s(read_bytes_per_s=ssd.read_bytes_per_s, write_bytes_per_s=ssd.write_bytes_per_s)
+def _moving_s(task: _Task, found: Fit) -> float:
+    drives = task.drives
+    return found.io_s(read_bytes_per_s=drives.read_bytes_per_s, write_bytes_per_s=drives.write_bytes_per_s)
 
 
 def _column(sizes: Sequence[float], unit: float, digits: int) -> list[str]:
@@ -559,8 +518,11 @@ def _life_text(days: float | None) -> str:
     return f"{days:.0f} days" if days < 365 else f"{days / 365:.1f} years"
 
 
-def _as_json(task: _Task, found: Sequence[Outlook], problems: Sequence[Problem]) -> dict[str, object]:
-    def finite(days: float | None) -> float | None:
+def _as_json(
+    task: _Task, rows: Sequence[tuple[str, Prediction, int]], problems: Sequence[Problem]
+) -> dict[str, object]:
+    def life(one: Prediction) -> float | None:
+        days = _life(task, one.written_bytes, one.step_s)
         return None if days is None or math.isinf(days) else days
 
     return {
@@ -574,13 +536,8 @@ def _as_json(task: _Task, found: Sequence[Outlook], problems: Sequence[Problem])
             "num_blocks": len(task.model.trace.blocks),
         },
         "modes": [
-            {
-                "mode": outlook.mode,
-                **asdict(outlook.prediction),
-                "num_recomputed": outlook.num_recomputed,
-                "life_days": finite(outlook.life_days),
-            }
-            for outlook in found
+            {"mode": mode, **asdict(one), "num_recomputed": num_recomputed, "life_days": life(one)}
+            for mode, one, num_recomputed in rows
         ],
         "waiting": [{"waits": name, **asdict(fits), "moving_s": _moving_s(task, fits)} for name, fits in _fits(task)],
         "problems": [asdict(problem) for problem in problems],
