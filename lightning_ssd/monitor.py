@@ -67,7 +67,7 @@ class OffloadMonitor(Callback):
             default, because PyTorch's and the system's peaks belong to every reader in the process.
         report_dir: a directory for ``report.html``, ``report.json``, still pictures and traces, written at the end of
             ``fit``, also of one that an error or Ctrl-C ends; made if it is missing. ``None``: none are. The page and
-            the pictures need Plotly and Matplotlib (``pip install '.[report]'`` in the checkout).
+            the pictures need Matplotlib (``pip install '.[report]'`` in the checkout).
     """
 
     def __init__(
@@ -397,8 +397,8 @@ def _share_of_samples(trainer: pl.Trainer) -> float:
 def _define_peaks(logger: Logger) -> None:
     """Let W&B's summary tell the peak instead of the last value. Any logger whose experiment has the method gets it.
 
-    Exact names, because W&B takes the first definition that matches and Lightning's logger has one for "*" already;
-    with its x axis, which an own definition would lose.
+    Exact names, because W&B takes the first definition that matches. Lightning's logger has one for "*" already, which
+    gives all metrics the x axis; an own definition would lose it.
     """
     define = getattr(getattr(logger, "experiment", None), "define_metric", None)
     if not callable(define):

@@ -83,9 +83,8 @@ RESERVED: dict[str, set[str]] = {
     "wandb_workspaces": {"reports.dashboard"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "transformers": set(),
-    "matplotlib": {"reports.png_charts"},
-    "plotly": {"reports.plotly_charts", "reports.page"},
+    "transformers": {"cli.conf_files"},
+    "matplotlib": {"reports.drawing"},
 }
 
 
@@ -209,7 +208,7 @@ def run_python(source: str) -> str:
 # that what counts is what we add to it.
 LIGHTNING_FIRST = """
 import sys
-unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "plotly", "xxhash")
+unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "xxhash")
 unwanted += ("typer", "rich")
 def loaded(): return {name for name in unwanted if name in sys.modules}
 import lightning.pytorch

@@ -54,6 +54,11 @@ class ParameterStorages:
         self._num_to_walk = 0
 
     @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Registered modules that are alive."""
+        return [module for reference in list(self._modules.values()) if (module := reference()) is not None]
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters and buffers, each storage once."""
         held = [key.resolve() for key in list(self.keys.values())]
@@ -62,14 +67,12 @@ class ParameterStorages:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that there are now. Only where no backward runs: it is autograd that sets them."""
-        modules = [module for reference in list(self._modules.values()) if (module := reference()) is not None]
-        parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+        parameters = {id(parameter): parameter for module in self.modules for parameter in module.parameters()}
         return self._bytes_of([p.grad for p in parameters.values() if p.grad is not None])
 
     def gradient_bytes_on(self, device: torch.device) -> int:
         """Bytes of gradients of one device's parameters: in backward, for the thread that computes their gradients."""
-        modules = [module for reference in list(self._modules.values()) if (module := reference()) is not None]
-        parameters = {id(p): p for module in modules for p in module.parameters() if p.device == device}
+        parameters = {id(p): p for module in self.modules for p in module.parameters() if p.device == device}
         return self._bytes_of([p.grad for p in parameters.values() if p.grad is not None])
 
     @staticmethod

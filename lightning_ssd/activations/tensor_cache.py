@@ -439,6 +439,7 @@ class TensorCache:
                 resident_bytes=self.accounting.counters.resident_bytes,
                 saved_bytes=self.accounting.saved_bytes,
                 gradient_bytes=self._gradient_bytes,
+                modules=self.parameters.modules,
             )
         return recorder
 

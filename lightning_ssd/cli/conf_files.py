@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lightning_ssd.cli.output import CommandError
@@ -23,7 +25,7 @@ from lightning_ssd.config import HardwareProfile
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.planning.machine_profile import MachineProfile
 
-__all__ = ["Described", "load_hardware", "model_builder"]
+__all__ = ["Described", "batch_maker", "load_hardware", "model_builder"]
 
 _PRIMARY = "train.yaml"
 _PACKAGED = Path(__file__).resolve().parents[1] / "conf"
@@ -64,18 +66,33 @@ def load_hardware(name: str) -> Described:
         raise CommandError("a hardware profile with hardware and machine", got, "see conf/hardware") from error
 
 
-def model_builder(name: str, sequence: int) -> Callable[[], nn.Module]:
-    """Builds an option of ``conf/model``, or what ``package.module:name`` returns when it is called without arguments.
+def model_builder(
+    name: str, sequence: int, *, make_batch: Callable[[int, int], Any] | None = None
+) -> Callable[[], nn.Module]:
+    """Return what builds a model.
 
     Args:
-        name: of the option, or an import path with a colon.
+        name: an option of ``conf/model``, ``package.module:name`` to call without arguments, or the path of a
+            ``config.json`` of Hugging Face.
         sequence: length of a window of tokens, which some options are built for.
+        make_batch: stands in for the model's own ``example_batch``.
 
     Raises:
-        CommandError: there is no such option or name.
+        CommandError: there is no such option, name or file.
     """
+    if make_batch is not None:
+        build_alone = model_builder(name, sequence)
+
+        def build_with_batch() -> nn.Module:
+            model: Any = build_alone()
+            model.example_batch = make_batch
+            return model  # type: ignore[no-any-return]
+
+        return build_with_batch
+    if name.endswith(".json"):
+        return _of_hugging_face(Path(name))
     if ":" in name:
-        return _imported(name)
+        return _module_maker(name)
     path = _option("model", name)
     data: Any = OmegaConf.load(_conf() / "data" / "text.yaml")
     data.sequence_length = sequence
@@ -108,16 +125,81 @@ def _not_built(path: Path, error: HydraException) -> CommandError:
     return CommandError("a model that can be built", got, advice)
 
 
-def _imported(name: str) -> Callable[[], nn.Module]:
+def _of_hugging_face(path: Path) -> Callable[[], nn.Module]:
+    """Build the class that a configuration names, with random weights; nothing is downloaded."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise CommandError(
+            "transformers, for a config.json", str(error), "pip install -c constraints.txt '.[recipes]' in the checkout"
+        ) from None
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(path.resolve(strict=True))
+        (architecture,) = config.architectures or ("AutoModelForCausalLM",)
+        kind: Any = getattr(transformers, architecture)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        got = f"{escape_control(path)}: {str(error).strip().partition(chr(10))[0]}"
+        advice = "name a config.json with model_type and architectures that this transformers has"
+        raise CommandError("a configuration of Hugging Face", got, advice) from error
+    config.use_cache = False
+
+    def build() -> nn.Module:
+        model: nn.Module = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+        return model
+
+    return build
+
+
+def batch_maker(name: str) -> Callable[[int, int], Any]:
+    """Return what makes batches of so many sequences and tokens, like the first one of a DataModule.
+
+    A first dimension that is the batch's, and a second one that is that of its token numbers, are exchanged.
+
+    Raises:
+        CommandError: it cannot be imported, or has no batch with a tensor.
+    """
+    found = _imported(name)
+    try:
+        data: Any = found() if callable(found) else found
+        data.prepare_data()
+        data.setup("fit")
+        first: Any = next(iter(data.train_dataloader()))
+    except Exception as error:  # whatever the user's own code raises
+        got = f"{name}: {type(error).__name__}: {error}"
+        raise CommandError("a DataModule whose first batch can be loaded", got, "try it with Trainer.fit") from error
+    first = dict(first) if isinstance(first, Mapping) else first
+    tensors = [leaf for leaf in tree_leaves(first) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not tensors:
+        got = f"a {type(first).__name__} without one from {name}"
+        raise CommandError("a batch of tensors", got, "return tuples, lists or dictionaries of tensors")
+    tokens = [t.shape[1] for t in tensors if t.dim() > 1 and not t.is_floating_point()]
+
+    def make(batch: int, sequence: int) -> Any:
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            shape = list(tensor.shape)
+            shape[:1] = [batch if size == len(tensors[0]) else size for size in shape[:1]]
+            shape[1:2] = [sequence if size in tokens else size for size in shape[1:2]]
+            return torch.ones(shape, dtype=tensor.dtype)
+
+        return tree_map_only(torch.Tensor, resized, first)
+
+    return make
+
+
+def _imported(name: str) -> Any:
     module, _, attribute = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
         got = f"{name}: {error}"
         raise CommandError("a class or function that can be imported", got, "write package.module:name") from error
     finally:
         sys.path.remove(str(Path.cwd()))
+
+
+def _module_maker(name: str) -> Callable[[], nn.Module]:
+    found = _imported(name)
     if not callable(found):
         raise CommandError("a class or function", f"{name} is a {type(found).__name__}", "name what returns the model")
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from lightning_ssd.cli.output import CommandError, console, reported_errors
 from lightning_ssd.reports.dashboard import make_report, make_workspace, to_json
-from lightning_ssd.reports.wandb_account import has_key, save_report, save_workspace
+from lightning_ssd.reports.wandb_account import has_key, save
 
 __all__ = ["dashboard"]
 
@@ -48,5 +48,5 @@ def dashboard(
         if offline or not has_key():
             console().print("Not sent to W&B: " + ("--offline" if offline else "no key was found (wandb login)") + ".")
         else:
-            console().print(escape(save_workspace(workspace)), soft_wrap=True)
-            console().print(escape(save_report(report)), soft_wrap=True)
+            for document in (workspace, report):
+                console().print(escape(save(document)), soft_wrap=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -56,6 +57,8 @@ class ModelTrace:
     num_trained: int
     """Trained parameters."""
     size: ModelSize
+    form: int
+    """Of :func:`example_batches`, the one that the model took."""
 
 
 def trace_model(
@@ -90,20 +93,28 @@ def trace_model(
         with warnings.catch_warnings(), _no_log_of_fakes(), uncompiled(), fakes:
             warnings.simplefilter("ignore")
             model = build_here(build)
-            inputs = example_batch(model, batch, sequence)
-            if precision.endswith("-true") and precision != "32-true":  # of which Lightning converts nothing
+            if is_converted := precision.endswith("-true") and precision != "32-true":
                 _in_dtype(model, _dtype(precision))
-                inputs = tree_map_only(torch.Tensor, lambda t: _cast(t, _dtype(precision)), inputs)
-            run = _Pass(model, _FlopClock(flops_per_s, operations_per_byte), min_tensor_nbytes)
-            without_dropout = _WithoutAttentionDropout() if fused_attention else nullcontext()
-            with _one_sequence_per_row(), without_dropout:
-                trace = run.play(inputs, precision)
-            return ModelTrace(
-                trace=_scaled(trace, run.clock.share),
-                flops=run.clock.flops,
-                num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-                size=model_size(model, min_tensor_nbytes),
-            )
+            errors: list[Exception] = []
+            for form, inputs in enumerate(example_batches(model, batch, sequence)):
+                if is_converted:
+                    inputs = tree_map_only(torch.Tensor, lambda t: _cast(t, _dtype(precision)), inputs)
+                run = _Pass(model, _FlopClock(flops_per_s, operations_per_byte), min_tensor_nbytes)
+                without_dropout = _WithoutAttentionDropout() if fused_attention else nullcontext()
+                try:
+                    with _one_sequence_per_row(), without_dropout:
+                        trace = run.play(inputs, precision)
+                except Exception as error:  # whatever the model says of a batch of another form
+                    errors.append(error)
+                    continue
+                return ModelTrace(
+                    trace=_scaled(trace, run.clock.share),
+                    flops=run.clock.flops,
+                    num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+                    size=model_size(model, min_tensor_nbytes),
+                    form=form,
+                )
+            raise max(errors, key=lambda error: len(list(traceback.walk_tb(error.__traceback__))))  # it got furthest
     except CommandError:
         raise
     except Exception as error:  # whatever the user's own code raises when it is run without data
@@ -111,8 +122,9 @@ def trace_model(
         raise CommandError(
             "a model whose forward and backward do not depend on the values of its tensors",
             f"{type(error).__name__}: {said}",
-            "where a batch is no tensor of token numbers, give the model example_batch(batch, sequence); or measure "
-            "instead: train some steps with OffloadPolicy(activations='keep') and read the monitor's summary",
+            'where a batch is none of {"input_ids", "labels"}, (tokens, tokens), (tokens,) and tokens, name a '
+            "DataModule with --data, or give the model example_batch(batch, sequence); or measure instead: train some "
+            "steps with OffloadPolicy(activations='keep') and read the monitor's summary",
         ) from error
 
 
@@ -163,10 +175,16 @@ def build_here(build: Callable[[], nn.Module]) -> nn.Module:
     return model.train()
 
 
-def example_batch(model: nn.Module, batch: int, sequence: int) -> Any:
-    """Return the model's own ``example_batch(batch, sequence)``, else token numbers."""
+def example_batches(model: nn.Module, batch: int, sequence: int) -> list[Any]:
+    """Return the model's own ``example_batch(batch, sequence)``, else token numbers in the forms that models take.
+
+    The narrowest form comes first: a tensor unpacks into its rows, and would be taken for a tuple.
+    """
     own = getattr(model, "example_batch", None)
-    return torch.ones(batch, sequence, dtype=torch.int64) if own is None else own(batch, sequence)
+    if own is not None:
+        return [own(batch, sequence)]
+    tokens, labels = (torch.ones(batch, sequence, dtype=torch.int64) for _ in range(2))
+    return [{"input_ids": tokens, "labels": labels}, (tokens, labels), (tokens,), tokens]
 
 
 def training_loss(model: nn.Module, inputs: Any) -> torch.Tensor:
@@ -176,7 +194,10 @@ def training_loss(model: nn.Module, inputs: Any) -> torch.Tensor:
         CommandError: what comes out is nothing to call ``backward`` on.
     """
     step = getattr(model, "training_step", None)
-    result: Any = model(inputs) if step is None else step(inputs, 0)
+    if step is None:
+        result: Any = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    else:
+        result = step(inputs, 0)
     if isinstance(result, dict):
         result = result.get("loss")
     loss: Any = getattr(result, "loss", None)
@@ -451,7 +472,7 @@ def measure_flops_per_s(
         need = traced.size.weight_bytes + traced.size.trained_bytes + share * traced.trace.saved_peak_bytes
         fits = room is None or _SPARE * need <= room
         if fits and share * traced.flops <= _MAX_TIMED_FLOPS:
-            return share * traced.flops / _seconds_of(build, timed, sequence), timed
+            return share * traced.flops / _seconds_of(build, traced.form, timed, sequence), timed
     raise CommandError(
         "a model of which this CPU can run one sequence in half a minute",
         f"one that takes {traced.flops / batch / 1e12:.3g} TFLOP and {need / 1e9:.3g} GB",
@@ -459,9 +480,9 @@ def measure_flops_per_s(
     )
 
 
-def _seconds_of(build: Callable[[], nn.Module], batch: int, sequence: int) -> float:
+def _seconds_of(build: Callable[[], nn.Module], form: int, batch: int, sequence: int) -> float:
     model = build_here(build)
-    inputs = example_batch(model, batch, sequence)
+    inputs = example_batches(model, batch, sequence)[form]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):  # the first pass makes what later ones have

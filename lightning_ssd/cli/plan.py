@@ -8,8 +8,10 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -17,7 +19,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_ssd._environment import chosen_paths
-from lightning_ssd.cli.conf_files import Described, load_hardware, model_builder
+from lightning_ssd.cli.conf_files import Described, batch_maker, load_hardware, model_builder
 from lightning_ssd.cli.model_trace import ModelTrace, measure_flops_per_s, trace_model
 from lightning_ssd.cli.output import (
     FAILED,
@@ -41,13 +43,13 @@ from lightning_ssd.planning.planner import TOLERANCE, BudgetTooSmall, make_plan
 from lightning_ssd.planning.recompute_trace import recomputable, recomputed
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.planning.what_fits import Fit, ModelSize, fit
+from lightning_ssd.planning.what_fits import Choice, Fit, ModelSize, choose, fit, largest
 from lightning_ssd.scheduling.memory_limits import MIN_RELIEF
 from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.wear.endurance import Drive, life_days
 
-__all__ = ["Outlook", "outlooks", "plan"]
+__all__ = ["plan"]
 
 _GIB, _GB = 1 << 30, 10**9
 _HOST_SHARE = 4
@@ -56,19 +58,9 @@ _OPERATIONS_PER_BYTE, _OPERATIONS_PER_BYTE_OF_A_CPU = 80.0, 10.0
 """Operations per byte of the memory's rate that training reaches:
 118, 80 and 66 for an H100, A100 and RTX 4090 by their data sheets
 (0.4 of 989, 312 and 165 teraFLOPS; 3.35, 1.56 and 1.01 TB/s). Predictions for a CPU are the same from 5 to 20."""
+_NUM_FIXED = 4
+"""Modes that come without a planner, where there are blocks."""
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outlook:
-    """One way to train, as the simulator predicts it for one device."""
-
-    mode: str
-    prediction: Prediction
-    num_recomputed: int
-    """Blocks."""
-    life_days: float | None
-    """Days until the first drive reaches its rating; ``None``: no drive is rated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +69,21 @@ class _Task:
 
     model: ModelTrace
     tiers: Machine
+    drives: TierRates
     described: Described
     basis: str
     """Where the compute time comes from."""
+    retrace: Callable[[int, int], ModelTrace]
+    """Of another batch and sequence."""
 
 
 def plan(
     model: Annotated[
-        str, typer.Option(metavar="NAME", help="An option of conf/model, or package.module:name (class or function).")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="An option of conf/model, package.module:name (class or function), or a config.json of Hugging Face.",
+        ),
     ],
     batch: Annotated[int, typer.Option(min=1, help="Sequences per device and pass.")],
     sequence: Annotated[int, typer.Option(min=1, help="Tokens in each, as in data.sequence_length.")],
@@ -101,26 +100,52 @@ def plan(
     devices: Annotated[
         int | None, typer.Option(min=1, help="Devices that share the drives; default: as in the profile.")
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="package.module:name of a DataModule: batches are like its first one."),
+    ] = None,
+    write_rate: Annotated[str | None, typer.Option(metavar="SIZE", help="A drive's per second, such as 5GB.")] = None,
+    read_rate: Annotated[str | None, typer.Option(metavar="SIZE", help="A drive's per second, such as 7GB.")] = None,
+    find_largest: Annotated[
+        bool, typer.Option("--largest", help="Also search the largest batch, and the longest sequence, that fit.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for programs.")] = False,
 ) -> None:
     """Predict peak memory of saved activations, step time, stalls, bytes and drive life, before anything is trained.
 
     The model runs once with tensors that have sizes and no bytes, so that any size works on any machine. A step is
     forward and backward; what is predicted is what OffloadPolicy(activations=...) of that name would do. A second table
-    tells what weights, gradients and optimizer states take and move, by what of them waits.
+    tells what weights, gradients and optimizer states take and move, by what of them waits. The last lines are the
+    fastest policy that fits, to paste.
     """
     with reported_errors(), StatusLine(f"Predicting {model}", delay_s=0):
-        builder = model_builder(model, sequence)
-        task = _described_task(builder, batch, sequence, hardware, devices) if hardware else None
-        task = task or _task_here(builder, batch, sequence, devices)
+        build = partial(model_builder, model, make_batch=None if data is None else batch_maker(data))
+        build(sequence)  # a mistyped name is told before anything is measured
+        described = load_hardware(hardware) if hardware else _this_machine()
+        given: dict[str, Any] = {} if devices is None else {"num_devices": devices}
+        for name, rate in (("write", write_rate), ("read", read_rate)):
+            if rate is not None:
+                given[f"drive_{name}_gb_per_s"] = parse_size(rate, name=f"--{name}-rate") / _GB
+        machine = replace(described.machine, **given)
+        task = _make_task(build, batch, sequence, replace(described, machine=machine), is_timed=hardware is None)
         keep_bytes = task.model.trace.saved_peak_bytes
         limit = None if budget is None else _budget_bytes(budget, keep_bytes)
         problems: list[Problem] = []
-        found = list(outlooks(task.model.trace, task.tiers, _life(task), limit, problems))
+        rows = list(_modes(task, limit, problems))
+        found = {mode: prediction for mode, prediction, _ in rows}
+        sizes = _largest(task, batch, sequence) if find_largest else {}
+    answer = _answer(task, found, limit)
     if as_json:
-        typer.echo(json.dumps({**_as_json(task, found, problems), "answer": _answer(task, found, limit)}, indent=2))
+        typer.echo(json.dumps({**_as_json(task, rows, problems), "answer": answer, "largest": sizes}, indent=2))
     else:
-        _show(task, found, f"{model}, batch {batch} x {sequence}", limit)
+        _show(task, found, f"{model}, batch {batch} x {sequence}")
+        others = {"batch": f"of {sequence} tokens each", "sequence": f"in a batch of {batch}"}
+        for name, size in sizes.items():
+            more = f"{size['beyond']} {size['reason']}"
+            answer += f"\nLargest {name} {others[name]}: {size['largest']} ({more})"
+            answer += f":\n  {size['policy']}" if size["policy"] else ""
+        for line in f"\n{answer}".splitlines() if answer else ():
+            console().print(line, soft_wrap=line.startswith("  "), markup=False)  # what is to be pasted stays whole
         show_problems(problems)
     if problems:
         raise typer.Exit(FAILED)
@@ -129,42 +154,29 @@ def plan(
 # -- the ways to train -------------------------------------------------------------------------------------------------
 
 
-def outlooks(
-    trace: Trace,
-    tiers: Machine,
-    life: Callable[[Prediction], float | None],
-    budget_bytes: int | None,
-    problems: list[Problem],
-) -> Iterator[Outlook]:
-    """Predict each mode.
+def _modes(task: _Task, budget_bytes: int | None, problems: list[Problem]) -> Iterator[tuple[str, Prediction, int]]:
+    """Yield each way to treat activations, as the simulator predicts it for one device, and its recomputed blocks.
 
     Args:
-        trace: of a pass that keeps everything.
-        tiers: what one process has.
-        life: days that the drives last.
+        task: the model and the machine.
         budget_bytes: for the planned ones; ``None``: the lowest peak within the default slowdown.
         problems: gets what no plan can do.
     """
-
-    def outlook(mode: str, prediction: Prediction, num_recomputed: int = 0) -> Outlook:
-        return Outlook(mode=mode, prediction=prediction, num_recomputed=num_recomputed, life_days=life(prediction))
-
+    trace, tiers = task.model.trace, task.tiers
     blocks = frozenset(recomputable(trace))
-    yield outlook("keep", _kept(trace, tiers))
-    yield outlook("offload", _moved(trace, tiers))
+    yield "keep", _kept(trace, tiers), 0
+    yield "offload", _moved(trace, tiers), 0
     if blocks:
         again, _ = recomputed(trace, blocks)
-        yield outlook("recompute", _kept(again, tiers), len(blocks))
-        yield outlook("recompute_offload", _moved(again, tiers), len(blocks))
+        yield "recompute", _kept(again, tiers), len(blocks)
+        yield "recompute_offload", _moved(again, tiers), len(blocks)
     # Without a budget training recomputes nothing with "auto", whatever it may.
-    for mode, may_recompute in (("auto", False), ("auto, blocks", True)):
-        if may_recompute and (budget_bytes is None or not blocks):
-            continue
+    for mode in ("auto", "auto, blocks") if blocks and budget_bytes is not None else ("auto",):
         goal = PlanObjective(
             max_slowdown=OffloadPolicy().max_slowdown,
             min_relief=MIN_RELIEF,
             budget_bytes=budget_bytes,
-            recompute=may_recompute,
+            recompute=mode != "auto",
         )
         try:
             made = make_plan(trace, tiers, goal)
@@ -172,7 +184,7 @@ def outlooks(
             least, asked = (f"{nbytes / _GIB:.3f} GiB" for nbytes in (error.smallest_bytes, budget_bytes or 0))
             problems.append(Problem(f"a budget of at least {least} for {mode}", asked, "raise --budget"))
         else:
-            yield outlook(mode, made.prediction, len(made.recompute))
+            yield mode, made.prediction, len(made.recompute)
 
 
 def _kept(trace: Trace, tiers: Machine) -> Prediction:
@@ -193,74 +205,60 @@ def _moved(trace: Trace, tiers: Machine) -> Prediction:
 # -- what is predicted for ---------------------------------------------------------------------------------------------
 
 
-def _described_task(
-    builder: Callable[[], nn.Module], batch: int, sequence: int, hardware: str, devices: int | None
+def _make_task(
+    build: Callable[[int], Callable[[], nn.Module]], batch: int, sequence: int, described: Described, *, is_timed: bool
 ) -> _Task:
-    """For a machine that need not be here."""
-    described = _with_devices(load_hardware(hardware), devices)
+    """Trace the model for a machine that need not be here, or for this one, whose CPU is timed with it."""
     machine, name = described.machine, escape_control(described.name)
-    tiers, flops_per_s = machine.tiers(machine.num_devices), machine.flops_per_s
-    if tiers is None:
+    tiers, is_accelerator = machine.tiers(machine.num_devices), machine.is_accelerator
+    if tiers is None or tiers.ssd is None:
         raise CommandError(
             "drive_write_gb_per_s and drive_read_gb_per_s",
             f"hardware {name} leaves them open",
-            "measure them with `lightning-ssd bench DIR --write FILE`, or take a profile with drives, such as dgx_h100",
+            "give --write-rate 5GB --read-rate 7GB, as `lightning-ssd bench DIR` or the drive's data sheet tells, or "
+            "take a profile with drives, such as dgx_h100",
         )
-    if flops_per_s is None:
+
+    def trace(flops_per_s: float, batch: int, sequence: int) -> ModelTrace:
+        return trace_model(
+            build(sequence),
+            batch=batch,
+            sequence=sequence,
+            flops_per_s=flops_per_s,
+            precision=machine.precision,
+            min_tensor_nbytes=OffloadPolicy().min_tensor_nbytes,
+            fused_attention=is_accelerator,
+            operations_per_byte=_OPERATIONS_PER_BYTE if is_accelerator else _OPERATIONS_PER_BYTE_OF_A_CPU,
+        )
+
+    flops_per_s = machine.flops_per_s
+    if is_timed:
+        first = trace(1e12, batch, sequence)
+        flops_per_s, timed = measure_flops_per_s(build(sequence), first, batch=batch, sequence=sequence)
+        basis = f"{flops_per_s / 1e12:.3g} TFLOPS, timed here with this model and batch {timed}"
+    elif flops_per_s is None:
         raise CommandError(
             "device_peak_tflops, for the time of a step",
             f"hardware {name} leaves it open",
             "set it under machine: in the profile; without --hardware this machine is timed",
         )
-    is_accelerator = machine.is_accelerator
-    traced = trace_model(
-        builder,
-        batch=batch,
-        sequence=sequence,
-        flops_per_s=flops_per_s,
-        precision=machine.precision,
-        min_tensor_nbytes=OffloadPolicy().min_tensor_nbytes,
-        fused_attention=is_accelerator,
-        operations_per_byte=_OPERATIONS_PER_BYTE if is_accelerator else _OPERATIONS_PER_BYTE_OF_A_CPU,
-    )
-    basis = (
-        f"{flops_per_s / 1e12:.4g} TFLOPS per device, estimated as {machine.compute_efficiency:.0%} of "
-        f"{machine.device_peak_tflops:g}"
-    )
-    return _Task(traced, replace(tiers, host=_host_tier(machine)), described, basis)
+    else:
+        basis = (
+            f"{flops_per_s / 1e12:.4g} TFLOPS per device, estimated as {machine.compute_efficiency:.0%} of "
+            f"{machine.device_peak_tflops:g}"
+        )
+    retrace = partial(trace, flops_per_s)
+    drives, tiers = tiers.ssd, replace(tiers, host=_host_tier(machine))
+    return _Task(retrace(batch, sequence), tiers, drives, described, basis, retrace)
 
 
-def _task_here(builder: Callable[[], nn.Module], batch: int, sequence: int, devices: int | None) -> _Task:
-    """For this machine's CPU and drives, timed with the model itself."""
+def _this_machine() -> Described:
     if torch.accelerator.is_available():
         raise CommandError(
             "--hardware on a machine with an accelerator",
             "none",
             "name a profile such as h100 with the rates that `lightning-ssd bench` tells; only CPUs are timed here",
         )
-
-    def trace(flops_per_s: float) -> ModelTrace:
-        return trace_model(
-            builder,
-            batch=batch,
-            sequence=sequence,
-            flops_per_s=flops_per_s,
-            precision="32-true",
-            min_tensor_nbytes=OffloadPolicy().min_tensor_nbytes,
-            fused_attention=False,
-            operations_per_byte=_OPERATIONS_PER_BYTE_OF_A_CPU,
-        )
-
-    described = _with_devices(_this_machine(), devices)
-    flops_per_s, timed_batch = measure_flops_per_s(builder, trace(1e12), batch=batch, sequence=sequence)
-    tiers = described.machine.tiers(described.machine.num_devices)
-    if tiers is None:
-        raise AssertionError("what was measured is known")
-    basis = f"{flops_per_s / 1e12:.3g} TFLOPS, timed here with this model and batch {timed_batch}"
-    return _Task(trace(flops_per_s), tiers, described, basis)
-
-
-def _this_machine() -> Described:
     hardware = HardwareProfile()
     paths = chosen_paths(hardware, Path.cwd())
     device = torch.device("cpu")
@@ -279,12 +277,6 @@ def _this_machine() -> Described:
         drive_read_gb_per_s=sum(rate.read_per_s for rate in rates) / len(paths) / _GB,
     )
     return Described("this machine", hardware, machine)
-
-
-def _with_devices(described: Described, devices: int | None) -> Described:
-    if devices is None:
-        return described
-    return replace(described, machine=replace(described.machine, num_devices=devices))
 
 
 def _host_tier(machine: MachineProfile) -> TierRates | None:
@@ -307,14 +299,11 @@ def _budget_bytes(budget: str, keep_bytes: int) -> int:
     return nbytes
 
 
-def _life(task: _Task) -> Callable[[Prediction], float | None]:
+def _life(task: _Task, written_bytes: float, step_s: float) -> float | None:
+    """Return days until the first drive reaches its rating; ``None``: no drive is rated."""
     machine = task.described.machine
     drive = Drive(task.described.hardware.drive_endurance_nbytes, share=1 / machine.num_drives)
-
-    def life(prediction: Prediction) -> float | None:
-        return life_days([drive], prediction.written_bytes * machine.num_devices, prediction.step_s)
-
-    return life
+    return life_days([drive], int(written_bytes * machine.num_devices), step_s)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -324,73 +313,101 @@ def _fixed_bytes(size: ModelSize) -> int:
     return round(size.weight_bytes + size.trained_bytes + size.state_bytes)
 
 
-def _fits(task: _Task) -> Iterator[tuple[str, Fit]]:
-    """Yield the memory of weights, gradients and states, by the part that is offloaded."""
-    size, machine = task.model.size, task.described.machine
-
-    def fits(**away: Literal["offload"]) -> Fit:
-        kept: dict[str, Any] = {"parameters": "keep", "gradients": "keep", "optimizer_states": "keep"}
-        return fit(size, num_directories=machine.num_drives, **kept | away)
-
-    yield "nothing", fits()
-    frozen = fits(parameters="offload")
-    if frozen.waiting_bytes and (machine.num_devices == 1 or not machine.is_accelerator):
-        yield "frozen weights", frozen
-    yield "states", fits(optimizer_states="offload")
-    if machine.num_devices == 1:
-        yield "states, weights", fits(optimizer_states="offload", parameters="offload")
-        yield "states, weights, gradients", fits(optimizer_states="offload", parameters="offload", gradients="offload")
-
-
+_ALL = "states, weights, gradients"
 _AWAY = {
     "nothing": (),
     "frozen weights": ("parameters",),
     "states": ("optimizer_states",),
     "states, weights": ("parameters", "optimizer_states"),
-    "states, weights, gradients": ("parameters", "gradients", "optimizer_states"),
+    _ALL: ("parameters", "gradients", "optimizer_states"),
 }
 """Row of the second table -> the settings that offload."""
 
 
-def _answer(task: _Task, found: Sequence[Outlook], limit: int | None) -> str:
-    """Return the fastest policy that fits the device, or why none does; empty where its memory is unknown."""
+def _fits(task: _Task) -> Iterator[tuple[str, Fit]]:
+    """Yield the memory of weights, gradients and states, by the part that is offloaded."""
+    machine = task.described.machine
+    is_alone = machine.num_devices == 1
+    for part, names in _AWAY.items():
+        away: dict[str, Any] = {name: "offload" if name in names else "keep" for name in _AWAY[_ALL]}
+        found = fit(task.model.size, num_directories=machine.num_drives, **away)
+        if part == "frozen weights":
+            is_there = found.waiting_bytes > 0 and (is_alone or not machine.is_accelerator)
+        else:
+            is_there = is_alone or part in ("nothing", "states")
+        if is_there:
+            yield part, found
+
+
+def _choose(task: _Task, modes: Mapping[str, Prediction]) -> Choice | None:
+    """Return the fastest way to train that fits, else the smallest; ``None``: the device's memory is unknown."""
     room_gb = task.described.machine.device_memory_gb
-    if room_gb is None or not found:
+    return None if room_gb is None else choose(modes, dict(_fits(task)), room_bytes=room_gb * _GB, drives=task.drives)
+
+
+def _answer(task: _Task, found: Mapping[str, Prediction], limit: int | None) -> str:
+    """Return the fastest policy that fits the device, or why none does; empty where its memory is unknown."""
+    room_gb, best = task.described.machine.device_memory_gb, _choose(task, found)
+    if room_gb is None or best is None:
         return ""
-    options = [
-        (one.prediction.step_s + (_moving_s(task, fits) or 0), one.prediction.peak_bytes + fits.device_bytes, one, name)
-        for one in found
-        for name, fits in _fits(task)
-    ]
-    fitting = [option for option in options if option[1] <= room_gb * _GB]
-    if not fitting:
-        _, held, one, name = min(options, key=lambda option: option[1])
+    held = f"{best.held_bytes / _GIB:.3g}"
+    if not best.fits:
         return (
-            f"Nothing fits {room_gb * _GB / _GIB:.3g} GiB, because even {_policy(one, name, limit)} takes "
-            f"{held / _GIB:.3g} GiB without temporaries: take a smaller batch or sequence, or more devices."
+            f"Nothing fits {room_gb * _GB / _GIB:.3g} GiB, because even {_policy(best, limit)} takes {held} GiB "
+            "without temporaries: take a smaller batch or sequence, or more devices."
         )
-    step_s, held, one, name = min(fitting, key=lambda option: option[0])
-    written = one.prediction.written_bytes + dict(_fits(task))[name].written_bytes
-    days = _life(task)(replace(one.prediction, written_bytes=int(written), step_s=step_s))
-    limited = "the drive" if step_s - one.prediction.step_s + one.prediction.stall_s > step_s / 2 else "compute"
+    days = _life(task, best.written_bytes, best.step_s)
     return (
-        f"Fits {room_gb * _GB / _GIB:.3g} GiB ({held / _GIB:.3g}, without temporaries), at most {_seconds(step_s)} s a "
-        f"step, limited by {limited}; {written / _GB:.3g} GB written a step, drive life {_life_text(days)}:\n"
-        f"  {_policy(one, name, limit)}"
+        f"Fits {room_gb * _GB / _GIB:.3g} GiB ({held}, without temporaries), at most {_seconds(best.step_s)} s a step, "
+        f"limited by {best.limit}; {best.written_bytes / _GB:.3g} GB written a step, drive life {_life_text(days)}:\n"
+        f"  {_policy(best, limit)}"
     )
 
 
-def _policy(outlook: Outlook, waits: str, limit: int | None) -> str:
+def _try_size(task: _Task, batch: int, sequence: int) -> tuple[bool, str]:
+    """Return whether a batch and sequence fit, with the policy to write or the reason."""
+    try:
+        tried = replace(task, model=task.retrace(batch, sequence))
+    except CommandError as error:
+        return False, f"fails: {error.problem.got}"
+    best = _choose(tried, {mode: prediction for mode, prediction, _ in islice(_modes(tried, None, []), _NUM_FIXED)})
+    if best is None:
+        raise CommandError(
+            "machine.device_memory_gb, for --largest",
+            f"hardware {escape_control(task.described.name)} leaves it open",
+            "set it under machine: in the profile",
+        )
+    return best.fits, _policy(best, None) if best.fits else f"takes {best.held_bytes / _GIB:.3g} GiB at least"
+
+
+def _largest(task: _Task, batch: int, sequence: int) -> dict[str, dict[str, Any]]:
+    """Return the largest batch and the longest sequence that fit, each with its policy, and what is wrong with more."""
+    found = {}
+    for name, start in (("batch", batch), ("sequence", sequence)):
+        tried: dict[int, tuple[bool, str]] = {}
+
+        def fits(number: int, name: str = name, tried: dict[int, tuple[bool, str]] = tried) -> bool:
+            tried[number] = _try_size(task, **{"batch": batch, "sequence": sequence, name: number})
+            return tried[number][0]
+
+        number = largest(fits, start)
+        beyond = min(more for more in tried if more > number)
+        policy = tried[number][1] if number else None
+        found[name] = {"largest": number, "policy": policy, "beyond": beyond, "reason": tried[beyond][1]}
+    return found
+
+
+def _policy(choice: Choice, limit: int | None) -> str:
     """Return the line to write."""
-    mode, _, blocks = outlook.mode.partition(", ")
+    mode, _, blocks = choice.mode.partition(", ")
     settings = [f'activations="{mode}"']
     settings += [f"activation_budget={as_setting(limit)}"] if mode == "auto" and limit is not None else []
     settings += ['recompute_modules="blocks"'] if blocks else []
-    settings += [f'{name}="offload"' for name in _AWAY[waits]]
+    settings += [f'{name}="offload"' for name in _AWAY[choice.waits]]
     return f"OffloadPolicy({', '.join(settings)})"
 
 
-def _show(task: _Task, found: Sequence[Outlook], title: str, limit: int | None) -> None:
+def _show(task: _Task, found: Mapping[str, Prediction], title: str) -> None:
     out = console()
     out.print(facts_table(_facts(task, title)))
     out.print()
@@ -411,21 +428,11 @@ def _show(task: _Task, found: Sequence[Outlook], title: str, limit: int | None) 
         notes.append("On a CPU moving also takes time to map memory anew, which is not in these numbers.")
     out.print()
     out.print("\n".join(notes))
-    if answer := _answer(task, found, limit):
-        out.print()
-        told, _, line = answer.partition("\n")
-        out.print(told, markup=False)
-        out.print(line, soft_wrap=True, markup=False)  # to be pasted
 
 
 def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
-    model, size, ssd = task.model, task.model.size, task.tiers.ssd
-    machine = task.described.machine
-    trace = model.trace
-    yield (
-        "Model",
-        [f"{escape_control(title)}, {machine.precision}: {model.num_trained:,} trained parameters"],
-    )
+    model, size, trace, machine = task.model, task.model.size, task.model.trace, task.described.machine
+    yield "Model", [f"{escape_control(title)}, {machine.precision}: {model.num_trained:,} trained parameters"]
     (saved,) = format_sizes(trace.saved_peak_bytes)
     storages = pluralize(len(trace.storages), "storage", "storages")
     blocks = pluralize(len(trace.blocks), "block", "blocks")
@@ -433,29 +440,27 @@ def _facts(task: _Task, title: str) -> Iterator[tuple[str, list[str]]]:
     yield "Pass", [f"{model.flops / 1e12:.3g} TFLOP; {saved} saved in {storages} of {least} or more; {blocks}"]
     weights, gradients, states = format_sizes(*map(round, (size.weight_bytes, size.trained_bytes, size.state_bytes)))
     yield "Besides", [f"weights {weights}, gradients {gradients}, AdamW's states {states} per device"]
-    lines = [f"{escape_control(task.described.name)}: {task.basis}"]
-    if ssd is not None:
-        write, read = ssd.write_bytes_per_s / _GB, ssd.read_bytes_per_s / _GB
-        drives = pluralize(machine.num_drives, "drive", "drives")
-        shared = f" shared by {machine.num_devices} devices, for each of them" if machine.num_devices > 1 else ""
-        lines.append(f"{drives}{shared}: {write:.3g} GB/s written, {read:.3g} GB/s read")
-    yield "Machine", lines
+    write, read = task.drives.write_bytes_per_s / _GB, task.drives.read_bytes_per_s / _GB
+    drives = pluralize(machine.num_drives, "drive", "drives")
+    shared = f" shared by {machine.num_devices} devices, for each of them" if machine.num_devices > 1 else ""
+    rates = f"{drives}{shared}: {write:.3g} GB/s written, {read:.3g} GB/s read"
+    yield "Machine", [f"{escape_control(task.described.name)}: {task.basis}", rates]
 
 
-def _table(task: _Task, found: Sequence[Outlook]) -> Table:
+def _table(task: _Task, found: Mapping[str, Prediction]) -> Table:
     room = task.described.machine.device_memory_gb
-    predictions = [outlook.prediction for outlook in found]
+    predictions = list(found.values())
     totals = [prediction.peak_bytes + _fixed_bytes(task.model.size) for prediction in predictions]
     marks = ["!" if room is not None and total > room * _GB else "" for total in totals]
     columns = {
-        "activations=": [outlook.mode for outlook in found],
+        "activations=": list(found),
         "peak\nGiB": _column([prediction.peak_bytes for prediction in predictions], _GIB, 2),
         "in all\nGiB": [mark + total for mark, total in zip(marks, _column(totals, _GIB, 1), strict=True)],
         "step\ns": [_seconds(prediction.step_s) for prediction in predictions],
         "stalls\ns": [_seconds(prediction.stall_s) for prediction in predictions],
         "to SSD\nGB": _column([prediction.written_bytes for prediction in predictions], _GB, 1),
         "to host\nGB": _column([prediction.host_bytes for prediction in predictions], _GB, 1),
-        "drive\nlife": [_life_text(outlook.life_days) for outlook in found],
+        "drive\nlife": [_life_text(_life(task, one.written_bytes, one.step_s)) for one in predictions],
     }
     return _table_of(columns)
 
@@ -465,14 +470,13 @@ def _fits_table(task: _Task) -> Table:
     for name, found in _fits(task):
         rows.setdefault(found, name)  # of a small model nothing more may wait: a row is not repeated
     names, fits = list(rows.values()), list(rows)
-    moving = [_moving_s(task, fit) for fit in fits]
     columns = {
         "of the model waits": names,
         "here\nGiB": _column([fit.device_bytes for fit in fits], _GIB, 2),
         "waits\nGiB": _column([fit.waiting_bytes for fit in fits], _GIB, 2),
         "read\nGB": _column([fit.read_bytes for fit in fits], _GB, 1),
         "written\nGB": _column([fit.written_bytes for fit in fits], _GB, 1),
-        "moving\ns": ["unknown" if seconds is None else _seconds(seconds) for seconds in moving],
+        "moving\ns": [_seconds(_moving_s(task, fit)) for fit in fits],
     }
     return _table_of(columns)
 
@@ -487,11 +491,9 @@ def _table_of(columns: Mapping[str, Sequence[str]]) -> Table:
     return table
 
 
-def _moving_s(task: _Task, found: Fit) -> float | None:
-    ssd = task.tiers.ssd
-    if ssd is None:
-        return None
-    return found.io_s(read_bytes_per_s=ssd.read_bytes_per_s, write_bytes_per_s=ssd.write_bytes_per_s)
+def _moving_s(task: _Task, found: Fit) -> float:
+    drives = task.drives
+    return found.io_s(read_bytes_per_s=drives.read_bytes_per_s, write_bytes_per_s=drives.write_bytes_per_s)
 
 
 def _column(sizes: Sequence[float], unit: float, digits: int) -> list[str]:
@@ -516,8 +518,11 @@ def _life_text(days: float | None) -> str:
     return f"{days:.0f} days" if days < 365 else f"{days / 365:.1f} years"
 
 
-def _as_json(task: _Task, found: Sequence[Outlook], problems: Sequence[Problem]) -> dict[str, object]:
-    def finite(days: float | None) -> float | None:
+def _as_json(
+    task: _Task, rows: Sequence[tuple[str, Prediction, int]], problems: Sequence[Problem]
+) -> dict[str, object]:
+    def life(one: Prediction) -> float | None:
+        days = _life(task, one.written_bytes, one.step_s)
         return None if days is None or math.isinf(days) else days
 
     return {
@@ -531,13 +536,8 @@ def _as_json(task: _Task, found: Sequence[Outlook], problems: Sequence[Problem])
             "num_blocks": len(task.model.trace.blocks),
         },
         "modes": [
-            {
-                "mode": outlook.mode,
-                **asdict(outlook.prediction),
-                "num_recomputed": outlook.num_recomputed,
-                "life_days": finite(outlook.life_days),
-            }
-            for outlook in found
+            {"mode": mode, **asdict(one), "num_recomputed": num_recomputed, "life_days": life(one)}
+            for mode, one, num_recomputed in rows
         ],
         "waiting": [{"waits": name, **asdict(fits), "moving_s": _moving_s(task, fits)} for name, fits in _fits(task)],
         "problems": [asdict(problem) for problem in problems],

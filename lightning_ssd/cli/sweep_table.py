@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lightning_ssd.cli.output import CommandError, console, reported_errors
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.reports.png_charts import save_png
+from lightning_ssd.reports.drawing import save_png
 from lightning_ssd.reports.sweep import Job, read_sweep, sweep_chart, sweep_csv
 from lightning_ssd.reports.wandb_account import has_key, log_sweep
 
@@ -58,7 +58,7 @@ def _logged(jobs: list[Job], **where: Any) -> str:
         return log_sweep(sweep_chart(jobs), rows, **where)
     except ImportError as error:
         raise CommandError(
-            "wandb, plotly and matplotlib", str(error), "pip install '.[report]' in the checkout of lightning_ssd"
+            "wandb and matplotlib", str(error), "pip install '.[report]' in the checkout of lightning_ssd"
         ) from None
 
 

@@ -1,14 +1,15 @@
-"""Which model fits on which device, and what a step then costs: arithmetic on sizes and rates alone."""
+"""Which model fits on which device, how, and what a step then costs: arithmetic on sizes and rates alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_ssd.planning.plan import Prediction, TierRates
 from lightning_ssd.planning.update_memory import NUM_SLOTS, update_bytes
 
-__all__ = ["NUM_STATES", "Fit", "ModelSize", "UnitSize", "even_model", "fit"]
+__all__ = ["NUM_STATES", "Choice", "Fit", "ModelSize", "UnitSize", "choose", "even_model", "fit", "largest"]
 
 _Choice = Literal["keep", "offload"]
 NUM_STATES = 2
@@ -136,3 +137,71 @@ def fit(
 def _largest(sizes: Iterable[float], count: int) -> float:
     """Return the bytes of the ``count`` largest units, which are in memory at a time."""
     return sum(sorted(sizes)[-count:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A way to treat activations together with one to treat weights, gradients and states."""
+
+    mode: str
+    waits: str
+    fits: bool
+    held_bytes: float
+    """On the device, without temporaries."""
+    step_s: float
+    """Moving the model and computing one after the other."""
+    written_bytes: float
+    """To drives, per step."""
+    limit: Literal["the drive", "compute"]
+    """What takes most of the step."""
+
+
+def choose(
+    modes: Mapping[str, Prediction], waits: Mapping[str, Fit], *, room_bytes: float, drives: TierRates
+) -> Choice:
+    """Return the fastest choice that fits; where none does, the one that holds least.
+
+    Args:
+        modes: of activations.
+        waits: parts of the model that are offloaded.
+        room_bytes: of the device.
+        drives: of one process.
+    """
+
+    def combine(mode: str, part: str) -> Choice:
+        pass_, model = modes[mode], waits[part]
+        rates = {"read_bytes_per_s": drives.read_bytes_per_s, "write_bytes_per_s": drives.write_bytes_per_s}
+        moving_s = model.io_s(**rates)
+        held_bytes, step_s = pass_.peak_bytes + model.device_bytes, pass_.step_s + moving_s
+        return Choice(
+            mode=mode,
+            waits=part,
+            fits=held_bytes <= room_bytes,
+            held_bytes=held_bytes,
+            step_s=step_s,
+            written_bytes=pass_.written_bytes + model.written_bytes,
+            limit="the drive" if moving_s + pass_.stall_s > step_s / 2 else "compute",
+        )
+
+    choices = [combine(mode, part) for mode in modes for part in waits]
+    fitting = [choice for choice in choices if choice.fits]
+    if fitting:
+        return min(fitting, key=lambda choice: choice.step_s)
+    return min(choices, key=lambda choice: choice.held_bytes)
+
+
+def largest(fits: Callable[[int], bool], start: int) -> int:
+    """Return the largest number that fits, exactly up to 16 and else to within 6 %; 0: not even 1 does.
+
+    Args:
+        fits: true up to some number.
+        start: where the search begins.
+    """
+    low, high, number = 0, 0, start
+    while not high or high - low > max(1, low // 16):
+        if fits(number):
+            low = number
+        else:
+            high = number
+        number = (low + high) // 2 if high else 2 * low
+    return low

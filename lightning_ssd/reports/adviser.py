@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 
 from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.common.validation import parse_size
+from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import intersection, union_s
 from lightning_ssd.telemetry.step_record import PhaseName, StepRecord
@@ -27,7 +30,8 @@ _MIB = 1 << 20
 def advise(report: RunReport) -> list[str]:
     """Return one sentence or two for each thing worth changing, the most urgent first; never nothing."""
     found = [sentence for rule in _RULES if (sentence := rule(report)) is not None]
-    return found or ["Nothing needs to change: keep these settings."]
+    rung = _next_rung(report)
+    return found + rung if found else [" ".join(["Nothing needs to change: keep these settings.", *rung])]
 
 
 def _failures(report: RunReport) -> str | None:
@@ -106,23 +110,32 @@ def _update_waits(report: RunReport) -> str | None:
     )
 
 
-def _next_rung(report: RunReport) -> str | None:
-    """Name the largest part that could still leave memory."""
-    policy, record = report.policy, _last(report)
-    if policy is None:
+def _stays(report: RunReport) -> str | None:
+    policy, settled = report.policy, report.settled_bytes
+    if policy is None or policy["activations"] != "auto" or not settled > _HALF * report.held("saved") >= _MIB:
         return None
-    settled, saved = report.settled_bytes, report.held("saved")
-    states = 0 if record is None else record.state_bytes
-    if policy["optimizer_states"] == "keep" and states > max(settled, _MIB):
-        sizes = format_sizes(states, settled)
-        return 'Optimizer states take {}, saved activations {}: set optimizer_states="offload".'.format(*sizes)
-    if policy["activations"] == "auto" and settled > _HALF * saved >= _MIB:
-        budget = math.ceil(_HALF * settled / _MIB)
-        return (
-            f"To hold less than {format_sizes(settled)[0]} of saved activations whatever it costs: "
-            f'activations="offload", or activation_budget="{budget}MiB".'
-        )
-    return None
+    return (
+        f"To hold less than {format_sizes(settled)[0]} of saved activations whatever it costs: "
+        f'activations="offload", or activation_budget="{math.ceil(_HALF * settled / _MIB)}MiB".'
+    )
+
+
+def _next_rung(report: RunReport) -> list[str]:
+    """Name the next part that could leave memory, where it is the largest there is, with the line to write."""
+    policy, record = report.policy, _last(report)
+    if policy is None or record is None or report.num_processes > 1:
+        return []
+    part, nbytes, names = "optimizer states", record.state_bytes, ["optimizer_states"]
+    if policy["optimizer_states"] == "offload":
+        part, names = "weights and gradients", ["parameters", "gradients"]
+        nbytes = record.weight_bytes + record.gradient_bytes
+    if any(policy[name] != "keep" for name in names) or nbytes <= max(report.settled_bytes, _MIB):
+        return []
+    usual, wanted = asdict(OffloadPolicy()), {**policy, **dict.fromkeys(names, "offload")}
+    changed = {name: value for name, value in wanted.items() if value != usual[name]}
+    line = ", ".join(f"{k}={json.dumps(v) if isinstance(v, str) else v}" for k, v in changed.items())
+    sizes = format_sizes(nbytes, report.settled_bytes)
+    return [f"For less memory offload {part} ({sizes[0]}; saved activations {sizes[1]}): OffloadPolicy({line})."]
 
 
 def _nothing_offloads(report: RunReport) -> str | None:
@@ -214,7 +227,7 @@ _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _wears,
     _predictions,
     _too_small,
-    _next_rung,
+    _stays,
 )
 
 

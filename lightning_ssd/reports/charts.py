@@ -1,7 +1,4 @@
-"""Content of each picture, as plain numbers. How it is drawn is another matter: ``plotly_charts``, ``png_charts``.
-
-The same charts go to the report's page, to its PNG files, and to the loggers.
-"""
+"""Content of each picture, as plain numbers; ``drawing`` draws them for the page, files and loggers."""
 
 from __future__ import annotations
 
@@ -172,7 +169,7 @@ def lifetimes(record: StepRecord) -> Chart:
     bars: list[Bar] = []
     lanes = []
     for number, life in enumerate(record.lives):
-        lane = f"{number}: {_size(life.nbytes)}"
+        lane = f"{number}: {', '.join(filter(None, (life.module, _size(life.nbytes))))}"
         lanes.append(lane)
         bars += _life(lane, life)
     return Chart(
@@ -246,15 +243,22 @@ def overhead_over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
     )
 
 
-def trade_off(points: Sequence[tuple[str, float, float]], *, y_title: str = "seconds per step") -> Chart:
-    """One point for each run of a sweep: (name, peak in GiB, time). Lower and further left is better."""
-    series = tuple(
-        Series(name=name, role="measure", x=(peak,), y=(time,), kind="points", labels=(name,))
-        for name, peak, time in points
-    )
-    return Chart(
-        key="trade_off", title="What each run held and took", x_title="peak, GiB", y_title=y_title, series=series
-    )
+def trade_off(points: Iterable[tuple[str, str, float, float]]) -> Chart:
+    """Draw time over peak, a point for each run of a sweep. Lower and further left is better.
+
+    Args:
+        points: model, mode, peak above rest (GiB), seconds per step.
+    """
+    models: dict[str, list[tuple[float, float, str]]] = {}
+    for model, mode, peak, time in points:
+        models.setdefault(model, []).append((peak, time, mode))
+    series = []
+    for model, runs in models.items():
+        x, y, modes = zip(*sorted(runs), strict=True)
+        series.append(Series(name=model, role="measure", x=x, y=y, kind="points", labels=modes))
+    title = "Seconds per step over peak memory above rest: lower left is better"
+    x_title, y_title = "peak above rest, GiB", "seconds per step"
+    return Chart(key="trade_off", title=title, x_title=x_title, y_title=y_title, series=tuple(series))
 
 
 _MEASURED, _PREDICTED = "plan/overhead_ratio", "plan/predicted_overhead_ratio"

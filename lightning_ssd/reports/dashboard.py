@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -29,7 +30,8 @@ class Panel:
     title: str
     keys: tuple[str, ...]
     """Keys of the metrics' table, or of pictures."""
-    kind: Literal["line", "media"] = "line"
+    kind: Literal["line", "media", "scalar", "bar"] = "line"
+    """A scalar and a bar for each run have the last value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,15 @@ def _each_drive(metric: str) -> tuple[str, ...]:
 
 
 DASHBOARD = (
+    Section(
+        "Which run saves most?",
+        "How much less than all saved activations stay in memory once a run has settled; a bar for each mode.",
+        (
+            Panel("Saved %", ("offload/saved_pct",), "scalar"),
+            Panel("Saved %, by mode", ("offload/saved_pct",), "bar"),
+            Panel("One step, by mode (s)", ("time/step_s",), "bar"),
+        ),
+    ),
     Section(
         "Does it fit?",
         "Saved activations in memory are below what keeping all of them would hold; the peak of all memory has "
@@ -161,12 +172,13 @@ def _drawn(section: Section) -> list[Any]:
     """The panels of both."""
     from wandb_workspaces.reports.v2 import interface as parts
 
-    return [
-        parts.MediaBrowser(title=panel.title, media_keys=list(panel.keys))
-        if panel.kind == "media"
-        else parts.LinePlot(title=panel.title, x=_AXIS, y=list(panel.keys))
-        for panel in section.panels
-    ]
+    kinds: dict[str, Callable[..., Any]] = {
+        "line": lambda title, keys: parts.LinePlot(title=title, x=_AXIS, y=keys),
+        "media": lambda title, keys: parts.MediaBrowser(title=title, media_keys=keys),
+        "scalar": lambda title, keys: parts.ScalarChart(title=title, metric=keys[0]),
+        "bar": lambda title, keys: parts.BarPlot(title=title, metrics=keys),
+    }
+    return [kinds[panel.kind](panel.title, list(panel.keys)) for panel in section.panels]
 
 
 def to_json(document: Workspace | Report) -> str:

@@ -7,8 +7,8 @@ import logging
 import os
 from pathlib import Path
 
+from lightning_ssd.reports.drawing import save_png
 from lightning_ssd.reports.page import render_page, report_charts
-from lightning_ssd.reports.png_charts import save_png
 from lightning_ssd.reports.run_report import JSON_NAME, RunReport
 from lightning_ssd.reports.trace_events import trace_events
 
@@ -21,9 +21,8 @@ _log = logging.getLogger(__name__)
 def write_report(report: RunReport, directory: str | os.PathLike[str]) -> list[Path]:
     """Write ``report.json``, ``report.html``, a PNG per picture and a trace per recorded step.
 
-    What needs a library that is not installed is left out, and said so in the log: the page needs Plotly, the still
-    pictures Matplotlib (``pip install '.[report]'`` in the checkout). The numbers are written in any case, first.
-    What an earlier report has left of that goes, since it would be of another run.
+    The page and the pictures need Matplotlib (``pip install '.[report]'`` in the checkout). Without it they are left
+    out, the log says so, and those of an earlier report go. The numbers are written in any case, first.
 
     Args:
         report: of the run.
@@ -42,21 +41,17 @@ def write_report(report: RunReport, directory: str | os.PathLike[str]) -> list[P
         former.unlink()
     for record in report.records:
         written.append(_write(folder / f"trace_step_{record.step}.json", json.dumps(trace_events(record))))
+    page, pictures = folder / PAGE_NAME, {folder / f"{chart.key}.png": chart for chart in report_charts(report)}
     try:
-        written.insert(0, _write(folder / PAGE_NAME, render_page(report)))
-    except ImportError as error:
-        (folder / PAGE_NAME).unlink(missing_ok=True)
-        _log.warning("no page was written (%s); pip install '.[report]' in the checkout", error)
-    pictures = {folder / f"{chart.key}.png": chart for chart in report_charts(report)}
-    try:
+        text = render_page(report)
         for file, chart in pictures.items():
             save_png(chart, file)
-            written.append(file)
     except ImportError as error:
-        for file in pictures:
+        for file in (page, *pictures):
             file.unlink(missing_ok=True)
-        _log.warning("no still pictures were written (%s); pip install '.[report]' in the checkout", error)
-    return written
+        _log.warning("no page and no pictures were written (%s); pip install '.[report]' in the checkout", error)
+        return written
+    return [_write(page, text), *written, *pictures]
 
 
 def _write(file: Path, text: str) -> Path:

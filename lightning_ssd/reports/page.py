@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape
 
 from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.reports.adviser import advise
 from lightning_ssd.reports.charts import Chart, over_run, overhead_over_run, step_charts
-from lightning_ssd.reports.plotly_charts import draw_with_plotly
+from lightning_ssd.reports.drawing import draw_svg
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import NUM_DRIVES
 from lightning_ssd.telemetry.stats import describe_held
@@ -19,7 +19,6 @@ from lightning_ssd.telemetry.step_record import StepRecord
 __all__ = ["render_page", "report_charts"]
 
 _GIB = 1 << 30
-_CONFIG = {"responsive": True, "displaylogo": False, "displayModeBar": False}
 _STYLE = """
 :root { --page: #ffffff; --text: #1c1f23; --faint: #667; --line: #dfe3e8; --card: #f5f7f9; --mark: #0072b2 }
 @media (prefers-color-scheme: dark) {
@@ -40,11 +39,8 @@ p, li { margin: 6px 0; overflow-wrap: anywhere } .faint { color: var(--faint); f
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0 }
 td, th { border-bottom: 1px solid var(--line); padding: 4px 14px 4px 0; text-align: left }
 td + td, th + th { text-align: right }
-.js-plotly-plot .main-svg .infolayer text, .js-plotly-plot .cartesianlayer text,
-.js-plotly-plot .main-svg .annotation text, .js-plotly-plot .main-svg .legend text { fill: var(--text) !important }
+.wide svg { display: block; fill: currentColor; min-width: 620px; width: 100% }
 """
-# Not data-*, because Plotly writes a style into each <path>.
-_GRID = ".js-plotly-plot .gridlayer path { stroke: var(--line) !important }"
 
 
 def report_charts(report: RunReport) -> list[Chart]:
@@ -68,10 +64,8 @@ def render_page(report: RunReport) -> str:
     """Return the HTML.
 
     Raises:
-        ImportError: Plotly is not installed.
+        ImportError: Matplotlib is not installed.
     """
-    from plotly.offline import get_plotlyjs
-
     pictures = {chart.key: _picture(chart) for chart in report_charts(report)}
     body = "\n".join(
         [
@@ -93,16 +87,13 @@ def render_page(report: RunReport) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(report.title)}</title><style>{_STYLE}{_GRID}</style>"
-        f"<script>{get_plotlyjs()}</script></head>\n<body>\n{body}\n</body></html>\n"
+        f"<title>{escape(report.title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
 
 
 def _picture(chart: Chart) -> str:
-    figure = draw_with_plotly(chart)
-    figure.update_layout(title=None, margin_t=26)  # in the page it may take two lines
-    div = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG, div_id=f"chart-{chart.key}")
-    return f"<h3>{escape(chart.title)}</h3>{div}"
+    picture = draw_svg(replace(chart, title=""))  # in the page it may take two lines
+    return f'<h3>{escape(chart.title)}</h3><div class="wide" id="chart-{chart.key}">{picture}</div>'
 
 
 def _section(title: str, *parts: str | None) -> str:

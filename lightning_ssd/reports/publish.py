@@ -6,12 +6,12 @@ Loggers are known by what they log to, so that neither library is loaded unless 
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_ssd.reports.charts import Chart
-from lightning_ssd.reports.plotly_charts import draw_with_plotly
-from lightning_ssd.reports.png_charts import draw_with_matplotlib
+from lightning_ssd.reports.drawing import draw
 
 __all__ = ["publish_charts", "publish_facts", "takes_charts", "wandb_media"]
 
@@ -25,7 +25,7 @@ def takes_charts(experiment: object) -> bool:
 
 
 def publish_charts(charts: Sequence[Chart], experiment: Any, step: int) -> None:
-    """Log each chart under ``offload/<key>``: to W&B to explore and (``_png``) for its terminal, to TensorBoard still.
+    """Log each chart under ``offload/<key>``.
 
     Args:
         charts: of one step.
@@ -37,7 +37,7 @@ def publish_charts(charts: Sequence[Chart], experiment: Any, step: int) -> None:
             experiment.log({**wandb_media(charts), "trainer/global_step": step})
         elif takes_charts(experiment):
             for chart in charts:
-                experiment.add_figure(f"offload/{chart.key}", draw_with_matplotlib(chart), step)
+                experiment.add_figure(f"offload/{chart.key}", draw(chart), step)
     except ImportError as error:
         _tell_once(f"pictures are not logged ({error}); pip install '.[report]' in the checkout")
 
@@ -50,21 +50,21 @@ def publish_facts(experiment: Any, *, config: Mapping[str, Any], summary: Mappin
         experiment.config.update({"lightning_ssd": dict(config)}, allow_val_change=True)
     for key, value in summary.items():
         experiment.summary[key] = value
+    if summary:  # where the run's workspace is, is known to the command alone
+        entity = ["--entity", experiment.entity] if experiment.entity else []
+        command = ["lightning-ssd", "dashboard", "--project", experiment.project, *entity]
+        experiment.summary["offload/dashboard"] = shlex.join(command)
 
 
 def wandb_media(charts: Sequence[Chart]) -> dict[str, Any]:
-    """Each chart for W&B: to explore, and still.
+    """Return each chart for W&B.
 
     Raises:
-        ImportError: Plotly or Matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     import wandb
 
-    media: dict[str, Any] = {}
-    for chart in charts:
-        media[f"offload/{chart.key}"] = wandb.Plotly(draw_with_plotly(chart))
-        media[f"offload/{chart.key}_png"] = wandb.Image(draw_with_matplotlib(chart))
-    return media
+    return {f"offload/{chart.key}": wandb.Image(draw(chart)) for chart in charts}
 
 
 def _is_wandb(experiment: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = ["Job", "read_sweep", "sweep_chart", "sweep_csv"]
 _GIB = 1 << 30
 _SUMMARY = "summary.json"
 _OVERRIDES = Path(".hydra", "overrides.yaml")
+_MODE = re.compile(r"[+]*([\w./]*[./])?(offload|activations)=")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +75,17 @@ def sweep_csv(jobs: Sequence[Job]) -> str:
 
 
 def sweep_chart(jobs: Sequence[Job]) -> Chart:
-    """Time over peak; jobs that tell only one of both are left out."""
-    points = [
-        (", ".join(job.overrides) or job.name, job.peak_bytes / _GIB, job.step_s)
-        for job in jobs
-        if job.peak_bytes is not None and job.step_s is not None
-    ]
+    """Return time over peak; jobs that tell only one of both are left out.
+
+    The way of offloading is the mode, known by the override that sets it; all other overrides together are the model.
+    """
+    points = []
+    for job in jobs:
+        if job.peak_bytes is not None and job.step_s is not None:
+            modes = [override for override in job.overrides if _MODE.match(override)]
+            model = ", ".join(override for override in job.overrides if override not in modes)
+            mode = ", ".join(modes) or (model and "as configured") or job.name
+            points.append((model, mode, job.peak_bytes / _GIB, job.step_s))
     return trade_off(points)
 
 

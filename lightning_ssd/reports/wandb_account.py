@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.reports.charts import Chart
 from lightning_ssd.reports.publish import wandb_media
 
-__all__ = ["has_key", "log_sweep", "save_report", "save_workspace"]
+__all__ = ["has_key", "log_sweep", "save"]
 
 
 def has_key() -> bool:
@@ -23,31 +23,19 @@ def has_key() -> bool:
     return bool(wandb.api.api_key)  # the way of older ones
 
 
-def save_workspace(workspace: Any) -> str:
-    """Send a workspace of wandb-workspaces, and return where it is.
+def save(document: Any) -> str:
+    """Send a workspace or a report of wandb-workspaces, and return where it is.
 
     Raises:
         ConfigError: W&B does not take it.
     """
-    return _saved(workspace, "workspace", lambda: workspace.save_as_new_view())
-
-
-def save_report(report: Any) -> str:
-    """Send a report of wandb-workspaces, and return where it is.
-
-    Raises:
-        ConfigError: W&B does not take it.
-    """
-    return _saved(report, "report", lambda: report.save())
-
-
-def _saved(document: Any, kind: str, save: Callable[[], Any]) -> str:
     import wandb
 
+    kind = type(document).__name__.lower()
     try:
         if not document.entity:
             document.entity = wandb.Api().default_entity
-        return str(save().url)
+        return str((document.save_as_new_view() if kind == "workspace" else document.save()).url)
     except Exception as error:  # of many kinds: network, key, project, and what the server says
         raise ConfigError(
             f"expected W&B to take the {kind} for {document.entity}/{document.project}, and got: {error}; name "
@@ -78,7 +66,7 @@ def log_sweep(
 
     Raises:
         ConfigError: W&B does not take it.
-        ImportError: Plotly or Matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     import wandb
 

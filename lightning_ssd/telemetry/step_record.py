@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 import threading
 import time
 import weakref
@@ -15,7 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from types import FrameType
 from typing import Any, Literal
+
+from torch import nn
 
 from lightning_ssd.telemetry.events import Event, StallEvent, TransferEvent
 from lightning_ssd.telemetry.metrics import intersection, union_s
@@ -25,6 +29,7 @@ __all__ = ["Bytes", "Level", "Life", "Move", "Phase", "PhaseName", "StepRecord",
 PhaseName = Literal["data", "forward", "backward", "update"]
 Fate = Literal["kept", "taken back", "host", "ssd"]
 
+_MODULE_CALL = nn.Module.__call__.__code__
 _NUM_SAMPLES = 400
 _MIN_SAMPLE_S, _MAX_SAMPLE_S = 0.002, 0.1
 _NUM_LIVES = 48
@@ -90,6 +95,8 @@ class Life:
     away: tuple[tuple[float, float], ...]
     """When its memory had gone, and when memory was taken for it again (or it was freed)."""
     fate: Fate
+    module: str = ""
+    """Name and class of the innermost module that ran when autograd saved it; empty: none, or an unknown one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +161,7 @@ class _Open:
 
     nbytes: int
     saved_s: float
+    module: str
     left_s: float | None = None
     away: list[tuple[float, float]] | None = None
     fate: Fate = "kept"
@@ -173,6 +181,7 @@ class StepRecorder:
         saved_bytes: saved activations now, wherever they are.
         gradient_bytes: of gradients now; asked for in backward, by the thread that asks for a storage. ``None``, or
             where it gives that: they cannot be read.
+        modules: whose names the record has.
     """
 
     def __init__(
@@ -184,8 +193,10 @@ class StepRecorder:
         resident_bytes: int = 0,
         saved_bytes: int = 0,
         gradient_bytes: Callable[[], int | None] | None = None,
+        modules: Iterable[nn.Module] = (),
     ) -> None:
         self._step = step
+        self._names = {id(part): name for module in modules for name, part in module.named_modules()}
         self._gradient_bytes = gradient_bytes
         self._gradients: list[Level] = []
         self._level = level
@@ -254,8 +265,19 @@ class StepRecorder:
         """Autograd has saved a storage. Its memory is counted by :meth:`entered`."""
         if self._marks[-1][1] in ("data", "update"):  # another network's forward, in one training step
             self.mark("forward")
-        self._open[key] = _Open(nbytes, self._now())
+        self._open[key] = _Open(nbytes, self._now(), self._running_module())
         self._saved_bytes += nbytes
+
+    def _running_module(self) -> str:
+        """Return name and class of the innermost module that this thread runs.
+
+        The frames of ``Module.__call__`` tell, so that no module gets a hook, which a compiler would see.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not _MODULE_CALL:
+            frame = frame.f_back
+        module = None if frame is None else frame.f_locals["self"]
+        return f"{self._names[id(module)]} {type(module).__name__}".strip() if id(module) in self._names else ""
 
     def entered(self, key: int, nbytes: int) -> None:
         """Memory was taken for it."""
@@ -381,7 +403,7 @@ def _ended(life: _Open, now_s: float, tier: str | None) -> Life:
     fate: Fate = "kept"
     if tier is not None:
         fate = "taken back" if not away else "host" if tier == "host" else "ssd"
-    return Life(life.nbytes, life.saved_s, now_s, tuple(away), fate)
+    return Life(life.nbytes, life.saved_s, now_s, tuple(away), fate, life.module)
 
 
 def _thinned(points: Sequence[Any], size: Callable[[Any], int], most: int = _MAX_ROWS) -> list[Any]:

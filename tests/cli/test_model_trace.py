@@ -47,7 +47,7 @@ def traced(
 def really_traced(name: str, precision: str, directory: Path) -> Trace:
     """By training, as the library traces."""
     model = model_trace.build_here(model_builder(name, SEQUENCE))
-    inputs = model_trace.example_batch(model, BATCH, SEQUENCE)
+    inputs = model_trace.example_batches(model, BATCH, SEQUENCE)[-1]
     if precision.endswith("-true"):
         model = model.to(model_trace._dtype(precision))
         inputs = model_trace._cast(inputs, model_trace._dtype(precision))

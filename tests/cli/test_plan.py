@@ -85,6 +85,89 @@ def test_it_ends_with_the_fastest_policy_that_fits(profile: Path) -> None:
     assert "take a smaller batch or sequence, or more devices." in shown
 
 
+MODELS = "tests.support.planned_models"
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_a_batch_takes_the_form_that_the_model_takes(batch: int, profile: Path) -> None:
+    """A pair of two sequences must not be mistaken for two rows of one tensor."""
+    forms = ("TakesPairs", "TakesMappings", "TakesOne", "TakesTensors")
+    shape = ("--batch", batch, "--sequence", 256, "--hardware", profile)
+    found = [predicted("--model", f"{MODELS}:{name}", *shape)[0]["model"] for name in forms]
+    assert found[0]["saved_peak_bytes"] > batch * 256 * 1024 * 4
+    assert all(one == found[0] for one in found[1:])
+
+
+def test_batches_are_like_the_first_one_of_a_data_module(profile: Path) -> None:
+    arguments = ("--model", f"{MODELS}:TakesVectors", "--data", f"{MODELS}:Data", "--hardware", profile)
+    few, many = (predicted(*arguments, "--batch", n, "--sequence", 256)[0]["model"] for n in (2, 8))
+    assert many["saved_peak_bytes"] == pytest.approx(4 * few["saved_peak_bytes"], rel=0.01)
+    assert many["saved_peak_bytes"] > 8 * 256 * 1024 * 4
+    done = run("--model", f"{MODELS}:TakesVectors", "--data", f"{MODELS}:NoData", *SIZES, "--hardware", profile)
+    assert done.exit_code == 1
+    assert "a DataModule whose first batch can be loaded" in done.stderr
+    done = run("--model", f"{MODELS}:TakesVectors", *SIZES, "--hardware", profile)
+    assert "name a DataModule with --data" in " ".join(done.stderr.split())
+
+
+def test_rates_of_a_drive_that_one_has_not_got_yet(profile: Path) -> None:
+    rates = ("--write-rate", "2GB", "--read-rate", "4GB")
+    facts, _ = predicted("--model", NET, *SIZES, "--hardware", profile, *rates)
+    assert (facts["machine"]["drive_write_gb_per_s"], facts["machine"]["drive_read_gb_per_s"]) == (2, 4)
+    assert run("--model", NET, *SIZES, "--hardware", "h100", *rates).exit_code == 0
+    assert "--write-rate 5GB --read-rate 7GB" in run("--model", NET, *SIZES, "--hardware", "h100").stderr
+    assert "--write-rate" in run("--model", NET, *SIZES, "--hardware", "h100", "--write-rate", "fast").stderr
+
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_a_configuration_of_hugging_face_is_a_model(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    facts, rows = predicted("--model", file, *SIZES, "--hardware", profile)
+    num_parameters = 2 * 1000 * 256 + 2 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256) + 256
+    assert facts["model"]["parameter_bytes"] == 4 * num_parameters
+    assert facts["model"]["num_blocks"] == 2
+    assert rows["keep"]["peak_bytes"] > 8 * 256 * 1000 * 4, "the loss has been computed"
+    file.write_text(json.dumps({**CONFIG, "architectures": ["NoSuchModel"]}))
+    assert "NoSuchModel" in run("--model", file, *SIZES, "--hardware", profile).stderr
+    assert "none.json" in run("--model", tmp_path / "none.json", *SIZES, "--hardware", profile).stderr
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    missing = run("--model", file, *SIZES, "--hardware", profile)
+    assert missing.exit_code == 1
+    assert "pip install -c constraints.txt '.[recipes]'" in missing.stderr
+
+
+def test_one_command_tells_the_largest_batch_and_sequence(profile: Path) -> None:
+    arguments = ("--model", NET, *SIZES, "--hardware", profile, "--devices", 1)
+    largest = predicted(*arguments, "--largest")[0]["largest"]
+    shown = run(*arguments, "--largest").stdout
+    for name, other in (("batch", "of 256 tokens each"), ("sequence", "in a batch of 8")):
+        size = largest[name]
+        assert size["largest"] < size["beyond"] <= 1.07 * size["largest"] + 1
+        assert f"Largest {name} {other}: {size['largest']} ({size['beyond']} takes " in shown
+        assert f"\n  {size['policy']}\n" in shown
+        sizes = {"batch": 8, "sequence": 256}
+        for number, verdict in ((size["largest"], "Fits 0.931 GiB"), (size["beyond"], "Nothing fits 0.931 GiB")):
+            given = [word for key, value in {**sizes, name: number}.items() for word in (f"--{key}", value)]
+            answer = predicted("--model", NET, *given, "--hardware", profile, "--devices", 1)[0]["answer"]
+            assert answer.startswith(verdict)
+
+
 def test_each_way_to_train_is_predicted(profile: Path) -> None:
     facts, rows = predicted("--model", NET, *SIZES, "--hardware", profile)
     assert list(rows) == ["keep", "offload", "recompute", "recompute_offload", "auto"]

@@ -6,6 +6,8 @@ import base64
 import os
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,7 +104,7 @@ def check_wandb_dashboard(text: str) -> None:
     assert "last loss in the file equal to the Trainer's: True" in text
     assert "activations_resident_peak_gib" in text
     assert "recorded steps: 2 4 8\n" in text
-    assert re.search(r"^verdict: activations [\d.]+ -> [\d.]+ [MG]iB", text, re.MULTILINE)
+    assert re.search(r"^verdict: saved activations [\d.]+ -> [\d.]+ [MG]iB", text, re.MULTILINE)
 
 
 def check_larger_than_memory(text: str) -> None:
@@ -185,6 +187,19 @@ def test_what_is_stored_shows_what_is_promised_too(path: Path) -> None:
     assert [cell.execution_count for cell in codes] == list(range(1, len(codes) + 1)), (
         "run it again, from top to bottom"
     )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_finds_the_recipes_from_its_own_folder(path: Path) -> None:
+    """As Jupyter starts it, after an install that has the package alone."""
+    first = next(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+    begin = [line for line in first[: first.index("recipes.")].splitlines() if line.startswith(("sys.", "import sys"))]
+    code = "\n".join([*begin, "import recipes; print(recipes.__path__[0])"])
+    child = [sys.executable, "-c", f"import sys; sys.path[:] = [p for p in sys.path if 'python' in p]\n{code}"]
+    unset = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(child, cwd=path.parent, env=unset, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert os.path.samefile(path.parent / done.stdout.strip(), ROOT / "recipes")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS[1:], ids=lambda path: path.stem)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.reports.adviser import advise
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.step_record import Move, Wait
@@ -20,7 +21,9 @@ def told(report: RunReport, words: str) -> str | None:
 
 
 def test_a_good_run_needs_nothing() -> None:
-    assert advise(made_report()) == ["Nothing needs to change: keep these settings."]
+    assert advise(made_report(records=(made_record(waits=(), weight_bytes=9 * MIB),))) == [
+        "Nothing needs to change: keep these settings."
+    ]
 
 
 def test_reads_that_are_waited_for_name_the_rate_and_a_budget() -> None:
@@ -92,10 +95,6 @@ STATS = made_report().stats
 POLICY: Any = made_report().policy
 PLAN: Any = made_report().plan
 METRICS = made_report().metrics
-KEPT_STATES = {
-    "policy": {**POLICY, "optimizer_states": "keep"},
-    "records": (made_record(waits=(), state_bytes=900 * MIB),),
-}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,6 @@ KEPT_STATES = {
         ({"policy": None}, 'Trainer(strategy="ssd_offload")'),
         ({"policy": {**POLICY, "activations": "keep"}}, 'activations="auto" moves what pays'),
         ({"plan": {**PLAN, "measured_overhead": 0.0712}}, "Moving took 7.1 % of a pass, more than the 5 % that max_s"),
-        (KEPT_STATES, 'optimizer_states="offload"'),
         ({"metrics": {**METRICS, "wear/drive_life_days": 90.0}}, "in 90 days"),
         ({"plan": {**PLAN, "measured_step_s": 3.0}}, "50 % longer"),
         ({"stats": {**STATS, "resident_peak_bytes": 2000 * MIB}}, 'or activation_budget="1000MiB"'),
@@ -123,9 +121,35 @@ def test_rules(changes: dict[str, Any], words: str) -> None:
     assert told(made_report(), words) is None
 
 
-def test_a_toy_run_is_told_of_its_states_too() -> None:
-    small = {**KEPT_STATES, "records": (made_record(waits=(), state_bytes=37 * MIB),)}
-    assert told(made_report(**small, stats={**STATS, "settled_peak_bytes": 11 * MIB}), "Optimizer states") is not None
+@pytest.mark.parametrize(
+    ("policy", "rung"),
+    [
+        (
+            {"activations": "offload", "max_slowdown": 1.5, "optimizer_states": "keep"},
+            "offload optimizer states (37.0 MiB; saved activations 11.0 MiB): "
+            'OffloadPolicy(activations="offload", optimizer_states="offload", max_slowdown=1.5).',
+        ),
+        (
+            {"optimizer_states": "offload"},
+            "offload weights and gradients (24.0 MiB; saved activations 11.0 MiB): "
+            'OffloadPolicy(parameters="offload", gradients="offload", optimizer_states="offload").',
+        ),
+        ({"optimizer_states": "offload", "parameters": "offload"}, None),
+    ],
+)
+def test_the_next_rung_is_the_largest_part_with_the_line_to_paste(policy: dict[str, Any], rung: str | None) -> None:
+    record = made_record(waits=(), state_bytes=37 * MIB, weight_bytes=19 * MIB, gradient_bytes=5 * MIB)
+    toy = {"records": (record,), "stats": {**STATS, "settled_peak_bytes": 11 * MIB}, "policy": {**POLICY, **policy}}
+    well = "Nothing needs to change: keep these settings."
+    assert advise(made_report(**toy)) == [well if rung is None else f"{well} For less memory {rung}"]
+    assert (
+        advise(made_report(**toy, metrics={"wear/drive_life_days": 9.0}))[1:]
+        == [f"For less memory {rung}"][: bool(rung)]
+    )
+    assert advise(made_report(**toy, num_processes=2)) == [well], "weights of several processes may not wait"
+    if rung is not None:
+        line = rung.partition(": ")[2].removesuffix(".")
+        assert eval(line, {"OffloadPolicy": OffloadPolicy}).optimizer_states == "offload"
 
 
 def test_a_drive_of_which_nothing_is_known_is_no_advice() -> None:

@@ -1,9 +1,10 @@
-"""Pictures show what was recorded: the sums, the lanes, the phases. Both libraries draw all of them."""
+"""Pictures show what was recorded: the sums, the lanes, the phases. Matplotlib draws all of them."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -17,9 +18,11 @@ from lightning_ssd.reports.charts import (
     trade_off,
     transfers,
 )
-from lightning_ssd.reports.palette import BAR_NAMES, COLORS
+from lightning_ssd.reports.drawing import BAR_NAMES, COLORS
 from lightning_ssd.telemetry.step_record import Level, Move, StepRecord, Wait
 from tests.support.step_records import MIB, made_record
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def values_at(chart: Chart, time_s: float) -> dict[str, float]:
@@ -87,6 +90,7 @@ def test_each_life_is_covered_from_saving_to_freeing() -> None:
         assert bars[0].begin == life.saved_s
         assert bars[-1].end == life.freed_s
         assert all(one.end == other.begin for one, other in pairwise(bars))
+    assert chart.lanes == ("0: 100.0 MiB", "1: blocks.3.mlp.1 GELU, 100.0 MiB", "2: 100.0 MiB")
     assert "taken back" in next(bar for bar in chart.bars if bar.lane == chart.lanes[2]).label
 
 
@@ -128,41 +132,59 @@ CHARTS = [
         title="t",
     ),
     overhead_over_run([COSTLY, COSTLY | {"step": 4.0}]),
-    trade_off([("keep", 4.0, 1.0), ("offload", 1.0, 1.1)]),
+    trade_off(
+        [("gpt", "keep", 4.0, 1.0), ("bert", "keep", 8.0, 3.0), ("gpt", "ssd", 1.0, 1.1), ("bert", "ssd", 2.0, 3.3)]
+    ),
 ]
-
-
-@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.key)
-def test_plotly_draws_it(chart: Chart) -> None:
-    pytest.importorskip("plotly", reason="needs the extra `report`")
-    from lightning_ssd.reports.plotly_charts import draw_with_plotly
-
-    figure = draw_with_plotly(chart)
-    assert figure.layout.title.text == chart.title
-    drawn = sum(len(trace.y) for trace in figure.data)
-    assert drawn == len(chart.bars) + sum(len(series.y) for series in chart.series)
-    assert figure.to_json()
 
 
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.key)
 def test_matplotlib_draws_it(chart: Chart, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    from lightning_ssd.reports.png_charts import save_png
+    from lightning_ssd.reports.drawing import draw_svg, save_png
 
     save_png(chart, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    svg = ElementTree.fromstring(draw_svg(chart))
+    assert f"{SVG}svg" == svg.tag
+    assert "#000000" not in draw_svg(chart), "dark pages have light text"
+    tips = [title.text or "" for title in svg.iter(f"{SVG}title")]
+    assert all(any(bar.label in tip and bar.lane in tip for tip in tips) for bar in chart.bars)
+    for series in chart.series:
+        name = series.labels[0] if series.labels else series.name
+        assert any(name in tip and f"{series.y[-1]:.4g}" in tip for tip in tips)
+
+
+def test_a_sweep_is_coloured_by_mode_marked_by_model_and_begins_at_nothing() -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    from lightning_ssd.reports.drawing import draw
+
+    (axes,) = draw(CHARTS[-1]).axes
+    dots = [line for line in axes.lines if len(line.get_xdata()) == 1]
+    assert [(dot.get_xdata()[0], dot.get_ydata()[0]) for dot in dots] == [
+        (1.0, 1.1),
+        (4.0, 1.0),
+        (2.0, 3.3),
+        (8.0, 3.0),
+    ]
+    offload, keep, other_offload, other_keep = dots
+    assert offload.get_color() == other_offload.get_color() != keep.get_color() == other_keep.get_color()
+    assert offload.get_marker() == keep.get_marker() != other_offload.get_marker() == other_keep.get_marker()
+    joined = [line.get_xdata().tolist() for line in axes.lines if len(line.get_xdata()) > 1]
+    assert joined == [[1.0, 4.0], [2.0, 8.0]], "the same model by one line"
+    assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
 
 
 @pytest.mark.parametrize("largest", ["A", "B"])
 def test_no_line_lies_outside_of_its_picture(largest: str) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    from lightning_ssd.reports.png_charts import draw_with_matplotlib
+    from lightning_ssd.reports.drawing import draw
 
     rows = [
         {"step": float(n), "a": 9.0 if largest == "A" else 1.0, "b": 1.0 if largest == "A" else 9.0} for n in (1, 2)
     ]
     chart = over_run(rows, [("a", "A", "activations"), ("b", "B", "keep")], title="t")
-    (axes,) = draw_with_matplotlib(chart).axes
+    (axes,) = draw(chart).axes
     bottom, top = axes.get_ylim()
     assert bottom == 0
     assert top >= 9
@@ -170,10 +192,10 @@ def test_no_line_lies_outside_of_its_picture(largest: str) -> None:
 
 def test_a_legend_has_the_colours_of_its_bars() -> None:
     colors = pytest.importorskip("matplotlib.colors", reason="needs the extra `report`")
-    from lightning_ssd.reports.png_charts import draw_with_matplotlib
+    from lightning_ssd.reports.drawing import draw
 
     chart = transfers(made_record())
-    (legend,) = draw_with_matplotlib(chart).legends
+    (legend,) = draw(chart).legends
     shown = {
         text.get_text(): colors.to_hex(patch.get_facecolor())
         for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)

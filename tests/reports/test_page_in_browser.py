@@ -18,7 +18,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="needs Playwright (the extra `see`)")
-    pytest.importorskip("plotly", reason="needs the extra `report`")
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
     if CHROMIUM is None:
         pytest.skip("needs Chromium (apt install chromium)")
     with api.sync_playwright() as playwright:
@@ -41,14 +41,15 @@ def test_it_draws_and_tells_values(browser: Any, width: int, scheme: str, tmp_pa
         lambda request: None if request.url.startswith(("file:", "data:")) else complaints.append(request.url),
     )
     page.goto(page_file.as_uri())
-    page.wait_for_selector("#chart-lifetimes .main-svg")
-    assert page.locator(".js-plotly-plot").count() == 4
+    assert page.locator("svg").count() == 4
     assert complaints == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    page.locator("#chart-memory_over_step .nsewdrag").hover()
-    shown = page.locator("#chart-memory_over_step .hoverlayer text", has_text="MiB")
-    shown.first.wait_for(timeout=10_000)
-    text = page.evaluate("getComputedStyle(document.querySelector('.xtitle')).fill")
+    page.locator("#chart-memory_over_step svg").scroll_into_view_if_needed()
+    box = page.locator("#chart-memory_over_step svg").bounding_box()
+    under = "([x, y]) => document.elementFromPoint(x, y).closest('g').querySelector('title').textContent"
+    told = page.evaluate(under, [min(box["x"] + box["width"] / 3, width - 5), box["y"] + box["height"] / 2])
+    assert "saved activations: 200 MiB" in told
+    text = page.evaluate("getComputedStyle(document.querySelector('svg text')).fill")
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert _brightness(text) > 150 if scheme == "dark" else _brightness(text) < 100
     assert _brightness(ground) < 100 if scheme == "dark" else _brightness(ground) > 150

@@ -49,7 +49,6 @@ def test_wandb_gets_pictures_settings_and_a_verdict(wandb_run: Any, tmp_path: Pa
     assert "it fits" in text
     assert "activations" in text
     media = next((tmp_path / "wandb").glob("offline-run-*")) / "files" / "media"
-    assert len(list(media.rglob("*.plotly.json"))) == len(CHARTS)
     assert len(list(media.rglob("*.png"))) == len(CHARTS)
 
 
@@ -78,10 +77,10 @@ def test_others_get_nothing(experiment: object) -> None:
     publish_facts(experiment, config={"a": 1}, summary={"b": 2})
 
 
-def test_without_plotly_it_is_said_once(
+def test_without_matplotlib_it_is_said_once(
     wandb_run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     publish_charts(CHARTS, wandb_run, 1)
     publish_charts(CHARTS, wandb_run, 2)
     assert caplog.text.count("'.[report]'") == 1

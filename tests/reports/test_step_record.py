@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,53 @@ def test_gradients_grow_in_backward(activations: str, tmp_path: Path) -> None:
     grown = nbytes[1:]
     assert grown == sorted(grown)
     assert StepRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+class Forgets(torch.nn.Module):
+    """Computes by functions alone, and lets go of what it has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.ones(1000)
+        had = weakref.ref(noise)
+        x = torch.exp(x * self.scale)
+        del noise
+        assert had() is None, "what a look at this frame's variables has found is held"
+        return x.square()
+
+
+def test_each_life_names_the_innermost_module_and_holds_nothing(tmp_path: Path) -> None:
+    inner = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU())
+    model = torch.nn.Sequential(torch.nn.ModuleDict({"blocks": inner})["blocks"], Forgets())
+    outside = torch.nn.Linear(32, 32)
+    with offloader_in(tmp_path) as offloader:
+        offloader.register_module(model)
+        offloader.begin_record(1)
+        with offloader.saved_tensors():
+            loss = outside(model(torch.randn(64, 32)).tanh()).sum()
+        loss.backward()
+        offloader.end_backward()
+        record = offloader.end_record()
+    assert record is not None
+    assert [life.module for life in record.lives] == ["0.0 Linear", "0.1 GELU", "1 Forgets", "1 Forgets", ""]
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_only_recorded_steps_ask_which_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(StepRecorder, "_running_module", lambda self: asked.append("") or "")
+    model = make_model()
+    with offloader_in(tmp_path) as offloader:
+        offloader.register_module(model)
+        step(offloader, model, 0)
+        assert not asked
+        offloader.begin_record(1)
+        step(offloader, model, 1)
+        offloader.end_record()
+    assert asked
 
 
 def test_nobody_looks_at_gradients_that_another_thread_may_set(tmp_path: Path) -> None:

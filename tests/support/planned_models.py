@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -55,6 +57,71 @@ class NoLoss(Net):
 
 def no_model() -> str:
     return "no model"
+
+
+class TakesPairs(nn.Module):
+    """A model of tokens; its ``training_step`` takes what most data sets give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 100)
+
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, labels = batch
+        return self.loss(tokens, labels)
+
+
+class TakesMappings(TakesPairs):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch["input_ids"], batch["labels"])
+
+
+class TakesOne(TakesPairs):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (tokens,) = batch
+        return self.loss(tokens, tokens)
+
+
+class TakesTensors(TakesPairs):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch, batch)
+
+
+class TakesVectors(TakesPairs):
+    """Of a batch that only its data module knows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch["x"].expand(-1, -1, WIDTH).float()
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x).mean(1) + batch["weights"]).square().mean()
+
+
+class Data:
+    """What ``--data`` asks of a LightningDataModule."""
+
+    def prepare_data(self) -> None:
+        self.is_prepared = True
+
+    def setup(self, stage: str) -> None:
+        assert stage == "fit"
+
+    def train_dataloader(self) -> list[dict[str, torch.Tensor]]:
+        assert self.is_prepared
+        return [{"x": torch.zeros(3, 7, 1, dtype=torch.int64), "weights": torch.zeros(3, 1)}]
+
+
+class NoData(Data):
+    def train_dataloader(self) -> list[dict[str, torch.Tensor]]:
+        return []
 
 
 NOT_CALLABLE = 3

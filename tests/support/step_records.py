@@ -36,7 +36,7 @@ def made_record(**changes: Any) -> StepRecord:
         "waits": (Wait(1.05, 1.15),),
         "lives": (
             Life(100 * MIB, 0.1, 2.0, (), "kept"),
-            Life(100 * MIB, 0.2, 1.9, ((0.6, 1.0),), "ssd"),
+            Life(100 * MIB, 0.2, 1.9, ((0.6, 1.0),), "ssd", "blocks.3.mlp.1 GELU"),
             Life(100 * MIB, 0.5, 1.5, (), "taken back"),
         ),
         "weight_bytes": 80 * MIB,
