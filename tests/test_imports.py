@@ -63,7 +63,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "pytorch_lightning": {"_both_packages"},
     "callback": {"errors", "common", "config", "telemetry", "activations", "offloader", "_both_packages", "strategies"},
-    "huggingface": {"errors", "config", "telemetry", "offloader", "strategies"},
+    "huggingface": {"errors", "config", "telemetry", "optimizer", "offloader", "strategies"},
     "__init__": {"config", "telemetry", "offloader", "monitor", "strategies", "callback", "huggingface"},
     "cli": {
         *("errors", "planning", "common", "config", "memory", "recompute", "storage", "wear", "scheduling"),

@@ -153,7 +153,7 @@ class Choice:
     written_bytes: float
     """To drives, per step."""
     limit: Literal["the drive", "compute"]
-    """What takes most of the step."""
+    """The part that takes most of the step."""
 
 
 def choose(

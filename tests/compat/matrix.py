@@ -7,7 +7,7 @@
     make compat PIP_ARGS='--index-url ...'                  # an index that has CPU builds of PyTorch
 
 Pythons 3.11 to 3.13 where the machine has them; of each minor version of PyTorch from 2.9 on the newest patch, with the
-newest Lightning; and every Lightning from 2.6.4 on with the newest PyTorch that can be installed. Builds of PyTorch for
+newest Lightning; and every Lightning from 2.4 on with the newest PyTorch that can be installed. Builds of PyTorch for
 GPUs bring gigabytes of libraries with them, so that only CPU builds (``+cpu``) are installed unless ``--any-build``
 asks for others. What was not run is in the table with the reason: supported is what was run.
 """
@@ -28,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13")
-FIRST_TORCH, FIRST_LIGHTNING = (2, 9), (2, 6, 4)
+FIRST_TORCH, FIRST_LIGHTNING = (2, 9), (2, 4)
+MALICIOUS = {(2, 6, 2), (2, 6, 3)}
+"""Uploads of Lightning that steal credentials (GHSA-w37p-236h-pfx3)."""
 ROOT = Path(__file__).resolve().parents[2]
 PINNED_BY_US = ("torch", "lightning", "pytorch-lightning")
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
@@ -240,7 +242,7 @@ def plan(args: argparse.Namespace) -> tuple[list[Combination], dict[str, Path]]:
         tried = torches_to_try(versions_found("torch", version, pip_args), any_build=args.any_build)
         torches[version] = [(t, why) for t, why in tried if not args.torch or t.startswith(tuple(args.torch))]
     names = versions_found("lightning", PYTHONS[0], pip_args)
-    lightnings = [name for name in names if numbers(name) >= FIRST_LIGHTNING]
+    lightnings = [name for name in names if numbers(name) >= FIRST_LIGHTNING and numbers(name) not in MALICIOUS]
     return combinations(torches, lightnings, [v for v in pythons if v not in found], full=args.full), found
 
 

@@ -1,15 +1,18 @@
 """``Trainer(strategy="ssd_offload")``: the bits of plain training, on one device, from checkpoints and compiled."""
 
+import inspect
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import lightning as L
+import lightning.pytorch.callbacks as callbacks
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import RandomSampler
 
@@ -35,6 +38,8 @@ from tests.support.trainers import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_MARGIN: dict[str, Any] = {"margin": 0.0} if "margin" in inspect.signature(BatchSizeFinder).parameters else {}
+"""Lightning up to 2.5 has none."""
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
 
@@ -122,8 +127,14 @@ def test_bitwise_equal_to_plain_training(tmp_path, make, settings):
 
 @pytest.mark.parametrize(
     "make_callback",
-    [lambda: StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1), WeightAveraging],
-    ids=["swa", "ema"],
+    [
+        pytest.param(lambda: StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1), id="swa"),
+        pytest.param(
+            lambda: callbacks.WeightAveraging(),
+            id="ema",
+            marks=pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="came with Lightning 2.6"),
+        ),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
@@ -180,7 +191,7 @@ def test_torchruns_environment_does_not_make_one_device_a_part_of_something(tmp_
 
 
 def test_the_batch_size_finder_takes_one_device(tmp_path):
-    finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=8, margin=0.0)
+    finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=8, **NO_MARGIN)
     trainer, module = fit(Net, offload_strategy(tmp_path), tmp_path, callbacks=[finder])
     assert finder.optimal_batch_size == module.batch_size >= 16
     assert trainer.strategy.stats.bytes_saved > 0
