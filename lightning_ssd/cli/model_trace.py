@@ -58,7 +58,7 @@ class ModelTrace:
     """Trained parameters."""
     size: ModelSize
     form: int
-    """Of :func:`example_batches`, the one that the model took."""
+    """Index in :func:`example_batches` of the batch that the model took."""
 
 
 def trace_model(
